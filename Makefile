@@ -1,0 +1,34 @@
+# Every target sets up what it needs; a fresh machine needs only python3 (3.11 or later) and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup check test train clean
+
+help: ## this list
+	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
+
+setup: $(READY) ## the pinned environment in .venv
+
+# Redone only when what it is made from has changed.
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+check: $(READY) ## lint, format and types
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+test: $(READY) ## the tests; ARGS="-m slow" or any other pytest argument
+	$(BIN)/pytest $(ARGS)
+
+train: $(READY) ## train (not there yet)
+	@echo "There is no trainer yet. What there is: a plan. Try '$(BIN)/distca plan --help'."
+
+clean: ## remove everything that was made here
+	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

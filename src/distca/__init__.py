@@ -1,0 +1,34 @@
+"""Core attention disaggregation for long-context language-model training.
+
+Names are handed on from where they live when first asked for, so that `import distca` is quick and
+pulls in neither torch nor matplotlib.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+__all__ = ["Layout", "Placement", "Plan", "__version__", "plan"]
+
+if TYPE_CHECKING:
+    from distca.dispatch.layout import Layout
+    from distca.planning.api import plan
+    from distca.planning.placement import Placement
+    from distca.planning.plan import Plan
+else:  # hidden from type checkers, which would otherwise accept any name at all
+    _HOMES = {
+        "Layout": "distca.dispatch.layout",
+        "Placement": "distca.planning.placement",
+        "Plan": "distca.planning.plan",
+        "plan": "distca.planning.api",
+    }
+
+    def __getattr__(name):
+        if name not in _HOMES:
+            raise AttributeError(f"module 'distca' has no attribute {name!r}")
+        return globals().setdefault(name, getattr(import_module(_HOMES[name]), name))
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
