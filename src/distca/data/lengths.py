@@ -1,0 +1,124 @@
+"""How long documents are: named distributions, seeded, and batches drawn from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Lengths = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Draw = Callable[[np.random.Generator, int], Floats]
+
+NAMES = ("pretrain", "prolong", "lognormal", "fixed")
+FORMS = "pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N"
+BLOCK = 1024  # documents drawn at once; part of what a seed means
+
+
+@dataclass(frozen=True)
+class LengthDistribution:
+    """Document lengths between 1 and ``context`` tokens; what is drawn beyond is cut there."""
+
+    name: str
+    context: int
+    draw: Draw
+
+    def __post_init__(self) -> None:
+        if self.context < 1:
+            raise ValueError(f"a context of {self.context} tokens: it needs >= 1")
+
+    def sample(self, num_documents: int, rng: np.random.Generator) -> Lengths:
+        drawn = np.rint(self.draw(rng, num_documents)).astype(np.int64)
+        return np.clip(drawn, 1, self.context)
+
+    def batch(self, num_tokens: int, seed: int) -> Lengths:
+        """Documents in order of arrival, exactly ``num_tokens`` in all: the last is cut short."""
+        rng = np.random.default_rng(seed)
+        blocks: list[Lengths] = []
+        missing = num_tokens
+        while missing > 0:
+            blocks.append(self.sample(BLOCK, rng))
+            missing -= int(blocks[-1].sum())
+        return take(np.concatenate([np.zeros(0, np.int64), *blocks]), num_tokens)
+
+
+def take(lengths: Lengths, num_tokens: int) -> Lengths:
+    """The first documents, exactly ``num_tokens`` in all: the last is cut short."""
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    if total < num_tokens:
+        raise ValueError(
+            f"the documents hold {total} tokens but {num_tokens} are asked for:"
+            " ask for fewer tokens or give more documents"
+        )
+    stops = ends[: np.searchsorted(ends, num_tokens) + 1].clip(max=num_tokens)
+    return np.diff(stops, prepend=0)
+
+
+def pretrain(context: int) -> LengthDistribution:
+    """Long documents up-sampled: 6 % of documents hold about half of the tokens."""
+
+    def draw(rng: np.random.Generator, n: int) -> Floats:
+        short = rng.lognormal(np.log(0.046 * context), 0.75, n)
+        long = np.where(rng.random(n) < 0.3, context, rng.uniform(context / 2, context, n))
+        return np.where(rng.random(n) < 0.06, long, short)
+
+    return LengthDistribution("pretrain", context, draw)
+
+
+def prolong(context: int) -> LengthDistribution:
+    """Mostly short documents, whatever the context; long ones hold 13.5 % of the tokens."""
+    short_mean, long_mean, share = 2900.0, 0.75 * context, 0.135
+    chance = share * short_mean / (share * short_mean + (1 - share) * long_mean)
+
+    def draw(rng: np.random.Generator, n: int) -> Floats:
+        short = rng.lognormal(np.log(1900.0), 0.92, n)
+        return np.where(rng.random(n) < chance, rng.uniform(context / 2, context, n), short)
+
+    return LengthDistribution("prolong", context, draw)
+
+
+def lognormal(context: int, median: float, sigma: float) -> LengthDistribution:
+    name = f"lognormal:{median:g}:{sigma:g}"
+    if not (0 < median < np.inf and 0 <= sigma < np.inf):
+        raise ValueError(f"{name}: the median must be above 0 and sigma not below it")
+    return LengthDistribution(name, context, lambda rng, n: rng.lognormal(np.log(median), sigma, n))
+
+
+def fixed(context: int, length: int) -> LengthDistribution:
+    if not 1 <= length <= context:
+        raise ValueError(
+            f"fixed:{length} with a context of {context} tokens:"
+            " a length is at least 1 and at most the context"
+        )
+    return LengthDistribution(
+        f"fixed:{length}", context, lambda _, n: np.full(n, length, dtype=np.float64)
+    )
+
+
+def distribution(spec: str, context: int) -> LengthDistribution:
+    """From ``pretrain``, ``prolong``, ``lognormal:MEDIAN:SIGMA`` or ``fixed:N``."""
+    try:
+        match spec.split(":"):
+            case ["pretrain"]:
+                make = pretrain
+            case ["prolong"]:
+                make = prolong
+            case ["lognormal", a, b]:
+                median, sigma = float(a), float(b)
+                make = lambda context: lognormal(context, median, sigma)  # noqa: E731
+            case ["fixed", n]:
+                length = int(n)
+                make = lambda context: fixed(context, length)  # noqa: E731
+            case _:
+                raise ValueError
+    except ValueError:
+        raise ValueError(f"length distribution {spec!r} is unknown: say {FORMS}") from None
+    return make(context)
+
+
+def names_distribution(spec: str) -> bool:
+    """Whether ``spec`` means a distribution, be it well formed or not."""
+    return spec.partition(":")[0] in NAMES

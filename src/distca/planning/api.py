@@ -1,0 +1,169 @@
+"""``distca.plan``: lengths in, plan out."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from distca.planning.balance import balanced_placement
+from distca.planning.bounds import traffic_lower_bound
+from distca.planning.checks import shortfall
+from distca.planning.costs import CostModel, cost_model
+from distca.planning.masks import Mask, reach_of
+from distca.planning.models import ModelShape, model_shape
+from distca.planning.placement import Entry, Placement
+from distca.planning.plan import Plan
+from distca.planning.policies import KEEP_PLACEMENT, POLICIES
+from distca.planning.problem import Grain, Problem
+from distca.planning.servers import Servers
+from distca.planning.tasks import Tasks
+
+
+def plan(
+    ranks: Placement | Sequence[Iterable[Entry]],
+    *,
+    model: str | ModelShape | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    mask: str | Mask | Sequence[str | Mask] = "causal",
+    placement: str = "given",
+    policy: str = "distca",
+    cost: str | CostModel = "analytic",
+    tolerance: float = 0.02,
+    servers: int | Servers = 0,
+    workers_serve: bool | None = None,
+    speed: Sequence[float] | None = None,
+    busy_s: Sequence[float] | None = None,
+    memory_bytes: int | None = None,
+    ranks_per_node: int | None = None,
+    cp: int | None = None,
+    tile: int = 128,
+    min_shard: int = 128,
+) -> Plan:
+    """Plans one batch's core attention over all ranks.
+
+    Every rank's documents are cut into tasks of queries and the keys they need; tasks move from
+    ranks with too much attention to ranks with too little until none finishes later than
+    ``(1 + tolerance)`` x mean, forward and backward each, moving as few bytes as it can.
+
+    ranks: for each rank its documents, as lengths or as shards
+        ``{"document": d, "start": s, "stop": e}`` of documents that span ranks; or a Placement.
+    model: a name from ``distca.planning.models`` or a shape; or give heads, kv_heads, head_dim.
+    mask: ``causal``, ``full`` or ``window:N``, for all documents or one for each.
+    placement: ``given`` leaves tokens where they are; ``balanced`` places them anew so that tokens
+        and attention are both even and (almost) only keys and values travel.
+    cost: ``pairs``, ``analytic``, a profile's name or file, or a CostModel.
+    servers: dedicated ranks beyond the workers. With some, workers serve only on request
+        (``workers_serve=True``). Or a complete ``Servers``.
+    speed, busy_s: one number per rank; memory_bytes: limit of one layer's q, k, v, o on a rank.
+    cp: workers that share a packed sequence in the context-parallel policies.
+
+    A plan that cannot meet the bound is returned all the same, and ``plan.shortfall`` says why.
+    """
+    began = time.perf_counter()
+    if not 0.0 <= tolerance < 1.0:
+        raise ValueError(f"tolerance = {tolerance}: it must be at least 0 and below 1")
+    if policy not in POLICIES:
+        raise ValueError(f"policy {policy!r} is unknown: choose one of {', '.join(POLICIES)}")
+    if placement not in ("given", "balanced"):
+        raise ValueError(f"placement {placement!r} is unknown: choose given or balanced")
+    if placement == "balanced" and policy not in KEEP_PLACEMENT:
+        raise ValueError(f"policy {policy} places tokens itself: use it with placement given")
+    given = ranks if isinstance(ranks, Placement) else Placement.from_ranks(ranks)
+    shape = _shape(model, heads, kv_heads, head_dim)
+    reach = reach_of(mask, given.num_documents)
+    costs = cost_model(cost, shape)
+    roles = (
+        servers
+        if isinstance(servers, Servers)
+        else Servers.of(
+            given.num_workers,
+            servers,
+            workers_serve=workers_serve,
+            speed=None if speed is None else np.asarray(speed, dtype=np.float64),
+            busy_s=None if busy_s is None else np.asarray(busy_s, dtype=np.float64),
+            memory_bytes=memory_bytes,
+            ranks_per_node=ranks_per_node,
+        )
+    )
+    if roles.num_workers != given.num_workers:
+        raise ValueError(
+            f"the servers know {roles.num_workers} workers but {given.num_workers} hold tokens:"
+            " give both the same number"
+        )
+    problem = Problem(
+        placement=given,
+        reach=reach,
+        servers=roles,
+        shape=shape,
+        cost=costs,
+        tolerance=tolerance,
+        grain=Grain(tile, min_shard),
+        cp=cp if cp is not None else _default_cp(given.num_workers),
+    )
+    _check_memory(problem)
+    before = Tasks.at_home(given, reach).work_ps(given, reach, costs, given.num_workers)
+    if placement == "balanced":
+        problem = replace(problem, placement=balanced_placement(problem))
+    proposal = POLICIES[policy](problem)
+    work = (
+        proposal.forward.work_ps(proposal.placement, reach, costs, roles.num_ranks)[0],
+        proposal.backward.work_ps(proposal.placement, reach, costs, roles.num_ranks)[1],
+    )
+    return Plan(
+        placement=proposal.placement,
+        reach=reach,
+        servers=roles,
+        shape=shape,
+        forward=proposal.forward,
+        backward=proposal.backward,
+        forward_work_ps=work[0],
+        backward_work_ps=work[1],
+        policy=policy if placement == "given" else f"{policy}, balanced placement",
+        cost=costs.name,
+        tolerance=tolerance,
+        gather=proposal.gather,
+        imbalance_before=max(Servers.of(given.num_workers).imbalance(w) for w in before),
+        bytes_lower_bound=traffic_lower_bound(
+            problem, int(work[0].sum()), free_placement=placement == "balanced"
+        ),
+        shortfall=shortfall(problem, proposal, work, policy),
+        plan_s=time.perf_counter() - began,
+    )
+
+
+def _shape(
+    model: str | ModelShape | None, heads: int | None, kv_heads: int | None, head_dim: int | None
+) -> ModelShape:
+    given = (heads, kv_heads, head_dim)
+    if isinstance(model, ModelShape):
+        return model
+    if model is not None:
+        if given != (None, None, None):
+            raise ValueError(f"model {model} and heads are both given: give one of them")
+        return model_shape(model)
+    if heads is None or head_dim is None:
+        raise ValueError("no model: give model, or heads, kv_heads and head_dim")
+    return ModelShape("custom", heads, heads if kv_heads is None else kv_heads, head_dim)
+
+
+def _default_cp(workers: int) -> int:
+    """A node's worth of workers, or the largest divisor below it."""
+    return max(size for size in range(1, 9) if workers % size == 0)
+
+
+def _check_memory(problem: Problem) -> None:
+    """Own tokens must fit before anything can be received."""
+    weight = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
+    own, limit = problem.placement.tokens * weight, problem.servers.memory_bytes
+    worst = int(np.argmax(own - limit[: len(own)]))
+    if own[worst] > limit[worst]:
+        raise ValueError(
+            f"rank {worst} holds {problem.placement.tokens[worst]} tokens, {own[worst]} bytes of"
+            f" q, k, v and o in one layer, but has {limit[worst]} bytes of memory for them:"
+            " give it fewer tokens or more memory"
+        )

@@ -1,0 +1,71 @@
+"""Shapes of models: what attention costs and weighs per token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+BYTES_PER_ELEMENT = 2  # bf16 on the wire
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """A decoder's attention (before tensor parallelism) and the widths of its linear layers."""
+
+    name: str
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int = 1
+    hidden: int = 0
+    ffn: int = 0
+
+    def __post_init__(self) -> None:
+        for what in ("heads", "kv_heads", "head_dim", "layers"):
+            if getattr(self, what) < 1:
+                raise ValueError(
+                    f"{what} = {getattr(self, what)} in model {self.name}: must be >= 1"
+                )
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads over {self.kv_heads} kv heads in model {self.name}:"
+                " heads must be a multiple of kv_heads"
+            )
+
+    @property
+    def q_bytes(self) -> int:
+        """One token's query, or its output, in one layer."""
+        return BYTES_PER_ELEMENT * self.heads * self.head_dim
+
+    @property
+    def kv_bytes(self) -> int:
+        """One token's key and value in one layer."""
+        return 2 * BYTES_PER_ELEMENT * self.kv_heads * self.head_dim
+
+    @property
+    def flops_per_pair(self) -> int:
+        """Forward, one layer: two products of head_dim multiply-adds for each head."""
+        return 4 * self.heads * self.head_dim
+
+
+_SHAPES = (
+    ModelShape("llama3-8b", 32, 8, 128, layers=32, hidden=4096, ffn=14336),
+    ModelShape("llama-34b", 64, 8, 128, layers=48, hidden=8192, ffn=22016),
+    ModelShape("llama3-70b", 64, 8, 128, layers=80, hidden=8192, ffn=28672),
+    ModelShape("llama3.2-1b", 32, 8, 64, layers=16, hidden=2048, ffn=8192),
+    ModelShape("llama3.2-3b", 24, 8, 128, layers=28, hidden=3072, ffn=8192),
+    ModelShape("qwen3-0.6b", 16, 8, 128, layers=28, hidden=1024, ffn=3072),
+    ModelShape("qwen3-8b", 32, 8, 128, layers=36, hidden=4096, ffn=12288),
+    ModelShape("qwen3-32b", 64, 8, 128, layers=64, hidden=5120, ffn=25600),
+    ModelShape("mistral-7b", 32, 8, 128, layers=32, hidden=4096, ffn=14336),
+)
+MODELS = {shape.name: shape for shape in _SHAPES}
+
+
+def model_shape(name: str) -> ModelShape:
+    try:
+        return MODELS[name]
+    except KeyError:
+        raise ValueError(
+            f"model {name!r} is unknown: choose one of {', '.join(MODELS)},"
+            " or give heads, kv_heads and head_dim"
+        ) from None

@@ -1,0 +1,179 @@
+"""Which worker holds which tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from distca.planning.spans import Ints, Spans, as_ints, cumulative
+
+Entry = int | Mapping[str, int]  # a whole document's length, or one shard of a document
+
+
+@dataclass(frozen=True, eq=False)
+class Placement:
+    """Shards on workers: every token of every document exactly once.
+
+    Shards are sorted by worker, and inside a worker in the order of its packed tensors. A document
+    may have shards on several workers: it SPANS them, and its keys live on all of them.
+    """
+
+    lengths: Ints  # [documents]
+    document: Ints  # [shards], as the three below
+    start: Ints
+    stop: Ints
+    worker: Ints
+    num_workers: int
+    row: Ints = field(init=False)  # [shards] first row of the shard in its worker's tensors
+    tokens: Ints = field(init=False)  # [workers]
+
+    def __post_init__(self) -> None:
+        size = self.stop - self.start
+        self._validate(size)
+        tokens = np.bincount(self.worker, size, minlength=self.num_workers).astype(np.int64)
+        offset = cumulative(size)[:-1] - np.repeat(
+            cumulative(tokens)[:-1], np.bincount(self.worker, minlength=self.num_workers)
+        )
+        object.__setattr__(self, "row", offset)
+        object.__setattr__(self, "tokens", tokens)
+
+    @classmethod
+    def from_shards(
+        cls, lengths: Ints, shards: Sequence[tuple[int, int, int, int]], num_workers: int
+    ) -> Placement:
+        """From (worker, document, start, stop) rows in any order of workers."""
+        table = as_ints(shards).reshape(-1, 4)
+        worker, document, start, stop = table[np.argsort(table[:, 0], kind="stable")].T
+        return cls(lengths, document.copy(), start.copy(), stop.copy(), worker.copy(), num_workers)
+
+    @classmethod
+    def from_ranks(cls, ranks: Sequence[Iterable[Entry]]) -> Placement:
+        """What a trainer holds: for each rank its documents' lengths, or shards of documents.
+
+        A bare length is a whole document. ``{"document": d, "start": s, "stop": e}`` is a shard;
+        equal ``d`` is the same document. Documents are numbered in order of appearance.
+        """
+        number: dict[int | tuple[int, int], int] = {}
+        shards: list[tuple[int, int, int, int]] = []
+        for worker, entries in enumerate(ranks):
+            for index, entry in enumerate(entries):
+                where = f"entry {index} of rank {worker}"
+                if isinstance(entry, Mapping):
+                    document, start, stop = _read_shard(entry, where)
+                    shards.append((worker, number.setdefault(document, len(number)), start, stop))
+                else:
+                    length = _read_int(entry, where)
+                    if length < 1:
+                        raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
+                    shards.append(
+                        (worker, number.setdefault((worker, index), len(number)), 0, length)
+                    )
+        if not ranks:
+            raise ValueError("no ranks at all: give one list of documents for each rank")
+        table = as_ints(shards).reshape(-1, 4)
+        lengths = np.zeros(len(number), np.int64)
+        np.maximum.at(lengths, table[:, 1], table[:, 3])
+        return cls.from_shards(lengths, shards, len(ranks))
+
+    @classmethod
+    def in_order(cls, lengths: Ints, num_workers: int) -> Placement:
+        """Packs documents in order of arrival, equally many tokens on every worker (to one).
+
+        A document that reaches a worker's border goes on on the next worker.
+        """
+        ends = np.cumsum(lengths, dtype=np.int64)
+        total = int(ends[-1]) if len(ends) else 0
+        borders = np.arange(1, num_workers, dtype=np.int64) * total // num_workers
+        cuts = np.unique(np.concatenate([np.zeros(1, np.int64), ends, borders]))
+        first, last = cuts[:-1], cuts[1:]
+        document = np.searchsorted(ends, first, side="right")
+        begin = ends - lengths
+        return cls(
+            lengths,
+            document,
+            first - begin[document],
+            last - begin[document],
+            np.searchsorted(borders, first, side="right"),
+            num_workers,
+        )
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.lengths)
+
+    @cached_property
+    def by_document(self) -> Ints:
+        """The shards' order by (document, start)."""
+        return np.lexsort((self.start, self.document))
+
+    @cached_property
+    def spans(self) -> Spans:
+        """The shards in that order, grouped by document: disjoint, and covering each document."""
+        order = self.by_document
+        return Spans(self.document[order], self.start[order], self.stop[order])
+
+    def home(self, document: Ints, position: Ints) -> Ints:
+        """The worker that holds each token."""
+        return self.worker[self._shard_of(document, position)]
+
+    def row_of(self, document: Ints, position: Ints) -> Ints:
+        """The row of each token in its worker's packed tensors."""
+        shard = self._shard_of(document, position)
+        return self.row[shard] + position - self.start[shard]
+
+    def _shard_of(self, document: Ints, position: Ints) -> Ints:
+        spans = self.spans
+        stride = int(self.lengths.max(initial=0)) + 1
+        first = spans.group * stride + spans.start
+        found = np.searchsorted(first, document * stride + position, side="right") - 1
+        return self.by_document[found]
+
+    def _validate(self, size: Ints) -> None:
+        if self.num_workers < 1:
+            raise ValueError(f"{self.num_workers} workers: a placement needs one or more")
+        if np.any(self.lengths < 1):
+            bad = int(np.argmin(self.lengths))
+            raise ValueError(f"document {bad} has {self.lengths[bad]} tokens: it needs >= 1")
+        if np.any(size < 1):
+            bad = int(np.argmin(size))
+            raise ValueError(
+                f"document {self.document[bad]} has an empty shard"
+                f" [{self.start[bad]}, {self.stop[bad]}): stop must be above start"
+            )
+        if np.any(np.diff(self.worker) < 0) or np.any(self.worker >= self.num_workers):
+            raise ValueError("shards must be sorted by worker, and workers be below num_workers")
+        document, start, stop = self.spans
+        fresh = np.diff(document, prepend=-1) != 0
+        expected = np.where(fresh, 0, np.roll(stop, 1))
+        wrong = np.flatnonzero(start != expected)
+        if len(wrong):
+            bad = wrong[0]
+            what = "twice" if start[bad] < expected[bad] else "nowhere"
+            low, high = sorted((int(start[bad]), int(expected[bad])))
+            raise ValueError(
+                f"tokens [{low}, {high}) of document {document[bad]} are placed {what}:"
+                " every token must be placed exactly once"
+            )
+        ends = np.flatnonzero(np.append(fresh[1:], True)[: len(document)])
+        if len(ends) != len(self.lengths) or np.any(stop[ends] != self.lengths):
+            raise ValueError("the shards do not cover every document to its end")
+
+
+def _read_shard(entry: Mapping[str, int], where: str) -> tuple[int, int, int]:
+    if set(entry) != {"document", "start", "stop"}:
+        raise ValueError(f"{where} is {dict(entry)}: a shard has document, start and stop")
+    document, start, stop = (
+        _read_int(entry[key], f"{key} in {where}") for key in ("document", "start", "stop")
+    )
+    if not 0 <= start < stop:
+        raise ValueError(f"{where} spans [{start}, {stop}): it needs 0 <= start < stop")
+    return document, start, stop
+
+
+def _read_int(value: object, where: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer):
+        raise ValueError(f"{where} is {value!r}: it must be a whole number of tokens")
+    return int(value)

@@ -1,0 +1,208 @@
+"""The plan: tasks on servers for all ranks. Immutable; saves as JSON; says how good it is."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from distca.planning.costs import PS
+from distca.planning.masks import Mask
+from distca.planning.models import ModelShape
+from distca.planning.placement import Placement
+from distca.planning.servers import Servers
+from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.tasks import Tasks
+from distca.planning.traffic import Traffic, backward_traffic, forward_traffic
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """Where every query token of a batch is attended, for one layer, forward and backward.
+
+    ``backward`` is the same object as ``forward`` where one set of tasks meets both bounds.
+    """
+
+    placement: Placement
+    reach: Ints  # [documents] the mask of each (see planning.masks)
+    servers: Servers
+    shape: ModelShape
+    forward: Tasks
+    backward: Tasks
+    forward_work_ps: Ints  # [ranks] on a speed-1 device
+    backward_work_ps: Ints
+    policy: str
+    cost: str
+    tolerance: float
+    gather: int  # keys are all-gathered over groups of so many workers; 0: only what is needed
+    imbalance_before: float  # every task at home, tokens placed as given
+    bytes_lower_bound: int
+    shortfall: str  # why the bound is not met; empty where it is
+    plan_s: float
+
+    @property
+    def seconds(self) -> tuple[Floats, Floats]:
+        """When each rank finishes, forward and backward, other work included."""
+        both = (self.forward_work_ps, self.backward_work_ps)
+        forward, backward = (self.servers.seconds_ps(work) / PS for work in both)
+        return forward, backward
+
+    @property
+    def imbalance(self) -> float:
+        """Worst over mean finishing time, the larger of forward and backward."""
+        return max(
+            self.servers.imbalance(self.forward_work_ps),
+            self.servers.imbalance(self.backward_work_ps),
+        )
+
+    @property
+    def meets_bound(self) -> bool:
+        return not self.shortfall
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """Bytes of the forward pass of one layer."""
+        return forward_traffic(
+            self.forward, self.placement, self.shape, self.servers.node, self.gather
+        )
+
+    @cached_property
+    def backward_traffic(self) -> Traffic:
+        return backward_traffic(
+            self.backward, self.placement, self.shape, self.servers.node, self.gather
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they hold the same plan."""
+        digest = hashlib.sha256()
+        p = self.placement
+        for array in (p.lengths, p.document, p.start, p.stop, p.worker, self.reach):
+            digest.update(array.tobytes())
+        for tasks in (self.forward, self.backward):
+            for array in (tasks.document, tasks.q_start, tasks.q_stop, tasks.server):
+                digest.update(array.tobytes())
+        digest.update(f"{p.num_workers} {self.servers.num_ranks} {self.shape}".encode())
+        return digest.hexdigest()
+
+    def summary(self) -> dict[str, Any]:
+        """What people ask of a plan. Bytes: one layer, bf16, before tensor parallelism."""
+        return {
+            "policy": self.policy,
+            "cost": self.cost,
+            "ranks": self.servers.num_ranks,
+            "servers": len(self.servers.serving),
+            "tokens": int(self.placement.tokens.sum()),
+            "documents": self.placement.num_documents,
+            "tasks": len(self.forward),
+            "tasks_moved": len(self.forward.moved),
+            "tolerance": self.tolerance,
+            "imbalance_before": self.imbalance_before,
+            "imbalance": self.imbalance,
+            "meets_bound": self.meets_bound,
+            "shortfall": self.shortfall,
+            "bytes_total": self.traffic.total,
+            "bytes_send_max": int(self.traffic.send.max()),
+            "bytes_recv_max": int(self.traffic.recv.max()),
+            "bytes_cross_node": self.traffic.cross_node,
+            "bytes_key_copies": self.traffic.key_copies,
+            "bytes_backward": self.backward_traffic.total,
+            "bytes_lower_bound": self.bytes_lower_bound,
+            "plan_s": self.plan_s,
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        same = self.backward is self.forward
+        return {
+            "placement": _placement_json(self.placement),
+            "tasks": _tasks_json(self.forward),
+            "backward_tasks": None if same else _tasks_json(self.backward),
+            "masks": [str(Mask(int(reach))) for reach in self.reach],
+            "model": asdict(self.shape),
+            "servers": {
+                "num_workers": self.servers.num_workers,
+                "speed": self.servers.speed.tolist(),
+                "memory_bytes": self.servers.memory_bytes.tolist(),
+                "node": self.servers.node.tolist(),
+                "busy_s": self.servers.busy_s.tolist(),
+            },
+            "forward_work_ps": self.forward_work_ps.tolist(),
+            "backward_work_ps": self.backward_work_ps.tolist(),
+            "gather": self.gather,
+            "summary": self.summary(),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        shards = [
+            (worker, shard["document"], shard["start"], shard["stop"])
+            for worker, shards in enumerate(data["placement"])
+            for shard in shards
+        ]
+        reach = as_ints([Mask.parse(mask).reach for mask in data["masks"]])
+        lengths = np.zeros(len(reach), np.int64)
+        table = as_ints(shards).reshape(-1, 4)
+        np.maximum.at(lengths, table[:, 1], table[:, 3])
+        placement = Placement.from_shards(lengths, shards, len(data["placement"]))
+        forward = _tasks_from_json(data["tasks"], placement)
+        backward = data["backward_tasks"]
+        summary, servers = data["summary"], data["servers"]
+        return cls(
+            placement=placement,
+            reach=reach,
+            servers=Servers(
+                num_workers=servers["num_workers"],
+                speed=np.asarray(servers["speed"], dtype=np.float64),
+                memory_bytes=as_ints(servers["memory_bytes"]),
+                node=as_ints(servers["node"]),
+                busy_s=np.asarray(servers["busy_s"], dtype=np.float64),
+            ),
+            shape=ModelShape(**data["model"]),
+            forward=forward,
+            backward=forward if backward is None else _tasks_from_json(backward, placement),
+            forward_work_ps=as_ints(data["forward_work_ps"]),
+            backward_work_ps=as_ints(data["backward_work_ps"]),
+            policy=summary["policy"],
+            cost=summary["cost"],
+            tolerance=summary["tolerance"],
+            gather=data["gather"],
+            imbalance_before=summary["imbalance_before"],
+            bytes_lower_bound=summary["bytes_lower_bound"],
+            shortfall=summary["shortfall"],
+            plan_s=summary["plan_s"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json()) + "\n")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        return cls.from_json(json.loads(Path(path).read_text()))
+
+
+def _placement_json(placement: Placement) -> list[list[dict[str, int]]]:
+    ranks: list[list[dict[str, int]]] = [[] for _ in range(placement.num_workers)]
+    rows = np.stack([placement.worker, placement.document, placement.start, placement.stop], 1)
+    for worker, document, start, stop in rows.tolist():
+        ranks[worker].append({"document": document, "start": start, "stop": stop})
+    return ranks
+
+
+def _tasks_json(tasks: Tasks) -> list[dict[str, Any]]:
+    columns = (tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+    rows = np.stack([*columns, tasks.server], 1).tolist()
+    return [{"document": d, "q": [a, b], "kv": [c, e], "server": s} for d, a, b, c, e, s in rows]
+
+
+def _tasks_from_json(rows: list[dict[str, Any]], placement: Placement) -> Tasks:
+    table = as_ints([(t["document"], *t["q"], *t["kv"], t["server"]) for t in rows]).reshape(-1, 6)
+    document, q_start, q_stop, kv_start, kv_stop, server = table.T.copy()
+    return Tasks(
+        document, q_start, q_stop, kv_start, kv_stop, placement.home(document, q_start), server
+    )

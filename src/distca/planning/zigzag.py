@@ -1,0 +1,60 @@
+"""Head-tail dealing: 2c equal chunks over c workers, worker i taking chunks i and 2c-1-i.
+
+Causal attention grows linearly along a document, so such a pair of chunks weighs the same for
+every worker. Exact for one document; a packed sequence of several is only even in tokens.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.planning.placement import Placement
+from distca.planning.spans import Ints, Spans, as_ints, cumulative, overlaps
+
+
+def deal_packed_sequence(placement: Placement, cp: int) -> Placement:
+    """Each group of ``cp`` workers shares what it holds as one packed sequence."""
+    size = placement.stop - placement.start
+    group = placement.worker // cp
+    tokens = np.bincount(group, size, minlength=placement.num_workers // cp).astype(np.int64)
+    stream = cumulative(size)[:-1] - cumulative(tokens)[group]
+    return _deal(placement, group, stream, np.arange(len(tokens)), tokens, cp)
+
+
+def deal_each_document(placement: Placement, cp: int) -> Placement:
+    """Each group of ``cp`` workers shares what it holds of every document by itself."""
+    document, group = placement.document, placement.worker // cp
+    run = np.flatnonzero((np.diff(document, prepend=-1) != 0) | (np.diff(group, prepend=-1) != 0))
+    size = placement.stop - placement.start
+    tokens = np.add.reduceat(size, run) if len(run) else as_ints([])
+    member = np.searchsorted(run, np.arange(len(document)), side="right") - 1
+    stream = cumulative(size)[:-1] - cumulative(tokens)[:-1][member]
+    return _deal(placement, member, stream, group[run], tokens, cp)
+
+
+def _deal(
+    placement: Placement, sequence: Ints, stream: Ints, group: Ints, tokens: Ints, cp: int
+) -> Placement:
+    """Cuts sequences of shards into 2 x cp equal chunks and deals them head-tail over a group.
+
+    sequence, stream: [shards] the sequence a shard belongs to, and where in it the shard begins.
+    group, tokens: [sequences] the group of workers that shares it, and its length.
+    """
+    chunk = np.tile(np.arange(2 * cp), len(tokens))
+    owner = np.repeat(np.arange(len(tokens)), 2 * cp)
+    low, high = tokens[owner] * chunk // (2 * cp), tokens[owner] * (chunk + 1) // (2 * cp)
+    member = np.minimum(chunk, 2 * cp - 1 - chunk)
+    full = np.flatnonzero(high > low)
+    left = Spans(sequence, stream, stream + placement.stop - placement.start)
+    met = overlaps(left, Spans(owner[full], low[full], high[full]))
+    shift = placement.start[met.left] - stream[met.left]
+    worker = group[owner[full][met.right]] * cp + member[full][met.right]
+    order = np.argsort(worker, kind="stable")
+    return Placement(
+        placement.lengths,
+        placement.document[met.left][order],
+        (met.start + shift)[order],
+        (met.stop + shift)[order],
+        worker[order],
+        placement.num_workers,
+    )
