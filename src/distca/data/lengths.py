@@ -100,23 +100,21 @@ def fixed(context: int, length: int) -> LengthDistribution:
 
 def distribution(spec: str, context: int) -> LengthDistribution:
     """From ``pretrain``, ``prolong``, ``lognormal:MEDIAN:SIGMA`` or ``fixed:N``."""
+    name, *words = spec.split(":")
     try:
-        match spec.split(":"):
-            case ["pretrain"]:
-                make = pretrain
-            case ["prolong"]:
-                make = prolong
-            case ["lognormal", a, b]:
-                median, sigma = float(a), float(b)
-                make = lambda context: lognormal(context, median, sigma)  # noqa: E731
-            case ["fixed", n]:
-                length = int(n)
-                make = lambda context: fixed(context, length)  # noqa: E731
-            case _:
-                raise ValueError
+        numbers = [float(word) for word in words]
     except ValueError:
-        raise ValueError(f"length distribution {spec!r} is unknown: say {FORMS}") from None
-    return make(context)
+        numbers = [np.nan]  # which no case below takes
+    match name, numbers:
+        case "pretrain", []:
+            return pretrain(context)
+        case "prolong", []:
+            return prolong(context)
+        case "lognormal", [median, sigma]:
+            return lognormal(context, median, sigma)
+        case "fixed", [length] if length.is_integer():
+            return fixed(context, int(length))
+    raise ValueError(f"length distribution {spec!r} is unknown: say {FORMS}")
 
 
 def names_distribution(spec: str) -> bool:

@@ -11,7 +11,7 @@ import numpy as np
 from distca.planning.balance import balanced_placement
 from distca.planning.bounds import traffic_lower_bound
 from distca.planning.checks import shortfall
-from distca.planning.costs import CostModel, cost_model
+from distca.planning.costs import PS, CostModel, cost_model
 from distca.planning.masks import Mask, reach_of
 from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Entry, Placement
@@ -105,6 +105,7 @@ def plan(
         grain=Grain(tile, min_shard),
         cp=cp if cp is not None else _default_cp(given.num_workers),
     )
+    _check_countable(problem)
     _check_memory(problem)
     before = Tasks.at_home(given, reach).work_ps(given, reach, costs, given.num_workers)
     if placement == "balanced":
@@ -129,9 +130,11 @@ def plan(
         gather=proposal.gather,
         imbalance_before=max(Servers.of(given.num_workers).imbalance(w) for w in before),
         bytes_lower_bound=traffic_lower_bound(
-            problem, int(work[0].sum()), free_placement=placement == "balanced"
+            problem,
+            int(work[0].sum()),
+            free_placement=placement == "balanced" or policy not in KEEP_PLACEMENT,
         ),
-        shortfall=shortfall(problem, proposal, work, policy),
+        shortfall=shortfall(problem, work, policy),
         plan_s=time.perf_counter() - began,
     )
 
@@ -154,6 +157,19 @@ def _shape(
 def _default_cp(workers: int) -> int:
     """A node's worth of workers, or the largest divisor below it."""
     return max(size for size in range(1, 9) if workers % size == 0)
+
+
+def _check_countable(problem: Problem) -> None:
+    """Picoseconds are counted in 64-bit integers; far longer documents than any would overflow."""
+    lengths = problem.placement.lengths.astype(np.float64)
+    sample = np.asarray([1 << 20], dtype=np.int64)
+    ps_per_pair = float(problem.cost.backward_ps(sample, sample, sample * sample)[0]) / 2.0**40
+    total_ps = float(np.sum(lengths * lengths)) * ps_per_pair
+    if total_ps > 2.0**62:
+        raise ValueError(
+            f"documents of up to {lengths.max():.3g} tokens make {total_ps / PS:.3g} s of"
+            f" attention, more than the {2.0**62 / PS:.3g} s that can be counted: split them"
+        )
 
 
 def _check_memory(problem: Problem) -> None:

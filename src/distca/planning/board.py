@@ -47,6 +47,8 @@ class Board:
         self.free_bytes[: placement.num_workers] -= placement.tokens * weight
         self.several_nodes = bool(np.any(servers.node != servers.node[0]))
         self.cuts: dict[int, list[Piece]] = {}  # shard -> what became of it
+        self._lengths: list[int] = placement.lengths.tolist()
+        self._reach: list[int] = problem.reach.tolist()
         self._keys: dict[int, Keys] = {}  # document -> where its keys are
         self._divisible: dict[int, Divisible] = {}
         shards_by_load = np.lexsort((-self.loads, placement.worker))
@@ -89,8 +91,8 @@ class Board:
             document = self.document(shard)
             self._divisible[shard] = Divisible.of(
                 *self.span(shard),
-                int(self.placement.lengths[document]),
-                int(self.problem.reach[document]),
+                self._lengths[document],
+                self._reach[document],
                 self.price,
                 self.problem.grain,
             )
@@ -98,9 +100,7 @@ class Board:
 
     def needs(self, document: int, queries: Span) -> Span:
         """The keys that some queries of a document need."""
-        reach, length = self.problem.reach[document], self.placement.lengths[document]
-        first = masks.first_key(as_ints(queries[0]), reach)
-        return int(first), int(masks.last_key(as_ints(queries[1]), length, reach))
+        return masks.keys_needed(queries, self._lengths[document], self._reach[document])
 
     def owners(self, document: int) -> Keys:
         """Where the document's tokens live."""
@@ -220,7 +220,9 @@ class Board:
             for piece in pieces
         ]
         table = as_ints(rows).reshape(-1, 4)
-        whole = np.setdiff1d(np.arange(len(placement.document)), table[:, 0])
+        uncut = np.ones(len(placement.document), dtype=bool)
+        uncut[table[:, 0]] = False
+        whole = np.flatnonzero(uncut)
         return Tasks.build(
             placement,
             self.problem.reach,

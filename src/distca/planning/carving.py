@@ -80,9 +80,11 @@ class Divisible:
     def of(
         cls, start: int, stop: int, length: int, reach: int, price: Price, grain: Grain
     ) -> Divisible:
-        first = -(-(start + grain.minimum) // grain.tile)
-        last = (stop - grain.minimum) // grain.tile
-        inner = np.arange(first, last + 1, dtype=np.int64) * grain.tile
+        first, last = (
+            -(-(start + grain.minimum) // grain.step),
+            (stop - grain.minimum) // grain.step,
+        )
+        inner = np.arange(first, last + 1, dtype=np.int64) * grain.step
         cuts = np.concatenate([as_ints([start]), inner, as_ints([stop])])
         shard = cls(start, stop, length, reach, price, cuts, cuts, cuts)
         head = shard.load(cuts[0], cuts)

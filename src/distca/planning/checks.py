@@ -7,15 +7,18 @@ import numpy as np
 from distca.planning import masks
 from distca.planning.costs import PS
 from distca.planning.plan import Plan
-from distca.planning.problem import Problem, Proposal
+from distca.planning.problem import Problem
+from distca.planning.servers import UNLIMITED
 from distca.planning.spans import Ints
 from distca.planning.tasks import Tasks
+from distca.planning.traffic import memory_bytes
 
 
 def verify(plan: Plan) -> None:
     """Raises ``ValueError`` where a plan breaks a promise. Slow and obvious on purpose."""
     for name, tasks in (("forward", plan.forward), ("backward", plan.backward)):
         _verify_tasks(plan, tasks, name)
+        _verify_memory(plan, tasks, name)
     for name, traffic in (("forward", plan.traffic), ("backward", plan.backward_traffic)):
         if traffic.send.sum() != traffic.recv.sum():
             raise ValueError(
@@ -23,6 +26,15 @@ def verify(plan: Plan) -> None:
             )
     if plan.meets_bound and plan.imbalance > 1.0 + plan.tolerance:
         raise ValueError(f"imbalance {plan.imbalance} above 1 + {plan.tolerance}, and not said")
+
+
+def _verify_memory(plan: Plan, tasks: Tasks, name: str) -> None:
+    used = memory_bytes(tasks, plan.placement, plan.shape, plan.servers.num_ranks)
+    worst = int(np.argmax(used - plan.servers.memory_bytes))
+    if used[worst] > plan.servers.memory_bytes[worst] and plan.meets_bound:
+        raise ValueError(
+            f"{name}: rank {worst} needs {used[worst]} bytes of {plan.servers.memory_bytes[worst]}"
+        )
 
 
 def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
@@ -52,18 +64,18 @@ def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
         raise ValueError(f"{name}: a task is on a rank that does not serve")
 
 
-def shortfall(problem: Problem, proposal: Proposal, work: tuple[Ints, Ints], policy: str) -> str:
+def shortfall(problem: Problem, work: tuple[Ints, Ints], policy: str) -> str:
     """One sentence on why the worst rank is above the bound; empty where it is not."""
     servers, tolerance = problem.servers, problem.tolerance
-    ways = ("forward", "backward")
-    imbalance, way = max((servers.imbalance(w), -i) for i, w in enumerate(work))
-    way = -way
+    imbalance, way = max(
+        (servers.imbalance(work[0]), "forward"), (servers.imbalance(work[1]), "backward")
+    )
     if imbalance <= 1.0 + tolerance:
         return ""
-    finish = servers.seconds_ps(work[way])
-    worst = int(np.argmax(finish))
-    bound = (1.0 + tolerance) * servers.mean_ps(int(work[way].sum()))
-    said = f"{ways[way]}, rank {worst} finishes at {imbalance:.3f} x mean"
+    loads = work[0] if way == "forward" else work[1]
+    worst = int(np.argmax(servers.seconds_ps(loads)))
+    bound = (1.0 + tolerance) * servers.mean_ps(int(loads.sum()))
+    said = f"{way}, rank {worst} finishes at {imbalance:.3f} x mean"
     if policy != "distca":
         return f"{said}: policy {policy} bounds nothing"
     if servers.busy_ps[worst] > bound:
@@ -71,13 +83,9 @@ def shortfall(problem: Problem, proposal: Proposal, work: tuple[Ints, Ints], pol
             f"{said}: it is busy with other work for {servers.busy_s[worst]:.3g} s,"
             f" past the bound of {bound / PS:.3g} s"
         )
-    tasks = (proposal.forward, proposal.backward)[way]
-    mine = np.flatnonzero(tasks.server == worst)
-    heaviest = mine[np.argmax(tasks.queries[mine])] if len(mine) else 0
-    if np.any(servers.memory_bytes < (1 << 62)):
-        return f"{said}: the other ranks have no memory left to take more"
-    size = int(tasks.queries[heaviest]) if len(mine) else 0
+    if np.any(servers.memory_bytes < UNLIMITED):
+        return f"{said}: the ranks that finish first have no memory to take more of it"
     return (
-        f"{said}: its longest task has {size} queries, cuts are {problem.grain.tile} tokens apart"
-        f" and leave pieces of at least {problem.grain.minimum}, too coarse for the bound"
+        f"{said}: no single move of a task, whole or cut at a multiple of {problem.grain.step}"
+        f" tokens into pieces of {problem.grain.minimum} or more, would lower it"
     )

@@ -83,8 +83,8 @@ class AnalyticCost:
         """Constants fitted to flash-attn-4 on an H200 (docs/planning.md shows fit and figures)."""
         return cls(
             flops_per_pair=shape.flops_per_pair,
-            forward=KernelRate(tflops=700.0, row_keys=690.0, key_queries=4.0, task_s=0.2e-6),
-            backward=KernelRate(tflops=625.0, row_keys=430.0, key_queries=235.0, task_s=0.5e-6),
+            forward=KernelRate(tflops=645.0, row_keys=550.0, key_queries=0.0, task_s=0.5e-6),
+            backward=KernelRate(tflops=615.0, row_keys=300.0, key_queries=245.0, task_s=2.0e-6),
         )
 
     @property

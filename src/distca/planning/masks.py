@@ -70,6 +70,13 @@ def last_key(stop: Ints, length: Ints, reach: Ints) -> Ints:
     return np.where(reach == FULL, length, stop)
 
 
+def keys_needed(queries: tuple[int, int], length: int, reach: int) -> tuple[int, int]:
+    """``first_key`` and ``last_key`` of one span of queries, in plain integers."""
+    if reach == FULL:
+        return 0, length
+    return max(queries[0] - reach + 1, 0), queries[1]
+
+
 def _seen_before(position: Ints, reach: Ints) -> Ints:
     """Pairs of all queries before ``position``: a triangle, then a band of width ``reach``."""
     triangle = np.minimum(position, reach)

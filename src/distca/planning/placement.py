@@ -59,6 +59,8 @@ class Placement:
         number: dict[int | tuple[int, int], int] = {}
         shards: list[tuple[int, int, int, int]] = []
         for worker, entries in enumerate(ranks):
+            if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
+                raise ValueError(f"rank {worker} is {entries!r}: it must be a list of documents")
             for index, entry in enumerate(entries):
                 where = f"entry {index} of rank {worker}"
                 if isinstance(entry, Mapping):
@@ -117,14 +119,15 @@ class Placement:
 
     def home(self, document: Ints, position: Ints) -> Ints:
         """The worker that holds each token."""
-        return self.worker[self._shard_of(document, position)]
+        return self.worker[self.shard_of(document, position)]
 
     def row_of(self, document: Ints, position: Ints) -> Ints:
         """The row of each token in its worker's packed tensors."""
-        shard = self._shard_of(document, position)
+        shard = self.shard_of(document, position)
         return self.row[shard] + position - self.start[shard]
 
-    def _shard_of(self, document: Ints, position: Ints) -> Ints:
+    def shard_of(self, document: Ints, position: Ints) -> Ints:
+        """The shard that each token is in."""
         spans = self.spans
         stride = int(self.lengths.max(initial=0)) + 1
         first = spans.group * stride + spans.start

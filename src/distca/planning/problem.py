@@ -32,6 +32,11 @@ class Grain:
                 f"tile = {self.tile} and minimum shard = {self.minimum}: both must be >= 1 token"
             )
 
+    @property
+    def step(self) -> int:
+        """Tokens between possible cuts, so that no piece falls below the minimum."""
+        return self.tile * -(-self.minimum // self.tile)
+
 
 @dataclass(frozen=True)
 class Documents:

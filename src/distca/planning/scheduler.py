@@ -17,6 +17,7 @@ import numpy as np
 from distca.planning.board import Board, Room, common
 from distca.planning.carving import Carving, Piece, carve
 from distca.planning.problem import Price, Problem
+from distca.planning.repair import repair
 from distca.planning.spans import as_ints
 from distca.planning.tasks import Tasks
 
@@ -26,6 +27,7 @@ ADOPT = 0.25  # of a rank's capacity: the heaviest shard that it may take above 
 HOT = 0.75  # of the hottest sender's estimate
 NUM_ROUNDS = 64  # in which the tightest ranks are sought anew
 NUM_SHARDS = 2  # of a rank, heaviest first, that are tried
+NUM_HOLDERS = 3  # servers that have keys of the document already, largest rooms first
 NUM_SPARE = 2  # servers beyond the fewest, for when rounding to tiles leaves a rest
 NUM_PARTIAL = 8  # rooms that a rank fills at most where it cannot shed enough
 PARTS = (0.95, 0.85, 0.7, 0.5)  # of those rooms, tried in turn: pieces cost more than their share
@@ -51,7 +53,10 @@ def schedule(problem: Problem, price: Price) -> Tasks:
             break
         stuck = bool(np.any(board.work > board.capacity))
         total_work = int(int(board.work.sum()) * (1.0 + RETRY if stuck else 1.0 - RETRY))
-    return min(tries, key=lambda attempt: attempt[0])[1].tasks()
+    imbalance, board = min(tries, key=lambda attempt: attempt[0])
+    if imbalance <= 1.0 + problem.tolerance:
+        return board.tasks()
+    return repair(problem, price, board.tasks())
 
 
 def _empty_idle_ranks(board: Board) -> None:
@@ -150,7 +155,8 @@ class _PieceBytes:
 
 def _surplus_ranks(board: Board) -> Iterator[int]:
     """The hottest senders, hottest first; then the tightest, sought anew as rooms change."""
-    todo = np.flatnonzero(board.work > board.capacity).tolist()
+    above = np.flatnonzero(board.work > board.capacity).tolist()
+    todo = [rank for rank in above if rank < len(board.heaviest) and board.heaviest[rank]]
     heat = {rank: _least_sending(board, rank) for rank in todo}
     hot = [rank for rank in todo if heat[rank] >= HOT * max(heat.values())]
     yield from sorted(hot, key=lambda rank: (-heat[rank], rank))
@@ -232,10 +238,13 @@ def _target_sets(board: Board, shard: int, need: int, spare: int) -> Iterable[li
     """The largest rooms; the same with one that has keys of the document; those of the node."""
     home = board.home(shard)
     sets = [_fewest(board.rooms, need, spare=spare)]
-    for server in board.holders(board.document(shard)):
-        if server != home and board.room(server) > 0 and board.servers.speed[server] > 0:
-            first = [(board.room(server), server)]
-            sets.append(_fewest(board.rooms, need, first, spare))
+    holders = [
+        (board.room(server), server)
+        for server in board.holders(board.document(shard))
+        if server != home and board.room(server) > 0 and board.servers.speed[server] > 0
+    ]
+    for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
+        sets.append(_fewest(board.rooms, need, [holder], spare))
     if board.several_nodes:
         near = [room for room in board.rooms if board.near(room[1], home)]
         sets.append(_fewest(near, need, spare=spare))

@@ -64,7 +64,9 @@ class Servers:
         return cls(
             num_workers=num_workers,
             speed=speeds,
-            memory_bytes=np.full(ranks, memory_bytes or UNLIMITED, dtype=np.int64),
+            memory_bytes=np.full(
+                ranks, UNLIMITED if memory_bytes is None else memory_bytes, dtype=np.int64
+            ),
             node=np.arange(ranks, dtype=np.int64) // (ranks_per_node or ranks),
             busy_s=busy,
         )

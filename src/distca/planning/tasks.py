@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 
 from distca.planning import masks
 from distca.planning.costs import CostModel
 from distca.planning.placement import Placement
-from distca.planning.spans import Ints
+from distca.planning.spans import Bools, Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +65,10 @@ class Tasks:
 
     def __len__(self) -> int:
         return len(self.document)
+
+    def only(self, chosen: Bools) -> Tasks:
+        """Some of the tasks."""
+        return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     @property
     def queries(self) -> Ints:

@@ -66,6 +66,19 @@ def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
     return KeyMoves(shard[away], found.start[away], found.stop[away], source[away], server[away])
 
 
+def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_ranks: int) -> Ints:
+    """What one layer takes on each rank: own q, k, v, o; fetched keys; and, of every task that
+    came from elsewhere, q, o and a packed copy of its keys."""
+    used = np.zeros(num_ranks, np.int64)
+    used[: placement.num_workers] = placement.tokens * (2 * shape.q_bytes + shape.kv_bytes)
+    moved = tasks.moved
+    weight = 2 * tasks.queries[moved] * shape.q_bytes + tasks.keys[moved] * shape.kv_bytes
+    np.add.at(used, tasks.server[moved], weight)
+    fetched = key_moves(tasks.only(tasks.home == tasks.server), placement)
+    np.add.at(used, fetched.server, (fetched.stop - fetched.start) * shape.kv_bytes)
+    return used
+
+
 def forward_traffic(
     tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, gather: int = 0
 ) -> Traffic:

@@ -1,0 +1,98 @@
+"""From plans to plain records: what ``distca.report`` shows and what ``--json`` prints."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+
+from distca.dispatch.layout import Layout
+from distca.planning.costs import CostModel
+from distca.planning.placement import Placement
+from distca.planning.plan import Plan
+from distca.planning.servers import Servers
+from distca.planning.spans import Floats, Ints
+from distca.planning.tasks import Tasks
+from distca.planning.traffic import backward_traffic, forward_traffic, key_moves
+
+
+def summary_of(plan: Plan) -> dict[str, Any]:
+    """The plan's summary, with the seconds that the busiest rank needs for its layout."""
+    busiest = int(np.argmax(plan.traffic.send + plan.traffic.recv))
+    began = time.perf_counter()
+    Layout.of(plan, busiest)
+    return plan.summary() | {"layout_s": time.perf_counter() - began}
+
+
+def record_of(
+    plan: Plan, given: Placement, cost: CostModel, summary: dict[str, Any]
+) -> dict[str, Any]:
+    """Before (every token of ``given`` attended where it lives) and after, side by side."""
+    at_home = Tasks.at_home(given, plan.reach)
+    work = at_home.work_ps(given, plan.reach, cost, given.num_workers)
+    workers, node = Servers.of(given.num_workers), plan.servers.node
+    forward = forward_traffic(at_home, given, plan.shape, node)
+    before = {
+        "imbalance_each": [workers.imbalance(one) for one in work],
+        "bytes_total": forward.total,
+        "bytes_send_max": int(forward.send.max()),
+        "bytes_recv_max": int(forward.recv.max()),
+        "bytes_backward": backward_traffic(at_home, given, plan.shape, node).total,
+        "tasks": len(at_home),
+    }
+    after = {"imbalance_each": imbalances(plan)} | {
+        key: summary[key] for key in before if key in summary
+    }
+    missing = np.zeros(plan.servers.num_ranks - given.num_workers)  # dedicated servers, idle before
+    return {
+        "summary": summary,
+        "before": before,
+        "after": after,
+        "bound": 1.0 + plan.tolerance,
+        "load_before": np.stack([np.append(over_mean(workers, one), missing) for one in work]),
+        "load_after": np.stack(
+            [over_mean(plan.servers, w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+        ),
+    }
+
+
+def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
+    """One row of ``report.tables.compare_table``."""
+    tokens = plan.placement.tokens
+    return summary | {
+        "imbalance_each": imbalances(plan),
+        "tokens_imbalance": float(tokens.max() / max(tokens.mean(), 1.0)),
+    }
+
+
+def imbalances(plan: Plan) -> list[float]:
+    """Forward and backward."""
+    return [plan.servers.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+
+
+def over_mean(servers: Servers, work: Ints) -> Floats:
+    """[ranks] when each is done, where 1 is the level at which all would finish together."""
+    return servers.seconds_ps(work) / max(servers.mean_ps(int(work.sum())), 1.0)
+
+
+def traffic_matrix(plan: Plan) -> Ints:
+    """[sender, receiver] bytes of one layer's forward: q and kv out, o back."""
+    ranks, shape, tasks = plan.servers.num_ranks, plan.shape, plan.forward
+    matrix = np.zeros((ranks, ranks), np.int64)
+    moved = tasks.moved
+    home, server = tasks.home[moved], tasks.server[moved]
+    np.add.at(matrix, (home, server), tasks.queries[moved] * shape.q_bytes)
+    np.add.at(matrix, (server, home), tasks.queries[moved] * shape.q_bytes)
+    keys = key_moves(tasks, plan.placement)
+    source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
+    if plan.gather:  # every worker sends all its keys to its whole group, needed or not
+        outside = source // plan.gather != target // plan.gather
+        source, target, num_keys = source[outside], target[outside], num_keys[outside]
+        workers = np.arange(plan.placement.num_workers)
+        group = workers // plan.gather
+        together = (group[:, None] == group) & (workers[:, None] != workers)
+        gathered = together * plan.placement.tokens[:, None] * shape.kv_bytes
+        matrix[: len(workers), : len(workers)] += gathered
+    np.add.at(matrix, (source, target), num_keys * shape.kv_bytes)
+    return matrix

@@ -1,0 +1,109 @@
+"""What the command line is told about a batch: LENGTHS, 128K, 40GB."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from distca.data.lengths import FORMS, distribution, names_distribution, take
+from distca.data.readers import LONGEST, read_json, read_lengths
+from distca.planning.placement import Placement
+
+DEFAULT_CONTEXT = "128K"
+_TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_BYTES = {"": 1, "B": 1} | {
+    f"{prefix}{unit}": base**power
+    for unit, base in (("B", 1000), ("iB", 1024))
+    for power, prefix in enumerate("kMGT", 1)
+}
+
+
+def read_placement(
+    source: str,
+    *,
+    ranks: int | None = None,
+    context: str | None = None,
+    seed: int = 0,
+    end_of_document: int | None = None,
+) -> Placement:
+    """A JSON file of ranks; or documents, from a file or a distribution, packed over ``ranks``."""
+    if ranks is not None and ranks < 1:
+        raise ValueError(f"--ranks {ranks}: documents are packed over 1 rank or more")
+    if seed < 0:
+        raise ValueError(f"--seed {seed}: it must not be negative")
+    if names_distribution(source):
+        num_ranks = _needed(ranks, source)
+        per_rank = parse_tokens(context or DEFAULT_CONTEXT)
+        lengths = distribution(source, per_rank).batch(num_ranks * per_rank, seed)
+        return Placement.in_order(lengths, num_ranks)
+    path = Path(source)
+    if path.suffix == ".json" and path.is_file():
+        data = read_json(path)
+        if isinstance(data, dict) and "ranks" in data:
+            if (ranks, context, end_of_document) != (None, None, None):
+                raise ValueError(
+                    f"{path} says what each rank holds:"
+                    " leave out --ranks, --context and --end-of-document"
+                )
+            return Placement.from_ranks(_check_ranks(data["ranks"], path))
+        if not isinstance(data, list) and not (isinstance(data, dict) and "lengths" in data):
+            raise ValueError(
+                f'{path} holds no lengths: write {{"ranks": [[length, ...], ...]}},'
+                ' {"lengths": [...]} or a list of lengths'
+            )
+    try:
+        lengths = read_lengths(path if path.exists() else source, end_of_document=end_of_document)
+    except ValueError as error:
+        if path.exists():
+            raise
+        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+    num_ranks = _needed(ranks, source)
+    if context is not None:
+        lengths = take(lengths, num_ranks * parse_tokens(context))
+    return Placement.in_order(lengths, num_ranks)
+
+
+def parse_tokens(text: str) -> int:
+    """131072, 128K or 1M, where K is 1,024."""
+    number = _parse(text, _TOKENS)
+    if number is None or not 1 <= number < LONGEST:
+        raise ValueError(f"{text!r} is no number of tokens: write 131072, 128K or 1M, at least 1")
+    return number
+
+
+def parse_bytes(text: str) -> int:
+    """40GB is 40e9 bytes, 40GiB is 40 x 2^30."""
+    number = _parse(text, _BYTES)
+    if number is None or not 1 <= number < 1 << 62:
+        raise ValueError(f"{text!r} is no size of memory: write 40GB, 512MB or 40GiB, above 0")
+    return number
+
+
+def _parse(text: str, units: dict[str, int]) -> int | None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", text.strip(), re.IGNORECASE)
+    known = {unit.lower(): factor for unit, factor in units.items()}
+    if found is None or found[2].lower() not in known:
+        return None
+    return round(float(found[1]) * known[found[2].lower()])
+
+
+def _needed(ranks: int | None, source: str) -> int:
+    if ranks is None:
+        raise ValueError(f"{source} says nothing about ranks: add --ranks N to pack it over N")
+    return ranks
+
+
+def _check_ranks(ranks: Any, path: Path) -> list[list[Any]]:
+    """The outer shape, and numbers that fit; entries are checked by ``Placement.from_ranks``."""
+    if not isinstance(ranks, list) or not all(isinstance(entries, list) for entries in ranks):
+        raise ValueError(f'"ranks" in {path} must be a list with one list of documents per rank')
+    for worker, entries in enumerate(ranks):
+        for entry in entries:
+            for number in entry.values() if isinstance(entry, dict) else [entry]:
+                if isinstance(number, int) and abs(number) >= LONGEST:
+                    raise ValueError(
+                        f"{path}: rank {worker} holds {number}: a document has fewer than {LONGEST}"
+                        " tokens"
+                    )
+    return ranks

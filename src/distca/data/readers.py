@@ -1,0 +1,203 @@
+"""Document lengths from files: JSON, text, JSON lines, and tokenised data sets. No torch needed.
+
+=====================  ========================================================================
+``lengths.json``       a list of lengths, or ``{"lengths": [...]}``
+``text.txt``           one document; its length is its size in bytes, as a byte-level model sees it
+a folder               all ``.txt`` files below it, in order of their paths
+``shards/*.jsonl``     a glob: every file that matches, each by its own suffix, in order of paths
+``text.jsonl``         one document a line: ``text`` (utf-8 bytes), ``tokens`` or ``input_ids``
+                       (their number) or ``length``
+``tokens.npy``         token ids, one document up to and with each ``end_of_document``; where that
+                       is not given, the array is taken to hold lengths
+``data.bin, data.idx`` a Megatron indexed data set; only the ``.idx`` is read
+=====================  ========================================================================
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from distca.data.lengths import Lengths
+
+LONGEST = 1 << 27  # tokens in a document; the work of longer ones may not fit 64-bit picoseconds
+KNOWN = "a .json, .jsonl, .txt, .npy, .bin or .idx file, a folder of .txt files, a glob"
+
+
+def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> Lengths:
+    """The lengths of all documents in ``source``, in order; see the top of this file."""
+    path = Path(source)
+    if end_of_document is not None and path.suffix != ".npy":
+        raise ValueError(
+            f"{path} with an end-of-document id: only .npy files of token ids are cut by one"
+        )
+    if path.is_dir():
+        return _read_all(sorted(path.rglob("*.txt")), f"folder {path} holds no .txt file")
+    if not path.exists() and glob.has_magic(str(source)):
+        return _read_all(
+            [Path(found) for found in sorted(glob.glob(str(source), recursive=True))],
+            f"no file matches {source}",
+        )
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: give {KNOWN}")
+    match path.suffix:
+        case ".json":
+            lengths = _read_json_lengths(path)
+        case ".jsonl":
+            lengths = _read_json_lines(path)
+        case ".txt":
+            lengths = _checked([path.stat().st_size], lambda _: str(path))
+        case ".npy":
+            lengths = _read_numpy(path, end_of_document)
+        case ".bin" | ".idx":
+            lengths = _read_megatron(path.with_suffix(".idx"))
+        case _:
+            raise ValueError(f"{path} is of no known kind: give {KNOWN}")
+    if not len(lengths):
+        raise ValueError(f"{path} holds no document: it needs one or more")
+    return lengths
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; one sentence where it is not JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}") from None
+
+
+def _read_all(paths: Sequence[Path], missing: str) -> Lengths:
+    if not paths:
+        raise ValueError(f"{missing}: give {KNOWN}")
+    return np.concatenate([read_lengths(path) for path in paths])
+
+
+def _read_json_lengths(path: Path) -> Lengths:
+    data = read_json(path)
+    values = data.get("lengths") if isinstance(data, dict) else data
+    if not isinstance(values, list):
+        raise ValueError(
+            f'{path} holds neither a list of lengths nor {{"lengths": [...]}}: write one of them'
+        )
+    return _checked(values, lambda index: f"length {index} in {path}")
+
+
+def _read_json_lines(path: Path) -> Lengths:
+    values, numbers = [], []
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                values.append(_length_of(line, f"line {number} of {path}"))
+                numbers.append(number)
+    return _checked(values, lambda index: f"the document on line {numbers[index]} of {path}")
+
+
+def _length_of(line: bytes, where: str) -> Any:
+    try:
+        document = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
+    match document:
+        case {"text": str(text)}:
+            return len(text.encode("utf-8", errors="surrogatepass"))
+        case {"tokens": list(tokens)} | {"input_ids": list(tokens)}:
+            return len(tokens)
+        case {"length": length}:
+            return length
+    raise ValueError(
+        f'{where} is no document: it needs "text" (a string), "tokens" or "input_ids" (a list)'
+        ' or "length" (a number)'
+    )
+
+
+def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{path} is not a plain numpy array: {error}") from None
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ValueError(
+            f"{path} holds an array of shape {array.shape} and type {array.dtype}:"
+            " it must be one row of whole numbers"
+        )
+    if end_of_document is None:
+        why = "(taken as lengths, since no end-of-document id is given)"
+        return _checked(array, lambda index: f"entry {index} of {path} {why}")
+    stops = np.flatnonzero(array == end_of_document) + 1
+    if not len(stops):
+        raise ValueError(
+            f"{path} holds no token {end_of_document}: give the id that ends its documents"
+        )
+    if stops[-1] < len(array):  # the last document was cut off
+        stops = np.append(stops, len(array))
+    return np.diff(stops, prepend=0).astype(np.int64)
+
+
+# [Note: Megatron index] Little-endian: magic, version (u64), code of the tokens' type (u8), number
+# of sequences S (u64) and of document borders D (u64); then S lengths (i32) in tokens, S offsets
+# (i64) into the .bin in bytes, and D borders (i64): document d is sequences [border d, border d+1),
+# so that there are D - 1 documents. Multimodal sets append S modes (i8), which do not matter here.
+_HEADER = struct.Struct("<9sQBQQ")
+_MAGIC = b"MMIDIDX\x00\x00"
+_TOKEN_TYPES = range(1, 9)
+
+
+def _read_megatron(path: Path) -> Lengths:
+    """See [Note: Megatron index]."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: a .bin data set has its .idx beside it")
+    with path.open("rb") as file:
+        head = file.read(_HEADER.size)
+    if len(head) < _HEADER.size or not head.startswith(_MAGIC):
+        raise ValueError(f"{path} is not a Megatron index: it does not begin with MMIDIDX")
+    _, version, code, num_sequences, num_borders = _HEADER.unpack(head)
+    if version != 1 or code not in _TOKEN_TYPES:
+        raise ValueError(
+            f"{path} is a Megatron index of version {version} and token type {code}:"
+            " version 1 and types 1 to 8 are known"
+        )
+    size, needed = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_borders
+    if size < needed:
+        raise ValueError(
+            f"{path} is cut off: {num_sequences} sequences and {num_borders} document borders need"
+            f" {needed} bytes, it has {size}"
+        )
+    sequences = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size)
+    borders = np.fromfile(path, "<i8", num_borders, offset=_HEADER.size + 12 * num_sequences)
+    rising = bool(np.all(np.diff(borders) >= 0))
+    if not (num_borders and borders[0] == 0 and borders[-1] == num_sequences and rising):
+        raise ValueError(
+            f"{path} is damaged: its document borders must rise from 0 to {num_sequences} sequences"
+        )
+    ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sequences, dtype=np.int64)])
+    return _checked(np.diff(ends[borders]), lambda index: f"document {index} in {path}")
+
+
+def _checked(
+    values: Sequence[Any] | npt.NDArray[np.integer[Any]], where: Callable[[int], str]
+) -> Lengths:
+    """Lengths, after a look at each; ``where`` names the one that is wrong."""
+    if not isinstance(values, np.ndarray):
+        for index, value in enumerate(values):
+            if isinstance(value, bool) or not isinstance(value, int):
+                raise ValueError(
+                    f"{where(index)} is {value!r}: it must be a whole number of tokens"
+                )
+            if not 1 <= value < LONGEST:  # before numpy, whose integers end
+                raise ValueError(_out_of_range(where(index), value))
+        return np.array(values, dtype=np.int64)
+    bad = np.flatnonzero((values < 1) | (values >= LONGEST))
+    if len(bad):
+        raise ValueError(_out_of_range(where(int(bad[0])), int(values[bad[0]])))
+    return values.astype(np.int64)
+
+
+def _out_of_range(where: str, length: int) -> str:
+    return f"{where} has {length} tokens: a document has at least 1 and fewer than {LONGEST}"

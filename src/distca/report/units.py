@@ -1,0 +1,41 @@
+"""Numbers as people read them: 1.20 GB, 1.02x, 23 ms, 1,048,576."""
+
+from __future__ import annotations
+
+_PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def size(num_bytes: float) -> str:
+    """Bytes with three digits, decimal units: links and memories are sold by those."""
+    power = 0
+    while num_bytes >= 999.5 and power < len(_PREFIXES) - 1:
+        num_bytes, power = num_bytes / 1000, power + 1
+    digits = 0 if power == 0 or num_bytes >= 99.95 else 1 if num_bytes >= 9.995 else 2
+    return f"{num_bytes:.{digits}f} {_PREFIXES[power]}"
+
+
+def scale(largest: float) -> tuple[float, str]:
+    """The unit for an axis up to ``largest`` bytes: what to divide by, and its name."""
+    power = 3  # GB unless that is too coarse or too fine
+    while power > 0 and largest < 0.1 * 1000.0**power:
+        power -= 1
+    while power < len(_PREFIXES) - 1 and largest >= 1000.0 ** (power + 1):
+        power += 1
+    return 1000.0**power, _PREFIXES[power]
+
+
+def ratio(value: float) -> str:
+    return f"{value:.2f}x"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 0.9995 else f"{value * 1e3:.3g} ms"
+
+
+def count(value: int) -> str:
+    return f"{value:,}"
+
+
+def several(value: int, what: str) -> str:
+    """1 rank, 2 ranks."""
+    return f"{count(value)} {what}{'' if value == 1 else 's'}"
