@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,10 @@ from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import KEEP_PLACEMENT, POLICIES
-from distca.planning.problem import Grain, Problem
+from distca.planning.problem import DoesNotFitError, Grain, Problem, Proposal
 from distca.planning.servers import Servers
 from distca.planning.tasks import Tasks
+from distca.planning.traffic import memory_bytes
 
 
 def plan(
@@ -77,24 +79,15 @@ def plan(
     shape = _shape(model, heads, kv_heads, head_dim)
     reach = reach_of(mask, given.num_documents)
     costs = cost_model(cost, shape)
-    roles = (
-        servers
-        if isinstance(servers, Servers)
-        else Servers.of(
-            given.num_workers,
-            servers,
-            workers_serve=workers_serve,
-            speed=None if speed is None else np.asarray(speed, dtype=np.float64),
-            busy_s=None if busy_s is None else np.asarray(busy_s, dtype=np.float64),
-            memory_bytes=memory_bytes,
-            ranks_per_node=ranks_per_node,
-        )
+    roles = _roles(
+        given.num_workers,
+        servers,
+        workers_serve=workers_serve,
+        speed=speed,
+        busy_s=busy_s,
+        memory_bytes=memory_bytes,
+        ranks_per_node=ranks_per_node,
     )
-    if roles.num_workers != given.num_workers:
-        raise ValueError(
-            f"the servers know {roles.num_workers} workers but {given.num_workers} hold tokens:"
-            " give both the same number"
-        )
     problem = Problem(
         placement=given,
         reach=reach,
@@ -106,11 +99,12 @@ def plan(
         cp=cp if cp is not None else _default_cp(given.num_workers),
     )
     _check_countable(problem)
-    _check_memory(problem)
+    _check_own_memory(problem)
     before = Tasks.at_home(given, reach).work_ps(given, reach, costs, given.num_workers)
     if placement == "balanced":
         problem = replace(problem, placement=balanced_placement(problem))
     proposal = POLICIES[policy](problem)
+    _check_memory(problem, proposal)
     work = (
         proposal.forward.work_ps(proposal.placement, reach, costs, roles.num_ranks)[0],
         proposal.backward.work_ps(proposal.placement, reach, costs, roles.num_ranks)[1],
@@ -142,16 +136,28 @@ def plan(
 def _shape(
     model: str | ModelShape | None, heads: int | None, kv_heads: int | None, head_dim: int | None
 ) -> ModelShape:
-    given = (heads, kv_heads, head_dim)
-    if isinstance(model, ModelShape):
-        return model
     if model is not None:
-        if given != (None, None, None):
-            raise ValueError(f"model {model} and heads are both given: give one of them")
-        return model_shape(model)
+        if (heads, kv_heads, head_dim) != (None, None, None):
+            name = model if isinstance(model, str) else model.name
+            raise ValueError(f"model {name} and heads are both given: give one of them")
+        return model if isinstance(model, ModelShape) else model_shape(model)
     if heads is None or head_dim is None:
         raise ValueError("no model: give model, or heads, kv_heads and head_dim")
     return ModelShape("custom", heads, heads if kv_heads is None else kv_heads, head_dim)
+
+
+def _roles(num_workers: int, servers: int | Servers, **options: Any) -> Servers:
+    if isinstance(servers, int):
+        return Servers.of(num_workers, servers, **options)
+    extra = [name for name, value in options.items() if value is not None]
+    if extra:
+        raise ValueError(f"servers are complete, but {', '.join(extra)} is given too: give one")
+    if servers.num_workers != num_workers:
+        raise ValueError(
+            f"the servers know {servers.num_workers} workers but {num_workers} hold tokens:"
+            " give both the same number"
+        )
+    return servers
 
 
 def _default_cp(workers: int) -> int:
@@ -172,7 +178,21 @@ def _check_countable(problem: Problem) -> None:
         )
 
 
-def _check_memory(problem: Problem) -> None:
+def _check_memory(problem: Problem, proposal: Proposal) -> None:
+    """A rank that keeps queries of a document that spans ranks also fetches its keys."""
+    limit = problem.servers.memory_bytes
+    for tasks in (proposal.forward, proposal.backward):
+        used = memory_bytes(tasks, proposal.placement, problem.shape, len(limit))
+        worst = int(np.argmax(used - limit))
+        if used[worst] > limit[worst]:
+            raise DoesNotFitError(
+                f"rank {worst} needs {used[worst]} bytes of memory for one layer's q, k, v and o"
+                f" with the keys that it fetches, but has {limit[worst]}:"
+                " give it fewer tokens or more memory"
+            )
+
+
+def _check_own_memory(problem: Problem) -> None:
     """Own tokens must fit before anything can be received."""
     weight = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
     own, limit = problem.placement.tokens * weight, problem.servers.memory_bytes

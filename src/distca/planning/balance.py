@@ -26,7 +26,7 @@ from dataclasses import replace
 import numpy as np
 
 from distca.planning.placement import Placement
-from distca.planning.problem import Documents, Grain, Problem
+from distca.planning.problem import Documents, DoesNotFitError, Grain, Problem
 from distca.planning.scheduler import schedule
 from distca.planning.servers import Servers
 from distca.planning.slices import Bins, cut_from_the_tail, deal_slices, net_rooms
@@ -35,7 +35,10 @@ from distca.planning.traffic import forward_traffic
 from distca.planning.zigzag import deal_each_document
 
 PHI_FIRST, PHI_STEP, PHI_TRIES = 0.7, 1.04, 24  # around the density of the short documents
+FEW_DOCUMENTS = 64  # for which dealing out each of them by itself is worth a try
 MEDIUM = 0.05  # of a worker's net room: documents above it are dealt one by one
+FILL_SLACK = 0.002  # of a mean load: documents are not a fluid
+NUM_LACKING = 3  # attempts that are filled up although they lack a little, if none lacks nothing
 NEAR_MISS = 3.0  # tolerances above 1, within which a tighter target is worth another search
 TARGETS = (1.0, 0.6)  # of the tolerance: placements are tried loosely first, then tightly
 
@@ -53,12 +56,11 @@ def balanced_placement(problem: Problem) -> Placement:
     if nearest is not None and nearest[0] <= 1.0 + problem.tolerance and only_workers:
         return nearest[1]
     in_order = Placement.in_order(problem.placement.lengths, problem.placement.num_workers)
-    dealt = deal_each_document(in_order, in_order.num_workers)
-    candidates = [in_order]
-    if np.ptp(dealt.tokens) <= problem.grain.tile:
-        candidates.append(dealt)
-    if nearest is not None:
-        candidates.append(nearest[1])
+    candidates = [in_order] if nearest is None else [in_order, nearest[1]]
+    if in_order.num_documents <= FEW_DOCUMENTS:
+        dealt = deal_each_document(in_order, in_order.num_workers)
+        if np.ptp(dealt.tokens) <= problem.grain.tile:
+            candidates.append(dealt)
     return min(candidates, key=lambda candidate: _quality(candidate, problem))
 
 
@@ -72,10 +74,7 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
     nearest: tuple[float, Placement] | None = None
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
-        for phi in _filler_densities(documents, capacity):
-            bins = _attempt(documents, capacity, phi, problem.grain)
-            if bins is None:
-                continue
+        for bins in _attempts(documents, capacity, problem.grain):
             placement = Placement.from_shards(documents.lengths, bins.shards, len(capacity))
             imbalance = _imbalance(placement, problem, workers)
             if nearest is None or imbalance < nearest[0]:
@@ -85,6 +84,19 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
         if nearest is None or nearest[0] > 1.0 + NEAR_MISS * problem.tolerance:
             break
     return nearest
+
+
+def _attempts(documents: Documents, capacity: Floats, grain: Grain) -> Iterator[Bins]:
+    """Filled workers for one phi after the other; last those that lacked least to be fillable."""
+    lacking: list[tuple[float, float]] = []
+    for phi in _filler_densities(documents, capacity):
+        bins, lack = _deal_long(documents, capacity, phi, grain)
+        if lack > 0.0:
+            lacking.append((lack, phi))
+        else:
+            yield _fill_up(documents, bins, grain)
+    for _, phi in sorted(entry for entry in lacking if entry[0] < np.inf)[:NUM_LACKING]:
+        yield _fill_up(documents, _deal_long(documents, capacity, phi, grain)[0], grain)
 
 
 def _imbalance(placement: Placement, problem: Problem, workers: Servers) -> float:
@@ -98,10 +110,13 @@ def _imbalance(placement: Placement, problem: Problem, workers: Servers) -> floa
     return worst
 
 
-def _quality(placement: Placement, problem: Problem) -> tuple[bool, int, int]:
+def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
     """Once the scheduler has mended it: whether it misses the bound; bytes, worst and in all."""
     problem = replace(problem, placement=placement)
-    tasks = schedule(problem, problem.cost.backward_ps)
+    try:
+        tasks = schedule(problem, problem.cost.backward_ps)
+    except DoesNotFitError:
+        return True, np.inf, np.inf
     ranks = problem.servers.num_ranks
     _, work = tasks.work_ps(placement, problem.reach, problem.cost, ranks)
     missed = problem.servers.imbalance(work) > 1.0 + problem.tolerance
@@ -126,38 +141,44 @@ def _filler_densities(documents: Documents, capacity: Floats) -> Iterator[float]
         yield PHI_FIRST * PHI_STEP**step * phi
 
 
-def _attempt(documents: Documents, capacity: Floats, phi: float, grain: Grain) -> Bins | None:
-    """The workers' shards for one phi, or None where it cannot work."""
+def _deal_long(
+    documents: Documents, capacity: Floats, phi: float, grain: Grain
+) -> tuple[Bins, float]:
+    """Workers with slices and medium documents, and the share of load they lack for the rest."""
     workers = len(capacity)
     tokens = float(documents.lengths.sum()) / workers
     room = float(np.median(capacity)) - phi * tokens
-    if room <= 0:
-        return None
     medium = documents.whole - phi * documents.lengths > MEDIUM * room
+    bins = Bins.empty(capacity, tokens, short=np.flatnonzero(~medium))
+    if room <= 0:
+        return bins, np.inf
     slices, port_limit = cut_from_the_tail(
         documents, np.flatnonzero(medium), phi, room, tokens, grain
     )
-    bins = Bins(capacity.tolist(), [tokens] * workers, [0.0] * workers, [0.0] * workers, [])
-    if not deal_slices(documents, slices, bins, phi, port_limit, grain):
-        return None
-    short = np.flatnonzero(~medium)
-    if not _can_fill(documents, short, bins):
-        return None
-    _deal_short(documents, short, bins)
+    deal_slices(documents, slices, bins, phi, port_limit, grain)
+    return bins, _lack(documents, bins)
+
+
+def _fill_up(documents: Documents, bins: Bins, grain: Grain) -> Bins:
+    _deal_short(documents, bins.short, bins)
     _even_tokens(bins, grain)
     return bins
 
 
-def _can_fill(documents: Documents, short: Ints, bins: Bins) -> bool:
-    """Whether the lightest short documents fit where area per token is least, and so on upwards."""
+def _lack(documents: Documents, bins: Bins) -> float:
+    """By how much the lightest short documents are too heavy where area per token is least.
+
+    In means of a worker's load; 0 where they fit, from the tightest worker upwards.
+    """
     area, tokens = np.asarray(bins.area), np.asarray(bins.tokens)
-    lengths, loads = documents.lengths[short], documents.whole[short]
+    lengths, loads = documents.lengths[bins.short], documents.whole[bins.short]
     lightest = np.argsort(loads / lengths, kind="stable")
     filled, load = cumulative(lengths[lightest]), cumulative(loads[lightest])
     tightest = np.argsort(area / np.maximum(tokens, 1.0), kind="stable")
     needed = np.interp(np.cumsum(tokens[tightest]), filled, load)
-    slack = 0.002 * float(np.mean(area) + needed[-1] / len(area))
-    return bool(np.all(needed <= np.cumsum(area[tightest]) + slack))
+    worst = float(np.max(needed - np.cumsum(area[tightest])))
+    lack = worst * len(area) / float(documents.whole.sum())
+    return lack if lack > FILL_SLACK else 0.0
 
 
 def _deal_short(documents: Documents, short: Ints, bins: Bins) -> None:
@@ -171,17 +192,20 @@ def _deal_short(documents: Documents, short: Ints, bins: Bins) -> None:
         last = chunk.stop - 1
         density = float(load_left[last] / tokens_left[last]) if tokens_left[last] > 0 else 0.0
         rooms = net_rooms(bins, density)
-        rows = zip(
-            order[chunk].tolist(), lengths[chunk].tolist(), loads[chunk].tolist(), strict=True
-        )
-        for document, length, load in rows:
+        emptiest: list[tuple[float, int]] = []  # for documents longer than any worker has tokens
+        rows = (order[chunk].tolist(), lengths[chunk].tolist(), loads[chunk].tolist())
+        for document, length, load in zip(*rows, strict=True):
             while rooms and bins.tokens[rooms[0][1]] < length:
                 heapq.heappop(rooms)
             if rooms:
                 room, worker = rooms[0]
                 heapq.heapreplace(rooms, (room + load - density * length, worker))
             else:
-                worker = max(range(workers), key=bins.tokens.__getitem__)
+                if not emptiest:
+                    emptiest = [(-tokens, worker) for worker, tokens in enumerate(bins.tokens)]
+                    heapq.heapify(emptiest)
+                worker = emptiest[0][1]
+                heapq.heapreplace(emptiest, (length - bins.tokens[worker], worker))
             bins.put(worker, document, 0, length, load)
 
 

@@ -33,7 +33,8 @@ def _verify_memory(plan: Plan, tasks: Tasks, name: str) -> None:
     worst = int(np.argmax(used - plan.servers.memory_bytes))
     if used[worst] > plan.servers.memory_bytes[worst] and plan.meets_bound:
         raise ValueError(
-            f"{name}: rank {worst} needs {used[worst]} bytes of {plan.servers.memory_bytes[worst]}"
+            f"{name}: rank {worst} needs {used[worst]} bytes of memory,"
+            f" but has {plan.servers.memory_bytes[worst]}"
         )
 
 

@@ -98,12 +98,11 @@ class AnalyticCost:
         return self._ps(self.backward, BACKWARD_FLOPS, queries, keys, pairs)
 
     def _ps(self, rate: KernelRate, flops: float, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        # Rows that pad the last tile see as many keys as the last query, and the diagonal tile of
-        # every row is computed whole, half of it masked.
+        # Rows that pad the last tile cost as much as the others, and the diagonal tile of every
+        # row is computed whole, half of it masked.
         rows = (queries + (TILE - 1)) // TILE * TILE
-        work = (
-            pairs + rows * (rate.row_keys + TILE / 2) + keys * (rows - queries + rate.key_queries)
-        )
+        work = pairs * (rows / np.maximum(queries, 1))
+        work += rows * (rate.row_keys + TILE / 2) + keys * rate.key_queries
         ps_per_pair = flops * self.flops_per_pair / rate.tflops  # FLOPs / (TFLOP/s) is ps
         return np.rint(work * ps_per_pair + rate.task_s * PS).astype(np.int64)
 
@@ -177,8 +176,8 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
 
 def _read_profile(cost: str) -> Mapping[str, Any]:
     shipped = resources.files("distca.planning") / "profiles" / f"{cost}.json"
-    source = shipped if shipped.is_file() else Path(cost)
     try:
+        source = shipped if shipped.is_file() else Path(cost)
         profile = json.loads(source.read_text())
     except OSError:
         raise ValueError(

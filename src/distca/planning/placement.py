@@ -148,6 +148,8 @@ class Placement:
             )
         if np.any(np.diff(self.worker) < 0) or np.any(self.worker >= self.num_workers):
             raise ValueError("shards must be sorted by worker, and workers be below num_workers")
+        if np.any(self.document < 0) or np.any(self.document >= len(self.lengths)):
+            raise ValueError(f"a shard names a document that is none of the {len(self.lengths)}")
         document, start, stop = self.spans
         fresh = np.diff(document, prepend=-1) != 0
         expected = np.where(fresh, 0, np.roll(stop, 1))

@@ -19,6 +19,10 @@ from distca.planning.tasks import Tasks
 Price = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseconds
 
 
+class DoesNotFitError(ValueError):
+    """Tasks have to go to servers that have no memory for them."""
+
+
 @dataclass(frozen=True)
 class Grain:
     """Where documents may be cut: multiples of ``tile`` from their start, pieces >= ``minimum``."""

@@ -19,19 +19,20 @@ MOVES_PER_RANK = 8
 NUM_TASKS = 256  # of the worst rank, longest first, that are looked at
 
 
-def repair(problem: Problem, price: Price, tasks: Tasks) -> Tasks:
-    """Tasks with a lower peak, if single moves can lower it; the bound ends the search."""
+def repair(problem: Problem, price: Price, tasks: Tasks) -> tuple[Tasks, float]:
+    """Tasks with a lower peak, if single moves can lower it, and their imbalance."""
     servers = problem.servers
-    for _ in range(MOVES_PER_RANK * servers.num_ranks):
+    left = MOVES_PER_RANK * servers.num_ranks
+    while True:
         work = np.zeros(servers.num_ranks, np.int64)
         np.add.at(work, tasks.server, _loads(problem, price, tasks))
-        if servers.imbalance(work) <= 1.0 + problem.tolerance:
-            break
+        imbalance = servers.imbalance(work)
+        if imbalance <= 1.0 + problem.tolerance or left == 0:
+            return tasks, imbalance
         moved = _best_move(problem, price, tasks, work)
         if moved is None:
-            break
-        tasks = moved
-    return tasks
+            return tasks, imbalance
+        tasks, left = moved, left - 1
 
 
 def _best_move(problem: Problem, price: Price, tasks: Tasks, work: Ints) -> Tasks | None:

@@ -11,20 +11,19 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.planning.board import Board, Room, common
 from distca.planning.carving import Carving, Piece, carve
-from distca.planning.problem import Price, Problem
+from distca.planning.problem import DoesNotFitError, Price, Problem
 from distca.planning.repair import repair
 from distca.planning.spans import as_ints
 from distca.planning.tasks import Tasks
 
 NUM_TRIES = 6
 RETRY = 0.002  # margin on the mean from one try to the next
-ADOPT = 0.25  # of a rank's capacity: the heaviest shard that it may take above its bound
-HOT = 0.75  # of the hottest sender's estimate
 NUM_ROUNDS = 64  # in which the tightest ranks are sought anew
 NUM_SHARDS = 2  # of a rank, heaviest first, that are tried
 NUM_HOLDERS = 3  # servers that have keys of the document already, largest rooms first
@@ -33,30 +32,58 @@ NUM_PARTIAL = 8  # rooms that a rank fills at most where it cannot shed enough
 PARTS = (0.95, 0.85, 0.7, 0.5)  # of those rooms, tried in turn: pieces cost more than their share
 
 
+class Strategy(NamedTuple):
+    """Two choices that no rule settles for every batch."""
+
+    hot: float  # ranks with this share of the hottest sender's estimate choose before the others
+    adopt: float  # of a rank's capacity: the heaviest shard that it may take above its bound
+
+
+STRATEGIES = (Strategy(0.75, 0.25), Strategy(2.0, 0.25), Strategy(0.75, 0.0), Strategy(2.0, 0.0))
+FEW_RANKS = 64  # up to which all of them are tried, and the one that moves least is taken
+
+
 def schedule(problem: Problem, price: Price) -> Tasks:
-    """Tasks on servers for one direction. Meets the bound wherever the cuts allow it.
+    """Tasks on servers for one direction. Meets the bound wherever the cuts allow it."""
+    first, *others = STRATEGIES
+    candidates = [_schedule(problem, price, first)]
+    # Where the bound is out of reach, or nothing moves, the others would do no better.
+    missed, moved = candidates[0].quality
+    if problem.servers.num_ranks <= FEW_RANKS and missed == 0.0 and moved > 0:
+        candidates += [_schedule(problem, price, strategy) for strategy in others]
+    return min(candidates, key=lambda candidate: candidate.quality).tasks
+
+
+class _Candidate(NamedTuple):
+    tasks: Tasks
+    quality: tuple[float, int]  # imbalance above the bound; bytes of the worst rank x all bytes
+
+
+def _schedule(problem: Problem, price: Price, strategy: Strategy) -> _Candidate:
+    """One strategy.
 
     Cutting changes what the work costs in all, and with it the mean that the bound refers to:
     where that spoils the bound, the next try starts from what the last one came to.
     """
     tries: list[tuple[float, Board]] = []
-    total_work = 0
+    total_work, bound = 0, 1.0 + problem.tolerance
     for _ in range(NUM_TRIES):
         board = Board(problem, price, total_work)
         _empty_idle_ranks(board)
-        _join_keys(board)
-        for rank in _surplus_ranks(board):
+        _join_keys(board, strategy)
+        for rank in _surplus_ranks(board, strategy):
             _shed(board, rank)
         imbalance = problem.servers.imbalance(board.work)
         tries.append((imbalance, board))
-        if imbalance <= 1.0 + problem.tolerance:
+        if imbalance <= bound:
             break
         stuck = bool(np.any(board.work > board.capacity))
         total_work = int(int(board.work.sum()) * (1.0 + RETRY if stuck else 1.0 - RETRY))
     imbalance, board = min(tries, key=lambda attempt: attempt[0])
-    if imbalance <= 1.0 + problem.tolerance:
-        return board.tasks()
-    return repair(problem, price, board.tasks())
+    tasks, moved = board.tasks(), board.port_limit * int(board.sent.sum())
+    if imbalance > bound:
+        tasks, imbalance = repair(problem, price, tasks)
+    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved))
 
 
 def _empty_idle_ranks(board: Board) -> None:
@@ -87,7 +114,7 @@ def _give_whole(board: Board, shard: int, *, above_bound: bool = False) -> bool:
             board.take(shard, [piece])
             return True
     if above_bound:
-        raise ValueError(
+        raise DoesNotFitError(
             f"tokens {board.span(shard)} of document {document} live on rank {board.home(shard)},"
             " which does not serve, and no server has the memory for them:"
             " give the servers more memory, or more servers"
@@ -95,7 +122,7 @@ def _give_whole(board: Board, shard: int, *, above_bound: bool = False) -> bool:
     return False
 
 
-def _join_keys(board: Board) -> None:
+def _join_keys(board: Board, strategy: Strategy) -> None:
     """Shards that fetch more bytes of keys than moving them would cost go to the keys.
 
     Load that a move adds to a rank's surplus will have to be shed again, and load that it takes
@@ -122,18 +149,22 @@ def _join_keys(board: Board) -> None:
         gain += pieces(board.surplus(home)) - pieces(max(board.surplus(home) - load, 0))
         gain -= pieces(max(load - board.room(rank), 0)) - pieces(board.surplus(rank))
         weight = board.weight_bytes(board.document(shard), piece)
-        if gain > 0 and _may_adopt(board, rank, load) and weight <= board.free_bytes[rank]:
+        if (
+            gain > 0
+            and _may_adopt(board, rank, load, strategy.adopt)
+            and weight <= board.free_bytes[rank]
+        ):
             board.take(shard, [piece])
 
 
-def _may_adopt(board: Board, rank: int, load: int) -> bool:
+def _may_adopt(board: Board, rank: int, load: int, share: float) -> bool:
     """Whether a rank has room, or can make it by cutting its own heaviest shard deeper."""
     capacity = int(board.capacity[rank])
     if load <= board.room(rank):
         return True
     own = board.heaviest[rank][0]
     rest = int(board.work[rank]) - int(board.loads[own]) + load
-    return own not in board.cuts and load <= ADOPT * capacity and rest <= capacity
+    return own not in board.cuts and load <= share * capacity and rest <= capacity
 
 
 class _PieceBytes:
@@ -153,12 +184,12 @@ class _PieceBytes:
         return self._per_root * float(full * np.sqrt(self._room) + np.sqrt(rest))
 
 
-def _surplus_ranks(board: Board) -> Iterator[int]:
+def _surplus_ranks(board: Board, strategy: Strategy) -> Iterator[int]:
     """The hottest senders, hottest first; then the tightest, sought anew as rooms change."""
     above = np.flatnonzero(board.work > board.capacity).tolist()
     todo = [rank for rank in above if rank < len(board.heaviest) and board.heaviest[rank]]
     heat = {rank: _least_sending(board, rank) for rank in todo}
-    hot = [rank for rank in todo if heat[rank] >= HOT * max(heat.values())]
+    hot = [rank for rank in todo if heat[rank] >= strategy.hot * max(heat.values())]
     yield from sorted(hot, key=lambda rank: (-heat[rank], rank))
     ranks = as_ints(sorted(set(todo) - set(hot)))
     batch = 1 + len(ranks) // NUM_ROUNDS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,10 +41,10 @@ class Servers:
         dedicated: int = 0,
         *,
         workers_serve: bool | None = None,
-        speed: Floats | None = None,
+        speed: Sequence[float] | Floats | None = None,
         memory_bytes: int | None = None,
         ranks_per_node: int | None = None,
-        busy_s: Floats | None = None,
+        busy_s: Sequence[float] | Floats | None = None,
     ) -> Servers:
         """In-place servers by default; with dedicated ones the workers serve only if asked to."""
         ranks = num_workers + dedicated

@@ -14,10 +14,10 @@ import numpy as np
 
 from distca.planning.carving import first_fitting
 from distca.planning.problem import Documents, Grain
-from distca.planning.spans import Ints, as_ints
+from distca.planning.spans import Floats, Ints, as_ints
 
-WORTH_A_CUT = 0.15  # of the largest net room: less is not worth cutting a slice for
-NUM_SKIPPED = 256  # workers that a slice may pass over to spare their ports
+WORTH_A_CUT = 0.02  # of the largest net room: less is not worth cutting a slice for
+NUM_SKIPPED = 64  # workers that a slice may pass over to spare their ports
 
 
 class Slice(NamedTuple):
@@ -40,6 +40,13 @@ class Bins:
     sends: list[float]  # key tokens
     receives: list[float]
     shards: list[tuple[int, int, int, int]]  # worker, document, start, stop
+    short: Ints  # documents that are to fill up, whole
+
+    @classmethod
+    def empty(cls, capacity: Floats, tokens: float, short: Ints) -> Bins:
+        workers = len(capacity)
+        nothing = [0.0] * workers
+        return cls(capacity.tolist(), [tokens] * workers, list(nothing), list(nothing), [], short)
 
     def put(self, worker: int, document: int, start: int, stop: int, load: float) -> None:
         self.area[worker] -= load
@@ -101,7 +108,7 @@ def deal_slices(
     phi: float,
     port_limit: float,
     grain: Grain,
-) -> bool:
+) -> None:
     """Largest net load first to the worker with most net room; cut where none has enough."""
     queue = [(-piece.net, piece.document, piece.start, piece) for piece in slices]
     heapq.heapify(queue)
@@ -109,19 +116,16 @@ def deal_slices(
     smallest = -WORTH_A_CUT * rooms[0][0]
     while queue:
         piece = heapq.heappop(queue)[-1]
-        found = _most_room(piece, bins, rooms, port_limit)
-        if found is None:
-            return False
-        room, worker = found
-        if piece.net > -room > smallest:
-            piece, *lower = _split(documents, piece, -room, phi, grain)
+        room, worker = _most_room(piece, bins, rooms, port_limit)
+        long, heavy = piece.stop - piece.start > bins.tokens[worker], piece.net > -room
+        if long or (heavy and -room > smallest):
+            piece, *lower = _split(documents, piece, -room, bins.tokens[worker], phi, grain)
             for part in lower:
                 heapq.heappush(queue, (-part.net, part.document, part.start, part))
         bins.put(worker, piece.document, piece.start, piece.stop, piece.load)
         bins.sends[worker] += piece.above * (piece.stop - piece.start)
         bins.receives[worker] += piece.start
         heapq.heappush(rooms, (room + piece.net, worker))
-    return True
 
 
 def net_rooms(bins: Bins, density: float) -> list[tuple[float, int]]:
@@ -132,11 +136,40 @@ def net_rooms(bins: Bins, density: float) -> list[tuple[float, int]]:
     return rooms
 
 
+def _most_room(
+    piece: Slice, bins: Bins, rooms: list[tuple[float, int]], port_limit: float
+) -> tuple[float, int]:
+    """Takes a worker from the heap: with room, tokens and a cool port; else as near as it gets."""
+    size = piece.stop - piece.start
+    passed: list[tuple[float, int]] = []
+    cool = hot = -1
+    while rooms and cool < 0 and len(passed) < NUM_SKIPPED and piece.net <= -rooms[0][0]:
+        worker = rooms[0][1]
+        if bins.tokens[worker] >= size:
+            if (
+                bins.sends[worker] + piece.above * size <= port_limit
+                and bins.receives[worker] + piece.start <= port_limit
+            ):
+                cool = len(passed)
+            elif hot < 0:
+                hot = len(passed)
+        passed.append(heapq.heappop(rooms))
+    if not passed:
+        return heapq.heappop(rooms)
+    if cool < 0 and hot < 0:  # room, but not for so many tokens
+        hot = max(range(len(passed)), key=lambda index: bins.tokens[passed[index][1]])
+    chosen = passed.pop(cool if cool >= 0 else hot)
+    for entry in passed:
+        heapq.heappush(rooms, entry)
+    return chosen
+
+
 def _split(
-    documents: Documents, piece: Slice, room: float, phi: float, grain: Grain
+    documents: Documents, piece: Slice, room: float, tokens: float, phi: float, grain: Grain
 ) -> list[Slice]:
-    """The upper part of a slice, of net load ``room``, and the lower part; or the slice, uncut."""
+    """The upper part of a slice, as large as room and tokens allow, and the lower; or it, uncut."""
     low = -(-(piece.start + grain.minimum) // grain.step)
+    low = max(low, -int(-(piece.stop - tokens) // grain.step))
     high = (piece.stop - grain.minimum) // grain.step
     if low > high:
         return [piece]
@@ -149,36 +182,10 @@ def _split(
 
     steps = as_ints([high - low])
     cut = (int(first_fitting(excess, steps // 2, steps)[0]) + low) * grain.step
+    if piece.net <= room:
+        cut = low * grain.step  # only too long
     parts = []
     for start, end, above in ((cut, piece.stop, piece.above), (piece.start, cut, piece.above + 1)):
         load = float(documents.load(document, as_ints([start]), as_ints([end]))[0])
         parts.append(Slice(load - phi * (end - start), piece.document, start, end, load, above))
     return parts
-
-
-def _most_room(
-    piece: Slice, bins: Bins, rooms: list[tuple[float, int]], port_limit: float
-) -> tuple[float, int] | None:
-    """Takes the worker with most net room from the heap, passing over those with a busy port."""
-    size = piece.stop - piece.start
-    passed: list[tuple[float, int]] = []
-    best: tuple[float, int] | None = None
-    while rooms and (best is None or len(passed) <= NUM_SKIPPED):
-        room, worker = heapq.heappop(rooms)
-        if bins.tokens[worker] >= size:
-            cool = (
-                bins.sends[worker] + piece.above * size <= port_limit
-                and bins.receives[worker] + piece.start <= port_limit
-            )
-            if cool and piece.net <= -room:
-                if best is not None:
-                    passed.append(best)
-                best = (room, worker)
-                break
-            if best is None:
-                best = (room, worker)
-                continue
-        passed.append((room, worker))
-    for entry in passed:
-        heapq.heappush(rooms, entry)
-    return best

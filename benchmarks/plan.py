@@ -1,0 +1,279 @@
+"""Plans against the published head-tail greedy: imbalance, bytes, worst rank, seconds.
+
+    python benchmarks/plan.py            all cases, about ten minutes on one core
+    python benchmarks/plan.py --quick    a few of them
+
+Writes benchmarks/results/plan.md and plan.json. Every case is one global batch of documents in
+order of arrival, K tokens per rank, Llama-3-8B bytes. Two ways of packing: *ended*, where a
+document ends at a rank's border and its rest counts as a new one (what the published planner is
+given), and *spanning*, where it goes on on the next rank and its keys live on both. Greedy at
+tolerance 0.01.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
+
+import numpy as np
+
+from distca.data.lengths import LengthDistribution, pretrain, prolong
+from distca.dispatch.layout import Layout
+from distca.planning.api import plan
+from distca.planning.checks import verify
+from distca.planning.placement import Placement
+from distca.planning.plan import Plan
+
+RESULTS = Path(__file__).parent / "results"
+MODEL = "llama3-8b"
+CONTEXTS = (65536, 131072, 524288)
+SERVERS = (8, 16, 32, 64, 128, 256, 512)
+SEEDS = (0, 1, 2)
+GROWTH = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def ended(placement: Placement) -> Placement:
+    """Every shard becomes a document of its own."""
+    size = placement.stop - placement.start
+    order = np.arange(len(size), dtype=np.int64)
+    return Placement(
+        size, order, np.zeros_like(size), size, placement.worker, placement.num_workers
+    )
+
+
+PACKINGS: dict[str, Callable[[Placement], Placement]] = {
+    "ended": ended,
+    "spanning": lambda placement: placement,
+}
+
+
+def cases(quick: bool) -> Iterator[tuple[LengthDistribution, int, int]]:
+    for draw in (pretrain, prolong):
+        for context in CONTEXTS[1:2] if quick else CONTEXTS:
+            for servers in (8, 64) if quick else SERVERS:
+                for seed in SEEDS[:1] if quick else SEEDS:
+                    yield draw(context), servers, seed
+
+
+def checked(tokens: Placement, **options: Any) -> Plan:
+    result = plan(tokens, model=MODEL, **options)
+    verify(result)
+    return result
+
+
+def tiles_kept(result: Plan, given: Placement, tile: int = 128) -> bool:
+    """Whether every cut is a multiple of the tile and every cut piece is at least one tile long.
+
+    A document's own ends are not cuts, nor are borders of workers where tokens are as given or in
+    order of arrival; where we place tokens, they are.
+    """
+    placed, forward, backward = result.placement, result.forward, result.backward
+    stride = int(placed.lengths.max()) + 1
+    in_order = Placement.in_order(placed.lengths, placed.num_workers)
+    as_given = placed is given or np.array_equal(placed.start, in_order.start)
+    borders = placed.document * stride + placed.start if as_given else np.zeros(0, np.int64)
+    for document, start, stop in (
+        (placed.document, placed.start, placed.stop),
+        (forward.document, forward.q_start, forward.q_stop),
+        (backward.document, backward.q_start, backward.q_stop),
+    ):
+        first = (start == 0) | np.isin(document * stride + start, borders)
+        last = (stop == placed.lengths[document]) | np.isin(document * stride + stop, borders)
+        off_grid = (~first & (start % tile != 0)) | (~last & (stop % tile != 0))
+        if np.any(off_grid | (~(first & last) & (stop - start < tile))):
+            return False
+    return True
+
+
+def run_case(lengths: LengthDistribution, servers: int, seed: int) -> Iterator[dict[str, Any]]:
+    in_order = Placement.in_order(lengths.batch(lengths.context * servers, seed), servers)
+    for packing, pack in PACKINGS.items():
+        given = pack(in_order)
+        greedy = checked(given, policy="greedy", cost="pairs", tolerance=0.01)
+        row: dict[str, Any] = {
+            "data": lengths.name,
+            "context": lengths.context,
+            "servers": servers,
+            "seed": seed,
+            "packing": packing,
+            "imbalance_before": greedy.imbalance_before,
+            "greedy": {
+                "imbalance": greedy.imbalance,
+                "bytes_total": greedy.traffic.total,
+                "bytes_worst": greedy.traffic.worst,
+            },
+        }
+        for placement in ("given", "balanced"):
+            ours = checked(given, placement=placement, cost="pairs")
+            seconds = checked(given, placement=placement, cost="analytic")
+            row[placement] = {
+                "imbalance": ours.imbalance,
+                "imbalance_seconds": seconds.imbalance,
+                "total": ours.traffic.total / greedy.traffic.total,
+                "worst": ours.traffic.worst / greedy.traffic.worst,
+                "over_bound": max(ours.traffic.total, 1) / max(ours.bytes_lower_bound, 1),
+                "tasks_moved": len(ours.forward.moved),
+                "tiles_kept": tiles_kept(ours, given) and tiles_kept(seconds, given),
+                "token_spread": int(np.ptp(ours.placement.tokens)),
+                "plan_s": ours.plan_s,
+            }
+        yield row
+
+
+def growth(quick: bool) -> list[dict[str, Any]]:
+    """Planning time from 64 to 4,096 servers; best of three, since machines are noisy."""
+    rows = []
+    wanted = [(131072, pretrain, n) for n in (GROWTH[:3] if quick else GROWTH)]
+    wanted += [(131072, prolong, 256), (524288, prolong, 512)]
+    for context, draw, servers in wanted:
+        lengths = draw(context).batch(context * servers, 0)
+        given = ended(Placement.in_order(lengths, servers))
+        row: dict[str, Any] = {"data": draw(context).name, "context": context, "servers": servers}
+        row["documents"] = given.num_documents
+        for name, options in (
+            ("given_pairs_s", {"cost": "pairs"}),
+            ("given_analytic_s", {"cost": "analytic"}),
+            ("balanced_pairs_s", {"cost": "pairs", "placement": "balanced"}),
+        ):
+            times, layouts = [], []
+            for _ in range(3):
+                began = time.perf_counter()
+                made = plan(given, model=MODEL, **options)
+                middle = time.perf_counter()
+                Layout.of(made, 0)
+                times.append(middle - began)
+                layouts.append(time.perf_counter() - middle)
+            row[name] = min(times)
+            row[name.replace("_s", "_layout_s")] = min(layouts)
+        rows.append(row)
+    return rows
+
+
+def geometric_mean(values: list[float]) -> float:
+    """A ratio below 0.01 (a balanced placement that cuts no document moves nothing) counts 0.01."""
+    return float(np.exp(np.mean(np.log(np.maximum(values, 0.01)))))
+
+
+def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
+    lines = [
+        "# Plans against the head-tail greedy",
+        "",
+        f"{date.today().isoformat()}, {platform.machine()}, Python {platform.python_version()},"
+        f" numpy {np.__version__}, one core: `python {' '.join(sys.argv)}`",
+        "",
+        f"{len(rows) // 2} batches: pretrain and prolong, contexts"
+        f" {', '.join(f'{context // 1024}K' for context in sorted({r['context'] for r in rows}))},"
+        f" {min(r['servers'] for r in rows)} to {max(r['servers'] for r in rows)} servers,"
+        f" {len({r['seed'] for r in rows})} seeds. Bytes of one layer forward, as a ratio to the"
+        " greedy's (tolerance 0.01) on the same batch; both balance `pairs`. `worst` is the busiest"
+        " rank, the larger of sent and received. Imbalance is worst / mean, the larger of forward"
+        " and backward. `tasks moved` counts batches in which balanced placement fell back on moving"
+        " tasks too.",
+        "",
+        "## All batches",
+        "",
+        "| packing | placement | total (geo. mean) | total (max) | worst (geo. mean) | worst (max)"
+        " | imbalance, pairs (max) | imbalance, seconds (max) | bytes / lower bound | tasks moved"
+        " | tiles kept |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for packing in PACKINGS:
+        mine = [r for r in rows if r["packing"] == packing]
+        for placement in ("given", "balanced"):
+            part = [r[placement] for r in mine]
+            lines.append(
+                f"| {packing} | {placement}"
+                f" | **{geometric_mean([p['total'] for p in part]):.3f}**"
+                f" | {max(p['total'] for p in part):.3f}"
+                f" | **{geometric_mean([p['worst'] for p in part]):.3f}**"
+                f" | {max(p['worst'] for p in part):.3f}"
+                f" | {max(p['imbalance'] for p in part):.4f}"
+                f" | {max(p['imbalance_seconds'] for p in part):.4f}"
+                f" | {geometric_mean([p['over_bound'] for p in part]):.2f}"
+                f" | {sum(p['tasks_moved'] > 0 for p in part)}"
+                f" | {'all' if all(p['tiles_kept'] for p in part) else 'NOT ALL'} |"
+            )
+        greedy = [r["greedy"]["imbalance"] for r in mine]
+        before = [r["imbalance_before"] for r in mine]
+        lines.append(
+            f"| {packing} | greedy | 1 | 1 | 1 | 1 | {max(greedy):.4f} | - | - | {len(mine)} | - |"
+        )
+        lines.append(
+            f"| {packing} | colocated | - | - | - | - | {max(before):.2f} | - | - | 0 | - |"
+        )
+    lines += ["", "## By case (mean over seeds, geometric for ratios)", ""]
+    lines += [
+        "| data | context | servers | packing | greedy GB/rank | greedy imbalance | given total"
+        " | given worst | balanced total | balanced worst |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = sorted({(r["data"], r["context"], r["servers"], r["packing"]) for r in rows})
+    for data, context, servers, packing in keys:
+        part = [
+            r
+            for r in rows
+            if (r["data"], r["context"], r["servers"], r["packing"])
+            == (data, context, servers, packing)
+        ]
+        gb = np.mean([r["greedy"]["bytes_total"] / servers / 1e9 for r in part])
+        ratios = [
+            geometric_mean([r[placement][what] for r in part])
+            for placement in ("given", "balanced")
+            for what in ("total", "worst")
+        ]
+        lines.append(
+            f"| {data} | {context // 1024}K | {servers} | {packing} | {gb:.2f}"
+            f" | {max(r['greedy']['imbalance'] for r in part):.3f} | "
+            + " | ".join(f"{ratio:.3f}" for ratio in ratios)
+            + " |"
+        )
+    lines += [
+        "",
+        "## Seconds (documents ended at borders; best of three; one core)",
+        "",
+        "| data | context | servers | documents | given, pairs | given, analytic | balanced, pairs"
+        " | one rank's layout |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for t in times:
+        lines.append(
+            f"| {t['data']} | {t['context'] // 1024}K | {t['servers']} | {t['documents']}"
+            f" | {t['given_pairs_s']:.3f} | {t['given_analytic_s']:.3f}"
+            f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="a few cases")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="where to write plan.md and plan.json"
+    )
+    arguments = parser.parse_args()
+    from rich.progress import track
+
+    todo = list(cases(arguments.quick))
+    rows = [row for case in track(todo, "planning") for row in run_case(*case)]
+    times = growth(arguments.quick)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    text = report(rows, times)
+    (arguments.out / "plan.md").write_text(text)
+    (arguments.out / "plan.json").write_text(json.dumps({"cases": rows, "seconds": times}) + "\n")
+    sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,237 @@
+"""Layouts of all ranks, run as one exchange in one process.
+
+The payload is who a token is, (document, position), so that every row shows where it came from.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from planning.oracles import (
+    Token,
+    homes_of,
+    keys_needed,
+    mask_names,
+    placed_rows,
+    planned,
+    read_tasks,
+    rows_of,
+)
+from strategies import MASKS, Batch, Entry, batches, shard
+
+from distca.dispatch.layout import Call, Exchange, Layout
+from distca.planning.plan import Plan
+
+Rows = npt.NDArray[np.int64]  # [tokens, 2]
+FINE = {"cost": "pairs", "tile": 4, "min_shard": 4}
+
+
+@dataclass(frozen=True)
+class Inbox:
+    """A rank's own rows and, after them, those it received: what its calls index."""
+
+    queries: Rows
+    keys: Rows
+
+
+def payload(tokens: list[Token]) -> Rows:
+    return np.asarray(tokens, dtype=np.int64).reshape(-1, 2)
+
+
+def all_to_all(own: list[Rows], exchanges: list[Exchange]) -> list[Rows]:
+    """What every rank receives, joined in the order of the senders."""
+    parcels = []
+    for rows, exchange in zip(own, exchanges, strict=True):
+        assert exchange.send_splits.sum() == len(exchange.send_rows)
+        assert exchange.send_rows.min(initial=0) >= 0
+        assert exchange.send_rows.max(initial=-1) < len(rows)
+        ends = np.cumsum(exchange.send_splits)[:-1]
+        parcels.append(np.split(rows[exchange.send_rows], ends))
+    received = []
+    for rank, exchange in enumerate(exchanges):
+        arriving = [parcels[source][rank] for source in range(len(exchanges))]
+        assert exchange.recv_splits.tolist() == [len(parcel) for parcel in arriving]
+        received.append(np.concatenate(arriving))
+    return received
+
+
+def deliver(plan: Plan, layouts: list[Layout]) -> list[Inbox]:
+    rows = placed_rows(plan)
+    rows += [[] for _ in range(plan.servers.num_ranks - len(rows))]
+    own = [payload(tokens) for tokens in rows]
+    queries = all_to_all(own, [layout.q for layout in layouts])
+    keys = all_to_all(own, [layout.kv for layout in layouts])
+    return [
+        Inbox(np.concatenate([mine, q]), np.concatenate([mine, kv]))
+        for mine, q, kv in zip(own, queries, keys, strict=True)
+    ]
+
+
+def computed(call: Call, inbox: Inbox) -> list[tuple[list[Token], list[Token]]]:
+    """Queries and keys of each task of a call, as tokens."""
+    assert call.q_offsets[0] == call.kv_offsets[0] == 0
+    assert call.q_offsets[-1] == len(call.q_rows)
+    assert call.kv_offsets[-1] == len(call.kv_rows)
+    q = np.split(inbox.queries[call.q_rows], call.q_offsets[1:-1])
+    kv = np.split(inbox.keys[call.kv_rows], call.kv_offsets[1:-1])
+    assert call.max_queries == max(map(len, q))
+    assert call.max_keys == max(map(len, kv))
+    return [
+        ([(d, p) for d, p in queries.tolist()], [(d, p) for d, p in keys.tolist()])
+        for queries, keys in zip(q, kv, strict=True)
+    ]
+
+
+def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
+    """Every task of every rank finds exactly its rows, in order, and nothing is left over."""
+    masks, ranks = mask_names(batch), plan.servers.num_ranks
+    tasks = read_tasks(plan, masks, backward=backward)
+    homes = homes_of(placed_rows(plan))
+    layouts = [Layout.of(plan, rank, backward=backward) for rank in range(ranks)]
+    inboxes = deliver(plan, layouts)
+    for rank, (layout, inbox) in enumerate(zip(layouts, inboxes, strict=True)):
+        own = [token for token, home in homes.items() if home == rank]
+        assert (layout.rank, layout.num_tokens) == (rank, len(own))
+        # 1. Exactly the tasks of this rank, each with its own queries and keys, in order.
+        expected = {
+            (task.document, task.start): (
+                [(task.document, position) for position in range(task.start, task.stop)],
+                [(task.document, key) for key in sorted(task.keys)],
+            )
+            for task in tasks
+            if task.server == rank
+        }
+        found = []
+        for calls, local in ((layout.local, True), (layout.remote, False)):
+            kinds = [str(call.mask) for call in calls]
+            assert len(set(kinds)) == len(kinds), "one call per side and mask kind"
+            for call in calls:
+                for queries, keys in computed(call, inbox):
+                    assert expected[queries[0]] == (queries, keys)
+                    assert str(call.mask) == masks[queries[0][0]]
+                    found.append(queries[0])
+                    at_home = all(homes[token] == rank for token in (*queries, *keys))
+                    assert at_home == local
+                if local:
+                    assert max(call.q_rows.max(), call.kv_rows.max()) < layout.num_tokens
+        assert sorted(found) == sorted(expected)
+        # 2. Nothing is received that is not needed, and nothing twice.
+        queries_in = inbox.queries[layout.num_tokens :].tolist()
+        wanted = [t for queries, _ in expected.values() for t in queries if homes[t] != rank]
+        assert sorted(map(tuple, queries_in)) == sorted(wanted)
+        keys_in = inbox.keys[layout.num_tokens :].tolist()
+        needed = keys_needed(tasks, ranks)[rank]
+        assert sorted(map(tuple, keys_in)) == sorted(t for t in needed if homes[t] != rank)
+
+
+def check_both_ways(batch: Batch) -> None:
+    plan = planned(batch)
+    if plan is not None:
+        check_layouts(batch, plan)
+        check_layouts(batch, plan, backward=True)
+
+
+@given(batches())
+def test_every_task_finds_its_rows(batch: Batch) -> None:
+    check_both_ways(batch)
+
+
+@given(batches(max_length=60, max_documents=8))
+@settings(max_examples=20)
+def test_every_task_finds_its_rows_after_balanced_placement(batch: Batch) -> None:
+    plan = planned(batch, placement="balanced")
+    if plan is not None:
+        check_layouts(batch, plan)
+
+
+@pytest.mark.slow
+@given(batches(max_ranks=8, max_documents=10))
+@settings(max_examples=400)
+def test_every_task_finds_its_rows_at_length(batch: Batch) -> None:
+    check_both_ways(batch)
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[100], []],
+        [[shard(0, 50, 90)], [7, shard(0, 0, 20)], [], [shard(0, 20, 50), 1]],
+        [[shard(0, 10, 20), shard(0, 0, 10)], [shard(0, 20, 60)]],
+    ],
+    ids=["whole", "spanning", "shards-out-of-order"],
+)
+@pytest.mark.parametrize("servers", [0, 2])
+def test_every_mask_on_every_role(mask: str, ranks: list[list[Entry]], servers: int) -> None:
+    check_both_ways(Batch(ranks, {**FINE, "mask": mask, "servers": servers}))
+
+
+def test_masks_are_told_apart() -> None:
+    batch = Batch([[60, 9, 60], [12]], {**FINE, "mask": ["causal", "full", "window:7", "causal"]})
+    check_both_ways(batch)
+    masks = {str(call.mask) for call in Layout.of(batch.plan(), 0).local}
+    assert masks <= {"causal", "full", "window:7"}
+    assert len(masks) >= 2
+
+
+@pytest.mark.parametrize("policy", ["colocated", "greedy", "head-tail-cp", "per-document-cp"])
+def test_layouts_of_other_policies(policy: str) -> None:
+    """Those that gather all keys are laid out with the keys that are needed."""
+    batch = Batch([[64], [8, 8]], {**FINE, "policy": policy, "cp": 2})
+    check_layouts(batch, batch.plan())
+
+
+def test_colocated_documents_exchange_nothing() -> None:
+    layout = Layout.of(Batch([[20, 3], [8]], {**FINE, "policy": "colocated"}).plan(), 0)
+    assert layout.remote == ()
+    (call,) = layout.local
+    assert call.q_rows.tolist() == call.kv_rows.tolist() == list(range(23))
+    assert call.q_offsets.tolist() == call.kv_offsets.tolist() == [0, 20, 23]
+    for exchange in (layout.q, layout.kv):
+        assert exchange.send_splits.tolist() == exchange.recv_splits.tolist() == [0, 0]
+
+
+def test_by_hand() -> None:
+    """Rank 1 holds [3, 5) of a document and fetches keys [0, 3) from rank 0's rows 2, 3, 4."""
+    batch = Batch([[2, shard(0, 0, 3)], [shard(0, 3, 5)]], {**FINE, "policy": "colocated"})
+    first, second = (Layout.of(batch.plan(), rank) for rank in (0, 1))
+    assert first.kv.send_rows.tolist() == [2, 3, 4]
+    assert first.kv.send_splits.tolist() == [0, 3]
+    assert second.kv.recv_splits.tolist() == [3, 0]
+    assert second.q.send_rows.tolist() == []
+    assert second.local == ()
+    (call,) = second.remote
+    assert call.q_rows.tolist() == [0, 1]
+    assert call.kv_rows.tolist() == [2, 3, 4, 0, 1], "received keys come after the two own rows"
+
+
+def test_a_server_without_tokens() -> None:
+    plan = Batch([[20], [12]], {**FINE, "servers": 1}).plan()
+    layout = Layout.of(plan, 2)
+    assert layout.num_tokens == 0
+    assert layout.local == ()
+    assert layout.q.recv_splits.tolist() == layout.kv.recv_splits.tolist() == [20, 12, 0]
+    for rank in (0, 1):
+        worker = Layout.of(plan, rank)
+        assert worker.local == worker.remote == ()
+
+
+def test_ranks_without_anything() -> None:
+    batch = Batch([[], [5], []], {**FINE, "policy": "colocated"})
+    layout = Layout.of(batch.plan(), 2)
+    assert (layout.num_tokens, layout.local, layout.remote) == (0, (), ())
+    assert layout.q.send_splits.tolist() == [0, 0, 0]
+    check_both_ways(Batch([[], []], FINE))
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_beyond_the_plan_is_refused(rank: int) -> None:
+    with pytest.raises(ValueError, match=f"rank {rank} of a plan for 2 ranks"):
+        Layout.of(Batch([[4], [4]], FINE).plan(), rank)
+
+
+def test_the_oracle_reads_ranks_as_the_plan_does() -> None:
+    batch = Batch([[shard(5, 2, 4), 3], [shard(5, 0, 2)]], FINE)
+    assert placed_rows(batch.plan()) == rows_of(batch.ranks)

@@ -1,0 +1,124 @@
+"""``distca.plan``: wrong use is one clear sentence, right use reads as documented."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from strategies import OWN_BYTES, SHAPE, Batch, Entry, shard
+
+import distca
+from distca.planning.costs import PairsCost
+from distca.planning.masks import Mask
+from distca.planning.placement import Placement
+from distca.planning.servers import Servers
+
+RANKS: list[list[Entry]] = [[100], [8, 8]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tolerance": -0.1}, r"tolerance = -0\.1: it must be at least 0"),
+        ({"tolerance": 1.0}, r"tolerance = 1\.0"),
+        ({"tolerance": float("nan")}, "tolerance = nan"),
+        ({"policy": "magic"}, "policy 'magic' is unknown: choose one of distca, colocated"),
+        ({"placement": "random"}, "placement 'random' is unknown: choose given or balanced"),
+        ({"placement": "balanced", "policy": "wlb"}, "policy wlb places tokens itself"),
+        ({"model": "gpt-9"}, "model 'gpt-9' is unknown"),
+        ({"model": None}, "no model: give model, or heads, kv_heads and head_dim"),
+        ({"model": "llama3-8b", "heads": 8}, "model llama3-8b and heads are both given"),
+        ({"model": SHAPE, "heads": 8, "head_dim": 4}, "both given"),
+        ({"model": None, "heads": 8}, "no model"),
+        ({"model": None, "heads": 8, "kv_heads": 3, "head_dim": 4}, "multiple of kv_heads"),
+        ({"cost": "free"}, "cost 'free' is unknown"),
+        ({"mask": "diagonal"}, "mask 'diagonal' is unknown"),
+        ({"mask": ["causal"]}, "1 masks for 3 documents"),
+        ({"servers": -1}, "-1 dedicated servers: give 0 or more"),
+        ({"ranks_per_node": 0}, "0 ranks per node: give 1 or more"),
+        ({"speed": [1.0]}, "1 values of speed for 2 ranks: give one each"),
+        ({"speed": [1.0, -1.0]}, r"speed = -1\.0: it must be finite and not negative"),
+        ({"speed": [1.0, float("inf")]}, "speed"),
+        ({"speed": [0.0, 0.0]}, "no rank serves"),
+        ({"busy_s": [0.0, 0.0, 0.0]}, "3 values of busy_s for 2 ranks"),
+        ({"busy_s": [0.0, -1.0]}, r"busy_s = -1\.0"),
+        ({"busy_s": [0.0, float("nan")]}, "busy_s"),
+        ({"workers_serve": False}, "no rank serves"),
+        ({"tile": 0}, "tile = 0"),
+        ({"min_shard": -5}, "minimum shard = -5"),
+        ({"memory_bytes": 100 * OWN_BYTES - 1}, "rank 0 holds 100 tokens, 8000 bytes"),
+        ({"memory_bytes": 0}, "memory"),
+        ({"memory_bytes": -1}, "memory"),
+        ({"servers": Servers.of(3)}, "the servers know 3 workers but 2 hold tokens"),
+        ({"servers": Servers.of(2), "speed": [1.0, 2.0]}, "speed"),
+    ],
+)
+def test_wrong_use_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as caught:
+        Batch(RANKS, options).plan()
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("ranks", [[], [[0]], [[4], [-1]], [[shard(0, 2, 4)]], [["long"]]])
+def test_wrong_ranks_are_refused(ranks: list[list[Entry]]) -> None:
+    with pytest.raises(ValueError, match=r"\w+ \w+"):
+        Batch(ranks).plan()
+
+
+def test_memory_that_just_holds_the_tokens_is_enough() -> None:
+    plan = Batch(RANKS, {"memory_bytes": 100 * OWN_BYTES, "tile": 4, "min_shard": 4}).plan()
+    assert plan.servers.memory_bytes.tolist() == [8000, 8000]
+
+
+def test_a_placement_is_taken_as_it_is() -> None:
+    placement = Placement.from_ranks(RANKS)
+    plan = distca.plan(placement, model=SHAPE)
+    assert plan.placement is placement
+    assert plan.fingerprint == Batch(RANKS).plan().fingerprint
+
+
+def test_ranks_may_be_numpy_and_masks_objects() -> None:
+    arrays = [np.asarray([100]), np.asarray([8, 8])]
+    plan = distca.plan(arrays, model=SHAPE, mask=[Mask(5), "causal", "full"], cost=PairsCost())
+    assert plan.to_json()["masks"] == ["window:5", "causal", "full"]
+    assert plan.cost == "pairs"
+
+
+def test_heads_are_a_model() -> None:
+    plan = Batch(RANKS, {"model": None, "heads": 4, "kv_heads": 1, "head_dim": 4}).plan()
+    assert (plan.shape.q_bytes, plan.shape.kv_bytes) == (32, 16)
+    assert Batch(RANKS, {"model": None, "heads": 4, "head_dim": 4}).plan().shape.kv_heads == 4
+
+
+def test_the_summary_says_what_the_design_lists() -> None:
+    plan = Batch(RANKS, {"cost": "pairs", "tile": 4, "min_shard": 4, "servers": 1}).plan()
+    summary = plan.summary()
+    assert summary["servers"] == 1
+    assert summary["ranks"] == 3
+    assert summary["tokens"] == 116
+    assert summary["documents"] == 3
+    assert summary["tasks"] == len(plan.forward)
+    assert summary["imbalance_before"] == pytest.approx(5050 / ((5050 + 72) / 2))
+    assert summary["bytes_total"] == 116 * OWN_BYTES
+    assert summary["bytes_send_max"] == max(100 * 48, 116 * 32)
+    assert summary["bytes_recv_max"] == 116 * 48
+    assert summary["bytes_backward"] == plan.backward_traffic.total
+    assert summary["bytes_lower_bound"] <= summary["bytes_total"]
+    assert summary["plan_s"] > 0
+    assert summary["meets_bound"] is True
+
+
+def test_json_is_as_the_design_writes_it() -> None:
+    data = Batch(RANKS, {"policy": "colocated"}).plan().to_json()
+    assert data["placement"] == [
+        [{"document": 0, "start": 0, "stop": 100}],
+        [{"document": 1, "start": 0, "stop": 8}, {"document": 2, "start": 0, "stop": 8}],
+    ]
+    assert data["tasks"][0] == {"document": 0, "q": [0, 100], "kv": [0, 100], "server": 0}
+    assert data["backward_tasks"] is None
+
+
+def test_seconds_are_work_over_speed_after_other_work() -> None:
+    options = {"cost": "pairs", "policy": "colocated", "speed": [2.0, 1.0], "busy_s": [0.0, 1e-6]}
+    forward, backward = Batch(RANKS, options).plan().seconds
+    assert forward.tolist() == pytest.approx([5050e-12, 1e-6 + 144e-12])
+    assert backward.tolist() == pytest.approx([5050 * 2.5e-12, 1e-6 + 360e-12])
