@@ -33,14 +33,21 @@ PARTS = (0.95, 0.85, 0.7, 0.5)  # of those rooms, tried in turn: pieces cost mor
 
 
 class Strategy(NamedTuple):
-    """Two choices that no rule settles for every batch."""
+    """Choices that no rule settles for every batch."""
 
     hot: float  # ranks with this share of the hottest sender's estimate choose before the others
     adopt: float  # of a rank's capacity: the heaviest shard that it may take above its bound
+    shuffle: int = 0  # > 0: surplus ranks choose in a random order of this seed instead
 
 
-STRATEGIES = (Strategy(0.75, 0.25), Strategy(2.0, 0.25), Strategy(0.75, 0.0), Strategy(2.0, 0.0))
-FEW_RANKS = 64  # up to which all of them are tried, and the one that moves least is taken
+STRATEGIES = (
+    Strategy(0.75, 0.25),
+    Strategy(2.0, 0.25),
+    Strategy(0.75, 0.0),
+    Strategy(2.0, 0.0),
+    *(Strategy(0.0, 0.25, shuffle=seed) for seed in range(1, 5)),
+)
+FEW_RANKS = 32  # up to which all of them are tried, and the one that moves least is taken
 
 
 def schedule(problem: Problem, price: Price) -> Tasks:
@@ -188,6 +195,9 @@ def _surplus_ranks(board: Board, strategy: Strategy) -> Iterator[int]:
     """The hottest senders, hottest first; then the tightest, sought anew as rooms change."""
     above = np.flatnonzero(board.work > board.capacity).tolist()
     todo = [rank for rank in above if rank < len(board.heaviest) and board.heaviest[rank]]
+    if strategy.shuffle:
+        yield from np.random.default_rng(strategy.shuffle).permutation(todo).tolist()
+        return
     heat = {rank: _least_sending(board, rank) for rank in todo}
     hot = [rank for rank in todo if heat[rank] >= strategy.hot * max(heat.values())]
     yield from sorted(hot, key=lambda rank: (-heat[rank], rank))
