@@ -1,0 +1,13 @@
+"""Attention kernels behind one small interface."""
+
+from distca.attention.backend import (
+    Attended,
+    Backend,
+    Gradients,
+    Packed,
+    Traits,
+    backends,
+    choose,
+)
+
+__all__ = ["Attended", "Backend", "Gradients", "Packed", "Traits", "backends", "choose"]

@@ -1,0 +1,139 @@
+"""A deliberately naive oracle, and the cases that every backend is held to.
+
+The oracle knows nothing of tasks as separate problems: it writes one mask over all packed queries
+and keys, takes one softmax in float64, and lets autograd find the gradients.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distca.attention import Attended, Backend, Gradients, Packed
+from distca.dispatch.layout import Call
+from distca.planning.masks import CAUSAL, FULL, Mask
+
+
+@dataclass(frozen=True)
+class Case:
+    tasks: tuple[tuple[int, int], ...]  # (queries, keys)
+    mask: str = "causal"
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 8
+    scale: float = 0.3
+    seed: int = 0
+
+    @property
+    def call(self) -> Call:
+        queries, keys = [q for q, _ in self.tasks], [k for _, k in self.tasks]
+        return Call(
+            mask=Mask.parse(self.mask),
+            q_rows=np.arange(sum(queries)),
+            kv_rows=np.arange(sum(keys)),
+            q_offsets=np.cumsum([0, *queries]),
+            kv_offsets=np.cumsum([0, *keys]),
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    q: Tensor  # [Tq, H, D]
+    k: Tensor  # [Tk, G, D]
+    v: Tensor  # [Tk, G, D]
+    grad_out: Tensor  # [Tq, H, D]
+
+
+def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
+    generator = torch.Generator().manual_seed(case.seed)
+
+    def draw(tokens: int, heads: int) -> Tensor:
+        drawn = torch.randn(tokens, heads, case.head_dim, generator=generator, dtype=torch.float64)
+        return drawn.to(device, dtype)
+
+    queries, keys = (sum(column) for column in zip((0, 0), *case.tasks, strict=True))
+    return Inputs(
+        draw(queries, case.heads),
+        draw(keys, case.kv_heads),
+        draw(keys, case.kv_heads),
+        draw(queries, case.heads),
+    )
+
+
+def visible(case: Case) -> Tensor:
+    """[Tq, Tk], written out pair by pair in the words of the definition."""
+    reach = Mask.parse(case.mask).reach
+    rows = []
+    for task, (queries, keys) in enumerate(case.tasks):
+        for i in range(queries):
+            own = keys - queries + i  # the last query stands at the last key
+            for other, (_, others) in enumerate(case.tasks):
+                j = torch.arange(others)
+                if other != task:
+                    rows.append(j < 0)
+                elif reach == FULL:
+                    rows.append(j >= 0)
+                elif reach == CAUSAL:
+                    rows.append(j <= own)
+                else:
+                    rows.append((j <= own) & (own - j < reach))
+    total = sum(queries for queries, _ in case.tasks)
+    return torch.cat(rows).view(total, -1) if total else torch.ones(0, 0, dtype=torch.bool)
+
+
+def expected(case: Case, inputs: Inputs) -> tuple[Attended, Gradients]:
+    """In float64, of the very numbers that the backend gets."""
+    q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    group = case.heads // case.kv_heads
+    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * case.scale
+    scores = scores.masked_fill(~visible(case).to(q.device), float("-inf"))
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
+    lse = scores.exp().sum(-1).log().t()
+    grads = torch.autograd.grad(out, (q, k, v), inputs.grad_out.double())
+    return Attended(out.detach(), lse.detach()), Gradients(*grads)
+
+
+def run(
+    backend: Backend, case: Case, inputs: Inputs, deterministic: bool = False
+) -> tuple[Attended, Gradients]:
+    packed = Packed.of(case.call, inputs.q.device)
+    attended = backend.forward(inputs.q, inputs.k, inputs.v, packed, case.scale)
+    grads = backend.backward(
+        inputs.grad_out, inputs.q, inputs.k, inputs.v, *attended, packed, case.scale, deterministic
+    )
+    return attended, grads
+
+
+def error(got: Tensor, want: Tensor, typical: float = 0.0) -> float:
+    """Relative to the norm; where terms cancel, to that of numbers of a ``typical`` size."""
+    size = max(want.norm().item(), typical * want.numel() ** 0.5)
+    return (got.double() - want).norm().item() / size if size else 0.0
+
+
+def check(
+    backend: Backend,
+    case: Case,
+    dtype: torch.dtype,
+    tolerance: float,
+    device: str = "cpu",
+    lse_tolerance: float | None = None,
+    deterministic: bool = False,
+) -> None:
+    """The one test body: forward, log-sum-exp and all gradients against the oracle."""
+    inputs = inputs_of(case, dtype, device)
+    got, grads = run(backend, case, inputs, deterministic)
+    want, want_grads = expected(case, inputs)
+    assert got.lse.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    errors = {"lse": error(got.lse, want.lse, 1.0) / (lse_tolerance or tolerance) * tolerance}
+    terms = 0.1 * case.scale * case.head_dim**0.5  # of dq and dk, whose sum is 0 for a lone key
+    for name, x, y, typical in (
+        ("out", got.out, want.out, 0.0),
+        ("dq", grads.dq, want_grads.dq, terms),
+        ("dk", grads.dk, want_grads.dk, terms),
+        ("dv", grads.dv, want_grads.dv, 0.0),
+    ):
+        assert (x.dtype, x.shape) == (dtype, y.shape), name
+        errors[name] = error(x, y, typical)
+    assert got.lse.shape == want.lse.shape
+    assert all(e <= tolerance for e in errors.values()), errors
