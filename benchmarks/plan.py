@@ -177,8 +177,8 @@ def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
         f" {len({r['seed'] for r in rows})} seeds. Bytes of one layer forward, as a ratio to the"
         " greedy's (tolerance 0.01) on the same batch; both balance `pairs`. `worst` is the busiest"
         " rank, the larger of sent and received. Imbalance is worst / mean, the larger of forward"
-        " and backward. `tasks moved` counts batches in which balanced placement fell back on moving"
-        " tasks too.",
+        " and backward. `tasks moved` counts batches: balanced placement moves tasks only where it"
+        " falls back.",
         "",
         "## All batches",
         "",
