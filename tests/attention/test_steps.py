@@ -1,0 +1,140 @@
+"""The steps of all ranks in one process against whole documents on one device."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from planning.oracles import planned
+from strategies import Batch, batches
+from torch import Tensor
+
+from distca.attention.backend import Traits, choose
+from distca.attention.steps import Route, backward, forward
+from distca.dispatch.layout import Layout
+from distca.dispatch.transport import LocalHub, LocalTransport
+from distca.planning.masks import FULL, Mask
+from distca.planning.plan import Plan
+
+HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
+EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+
+
+class Tokens:
+    """Random q, k, v and grad_out of every document, and where each rank's rows come from."""
+
+    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.plan = plan
+        placement = plan.placement
+        self.first = np.concatenate([[0], np.cumsum(placement.lengths)])
+        total = int(self.first[-1])
+
+        def draw(heads: int) -> Tensor:
+            return torch.randn(total, heads, HEAD_DIM, dtype=dtype, generator=generator)
+
+        self.q, self.k, self.v = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
+        self.grad_out = draw(HEADS)
+
+    def rows(self, rank: int) -> Tensor:
+        """Global rows of a rank's packed tensors, in order."""
+        placement = self.plan.placement
+        mine = np.flatnonzero(placement.worker == rank)
+        spans = [
+            np.arange(placement.start[s], placement.stop[s]) + self.first[placement.document[s]]
+            for s in mine
+        ]
+        return torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
+
+    def expected(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Dense softmax over each document's mask; gradients by autograd."""
+        q, k, v = (t.clone().requires_grad_() for t in (self.q, self.k, self.v))
+        out = []
+        for document, length in enumerate(self.plan.placement.lengths.tolist()):
+            span = slice(int(self.first[document]), int(self.first[document]) + length)
+            reach = int(self.plan.reach[document])
+            position = torch.arange(length)
+            behind = position[:, None] - position[None, :]
+            visible = (behind >= 0) & (behind < reach) if reach != FULL else behind > -length
+            keys = k[span].repeat_interleave(HEADS // KV_HEADS, 1)
+            values = v[span].repeat_interleave(HEADS // KV_HEADS, 1)
+            scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE
+            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            out.append(torch.einsum("hnm,mhd->nhd", weights, values))
+        whole = torch.cat(out)
+        whole.backward(self.grad_out)
+        assert q.grad is not None
+        assert k.grad is not None
+        assert v.grad is not None
+        return whole.detach(), q.grad, k.grad, v.grad
+
+
+def run(plan: Plan, tokens: Tokens, name: str, hub: LocalHub) -> list[Tensor]:
+    """Forward and backward of all ranks; out, dq, dk and dv by global row."""
+    masks = sorted({Mask(int(reach)) for reach in plan.reach}, key=str)
+    backend = choose(name, Traits.of(tokens.q, tokens.k, masks, deterministic=True))
+
+    def one_rank(transport: LocalTransport) -> tuple[Tensor, ...]:
+        rows = tokens.rows(transport.rank)
+        q, k, v, grad_out = (t[rows] for t in (tokens.q, tokens.k, tokens.v, tokens.grad_out))
+        routes = [
+            Route.of(Layout.of(plan, transport.rank, backward=way), q.device)
+            for way in (False, True)
+        ]
+        attended = forward(routes[0], transport, backend, q, k, v, SCALE)
+        grads = backward(routes[1], transport, backend, grad_out, q, k, v, attended, SCALE)
+        return (attended.out, *grads)
+
+    results = hub.run(one_rank)
+    gathered = []
+    for index, like in enumerate((tokens.q, tokens.q, tokens.k, tokens.k)):
+        whole = torch.full_like(like, torch.nan)
+        for rank, result in enumerate(results):
+            whole[tokens.rows(rank)] = result[index]
+        gathered.append(whole)
+    return gathered
+
+
+def check(plan: Plan, dtype: torch.dtype, name: str) -> None:
+    tokens = Tokens(plan, dtype)
+    found = run(plan, tokens, name, LocalHub(plan.servers.num_ranks))
+    for what, ours, exact in zip(("out", "dq", "dk", "dv"), found, tokens.expected(), strict=True):
+        error = (ours - exact).norm() / exact.norm().clamp_min(1.0)
+        assert error <= EXACT[dtype], f"{what} is off by {error:.2e}"
+
+
+@given(batches())
+def test_any_plan_computes_what_one_device_would(batch: Batch) -> None:
+    plan = planned(batch)
+    if plan is not None and plan.placement.num_documents:
+        check(plan, torch.float64, "reference")
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window:40"])
+@pytest.mark.parametrize("options", [{}, {"servers": 2}, {"placement": "balanced"}], ids=str)
+def test_sdpa_in_float32(mask: str, options: dict[str, object]) -> None:
+    plan = Batch([[301], [64, 7, 1], [], [90, 33]], {"tile": 16, "min_shard": 16}).plan(
+        mask=mask, **options
+    )
+    assert len(plan.forward.moved) or plan.placement.num_workers
+    check(plan, torch.float32, "sdpa")
+
+
+def test_an_error_on_one_rank_ends_all() -> None:
+    def fail(transport: LocalTransport) -> None:
+        if transport.rank == 1:
+            raise KeyError("rank 1 lost its head")
+        transport.start(torch.zeros(2, dtype=torch.uint8), [1, 1], [1, 1])()
+
+    with pytest.raises(KeyError, match="lost its head"):
+        LocalHub(2).run(fail)
+
+
+def test_ranks_with_different_plans_are_told() -> None:
+    def start(transport: LocalTransport) -> None:
+        size = transport.rank
+        transport.start(torch.zeros(2 * size, dtype=torch.uint8), [size] * 2, [size] * 2)()
+
+    with pytest.raises(ValueError, match="hold different plans"):
+        LocalHub(2).run(start)
