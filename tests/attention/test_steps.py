@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from attention.gloo_ranks import run_ranks
 from hypothesis import given
 from planning.oracles import planned
 from strategies import Batch, batches
@@ -119,6 +120,22 @@ def test_sdpa_in_float32(mask: str, options: dict[str, object]) -> None:
     )
     assert len(plan.forward.moved) or plan.placement.num_workers
     check(plan, torch.float32, "sdpa")
+
+
+@pytest.mark.parametrize("options", [{}, {"servers": 1}], ids=["in-place", "dedicated"])
+def test_gloo_gives_the_bits_of_the_local_oracle(options: dict[str, object]) -> None:
+    spanning = {"document": 0, "start": 0, "stop": 150}
+    ranks = [[spanning], [{"document": 0, "start": 150, "stop": 201}, 64, 7, 1]]
+    plan = Batch(ranks, {"tile": 16, "min_shard": 16}).plan(**options)
+    tokens = Tokens(plan, torch.float64)
+    assert len(plan.forward.moved)
+    rows = [tokens.rows(rank) for rank in range(plan.servers.num_ranks)]
+    whole = (tokens.q, tokens.k, tokens.v, tokens.grad_out)
+    inputs = [tuple(tensor[mine] for tensor in whole) for mine in rows]
+    local = run(plan, tokens, "reference", LocalHub(plan.servers.num_ranks))
+    for mine, results in zip(rows, run_ranks(plan, inputs, SCALE), strict=True):
+        for ours, exact in zip(results, local, strict=True):
+            assert torch.equal(ours, exact[mine])
 
 
 def test_an_error_on_one_rank_ends_all() -> None:
