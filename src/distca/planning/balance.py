@@ -27,7 +27,7 @@ import numpy as np
 
 from distca.planning.placement import Placement
 from distca.planning.problem import Documents, DoesNotFitError, Grain, Problem
-from distca.planning.scheduler import schedule
+from distca.planning.scheduler import STRATEGIES, schedule
 from distca.planning.servers import Servers
 from distca.planning.slices import Bins, cut_from_the_tail, deal_slices, net_rooms
 from distca.planning.spans import Floats, Ints, cumulative
@@ -114,7 +114,7 @@ def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float
     """Once the scheduler has mended it: whether it misses the bound; bytes, worst and in all."""
     problem = replace(problem, placement=placement)
     try:
-        tasks = schedule(problem, problem.cost.backward_ps)
+        tasks = schedule(problem, problem.cost.backward_ps, STRATEGIES[:1])
     except DoesNotFitError:
         return True, np.inf, np.inf
     ranks = problem.servers.num_ranks

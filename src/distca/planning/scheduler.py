@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -50,9 +50,9 @@ STRATEGIES = (
 FEW_RANKS = 32  # up to which all of them are tried, and the one that moves least is taken
 
 
-def schedule(problem: Problem, price: Price) -> Tasks:
+def schedule(problem: Problem, price: Price, strategies: Sequence[Strategy] = STRATEGIES) -> Tasks:
     """Tasks on servers for one direction. Meets the bound wherever the cuts allow it."""
-    first, *others = STRATEGIES
+    first, *others = strategies
     candidates = [_schedule(problem, price, first)]
     # Where the bound is out of reach, or nothing moves, the others would do no better.
     missed, moved = candidates[0].quality
@@ -81,8 +81,9 @@ def _schedule(problem: Problem, price: Price, strategy: Strategy) -> _Candidate:
         for rank in _surplus_ranks(board, strategy):
             _shed(board, rank)
         imbalance = problem.servers.imbalance(board.work)
+        stays = bool(tries) and imbalance == tries[-1][0]
         tries.append((imbalance, board))
-        if imbalance <= bound:
+        if imbalance <= bound or stays:
             break
         stuck = bool(np.any(board.work > board.capacity))
         total_work = int(int(board.work.sum()) * (1.0 + RETRY if stuck else 1.0 - RETRY))
