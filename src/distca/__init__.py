@@ -9,15 +9,17 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["Layout", "Placement", "Plan", "__version__", "plan"]
+__all__ = ["CoreAttention", "Layout", "Placement", "Plan", "__version__", "plan"]
 
 if TYPE_CHECKING:
+    from distca.attention.core import CoreAttention
     from distca.dispatch.layout import Layout
     from distca.planning.api import plan
     from distca.planning.placement import Placement
     from distca.planning.plan import Plan
 else:  # hidden from type checkers, which would otherwise accept any name at all
     _HOMES = {
+        "CoreAttention": "distca.attention.core",
         "Layout": "distca.dispatch.layout",
         "Placement": "distca.planning.placement",
         "Plan": "distca.planning.plan",
