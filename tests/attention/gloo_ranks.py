@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from distca.attention.backend import Traits, choose
+from distca.attention.backend import Traits
+from distca.attention.choice import choose
 from distca.attention.steps import Route, backward, forward
 from distca.dispatch.layout import Layout
 from distca.dispatch.transport import DistributedTransport

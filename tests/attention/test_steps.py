@@ -11,7 +11,8 @@ from planning.oracles import planned
 from strategies import Batch, batches
 from torch import Tensor
 
-from distca.attention.backend import Traits, choose
+from distca.attention.backend import Traits
+from distca.attention.choice import choose
 from distca.attention.steps import Route, backward, forward
 from distca.dispatch.layout import Layout
 from distca.dispatch.transport import LocalHub, LocalTransport

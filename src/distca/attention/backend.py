@@ -1,4 +1,4 @@
-"""What every attention backend takes, gives and promises, and how one is chosen.
+"""What every attention backend takes, gives and promises.
 
 Legend: T tokens (Tq query rows, Tk key rows), H heads, G key/value heads, D head size. Query head
 h reads key head h // (H // G).
@@ -193,34 +193,6 @@ class Backend(ABC):
         scale: float,
         deterministic: bool,
     ) -> Gradients: ...
-
-
-def backends() -> tuple[Backend, ...]:
-    """All of them, in the order in which "auto" asks."""
-    from distca.attention.fa4 import FlashAttention4
-    from distca.attention.flash import Flash
-    from distca.attention.reference import Reference
-    from distca.attention.sdpa import Sdpa
-
-    return FlashAttention4(), Flash(), Sdpa(), Reference()
-
-
-def choose(name: str, traits: Traits) -> Backend:
-    """The named backend, or with "auto" the first that does not refuse."""
-    known = {backend.name: backend for backend in backends()}
-    if name != "auto":
-        if name not in known:
-            raise ValueError(f"attention backend {name!r} is unknown: say auto, {', '.join(known)}")
-        if refusal := known[name].refusal(traits):
-            raise ValueError(f"attention backend {name} refuses: {refusal}")
-        return known[name]
-    refusals = []
-    for backend in known.values():
-        refusal = backend.refusal(traits)
-        if refusal is None:
-            return backend
-        refusals.append(f"  {backend.name}: {refusal}")
-    raise ValueError("no attention backend fits:\n" + "\n".join(refusals))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distca.attention import steps
-from distca.attention.backend import Attended, Backend, Traits, choose
+from distca.attention.backend import Attended, Backend, Traits
+from distca.attention.choice import choose
 from distca.dispatch.layout import Layout
 from distca.dispatch.transport import DistributedTransport, Transport
 from distca.planning.masks import Mask
