@@ -236,3 +236,24 @@ def _even_tokens(bins: Bins, grain: Grain) -> None:
                 if taker[0] == 0:
                     takers.pop()
             shards[index] = (worker, document, start, stop)
+    if give.max(initial=0.0) > 0:
+        _level(bins, tile)
+
+
+def _level(bins: Bins, tile: int) -> None:
+    """For workers whose shards are too short to be cut: one tile, or one whole shard, at a time."""
+    workers = len(bins.tokens)
+    shards: list[list[tuple[int, int, int]]] = [[] for _ in range(workers)]
+    for worker, *span in bins.shards:
+        shards[worker].append((span[0], span[1], span[2]))
+    counts = [sum(stop - start for _, start, stop in held) for held in shards]
+    while max(counts) - min(counts) > tile:
+        high, low = counts.index(max(counts)), counts.index(min(counts))
+        document, start, stop = shards[high].pop()
+        cut = min(start + tile, stop)
+        shards[low].append((document, start, cut))
+        if cut < stop:
+            shards[high].append((document, cut, stop))
+        counts[high] -= cut - start
+        counts[low] += cut - start
+    bins.shards = [(worker, *span) for worker, held in enumerate(shards) for span in held]
