@@ -253,7 +253,8 @@ def _amounts_to_keep(board: Board, shard: int) -> list[int]:
 def _shed_partly(board: Board, shard: int) -> bool:
     """No shard is heavy enough alone, or rooms are too small: all of it, or what rooms can hold."""
     most = sum(room for room, _ in board.rooms[-NUM_PARTIAL:])
-    for keep in (0, *(int(board.loads[shard] - part * most) for part in PARTS)):
+    partly = (int(board.loads[shard] - part * most) for part in PARTS)
+    for keep in dict.fromkeys((0, *partly)):  # tiny loads make several of them the same
         carving = _best_carving(board, shard, keep) if keep >= 0 else None
         if carving is not None:
             board.take(shard, carving.pieces)
