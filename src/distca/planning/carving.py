@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -93,6 +94,11 @@ class Divisible:
     @property
     def load_all(self) -> int:
         return int(self.head[-1])
+
+    @cached_property
+    def lightest(self) -> int:
+        """What the lightest piece costs: no room below it can take any."""
+        return int(self.load(self.cuts[:-1], self.cuts[1:]).min())
 
     @property
     def causal(self) -> bool:

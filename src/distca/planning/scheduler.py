@@ -264,10 +264,17 @@ def _shed_partly(board: Board, shard: int) -> bool:
 
 def _best_carving(board: Board, shard: int, keep: int) -> Carving | None:
     """The cheapest over a few sets of targets, each the fewest that hold what must go."""
-    divisible, sources, limit = board.divisible(shard), board.sources(shard), board.port_limit
+    divisible = board.divisible(shard)
+    if not board.rooms or board.rooms[-1][0] < divisible.lightest:
+        return None
+    sources, limit = board.sources(shard), board.port_limit
+    tried: list[list[Room]] = []  # few rooms make several sets the same
     for spare in range(NUM_SPARE + 1):
         found: list[Carving] = []
         for rooms in _target_sets(board, shard, divisible.load_all - keep, spare):
+            if rooms in tried:
+                continue
+            tried.append(rooms)
             targets = [board.target(shard, room, server) for room, server in rooms]
             carving = carve(divisible, keep, targets, sources, board.shape, limit)
             if carving is not None:
