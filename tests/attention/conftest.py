@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from ranks import RankPool
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -12,3 +13,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def pool() -> Iterator[RankPool]:
+    """Four ranks of a gloo world, for as long as this folder's tests last."""
+    pool = RankPool(4)
+    yield pool
+    pool.close()

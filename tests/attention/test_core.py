@@ -1,103 +1,222 @@
-"""CoreAttention in autograd: gradients, checkpointing, lifetime, wrong use."""
+"""CoreAttention in autograd: checkpointing, lifetime, memory, frozen inputs, wrong use, serving."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import pytest
 import torch
-from attention.tokens import EXACT, SCALE, Tokens
+from attention.bodies import FACES, attend
+from attention.tokens import SCALE, Tokens, assert_exact
 from strategies import Batch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from distca.attention import core
+from distca.attention import op
+from distca.attention.agreement import DisagreementError
 from distca.attention.core import CoreAttention
-from distca.dispatch.transport import LocalHub, LocalTransport, Promise
+from distca.dispatch.local import LocalHub, LocalTransport
+from distca.dispatch.transport import Wait
 from distca.planning.plan import Plan
 
 
-class Counting:
-    """A transport that counts its exchanges."""
+class Counting(LocalTransport):
+    """Counts its exchanges."""
 
     def __init__(self, inner: LocalTransport) -> None:
-        self.inner, self.rank, self.num_ranks, self.exchanges = (
-            inner,
-            inner.rank,
-            inner.num_ranks,
-            0,
-        )
+        super().__init__(inner.hub, inner.rank)
+        self.exchanges = 0
 
-    def start(self, send: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> Promise:
+    def start(
+        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    ) -> Wait:
         self.exchanges += 1
-        return self.inner.start(send, send_bytes, recv_bytes)
+        return super().start(send, recv, send_bytes, recv_bytes)
 
 
-def three_ranks() -> Plan:
-    return Batch([[301], [64, 7, 1], []], {"tile": 16, "min_shard": 16}).plan()
+def three_ranks(**options: object) -> Plan:
+    return Batch([[301], [64, 7, 1], []], {"tile": 16, "min_shard": 16}).plan(**options)
 
 
 def leaves(tokens: Tokens, rank: int) -> list[Tensor]:
-    rows = tokens.rows(rank)
-    return [t[rows].clone().requires_grad_() for t in (tokens.q, tokens.k, tokens.v)]
+    return [t.requires_grad_() for t in tokens.of_rank(rank)[:3]]
 
 
-def test_gradients_are_those_of_one_device() -> None:
-    plan = three_ranks()
+def exchanges_of(plan: Plan, layer: Callable[[CoreAttention, list[Tensor]], Tensor]) -> list[int]:
+    """How often each rank exchanges in a forward and backward of the layer."""
     tokens = Tokens(plan, torch.float64)
 
-    def rank(transport: LocalTransport) -> list[Tensor]:
-        attend = CoreAttention(transport=transport, backend="reference", scale=SCALE)
-        inputs = leaves(tokens, transport.rank)
-        out = attend(*inputs, plan)
-        out.backward(tokens.grad_out[tokens.rows(transport.rank)])
-        return [out.detach(), *(t.grad for t in inputs if t.grad is not None)]
+    def rank(transport: LocalTransport) -> int:
+        counting = Counting(transport)
+        attention = CoreAttention(transport=counting, backend="reference")
+        layer(attention, leaves(tokens, transport.rank)).sum().backward()
+        return counting.exchanges
 
-    results = LocalHub(3).run(rank)
-    for index, exact in enumerate(tokens.expected()):
-        for number, result in enumerate(results):
-            mine = exact[tokens.rows(number)]
-            error = (result[index] - mine).norm() / mine.norm().clamp_min(1.0)
-            assert error <= EXACT[torch.float64]
+    return LocalHub(plan.servers.num_ranks).run(rank)
 
 
 def test_selective_checkpointing_exchanges_once() -> None:
     plan = three_ranks()
-    tokens = Tokens(plan, torch.float64)
     saved = partial(create_selective_checkpoint_contexts, [torch.ops.distca.core_attention.default])
 
-    def rank(transport: LocalTransport) -> int:
-        counting = Counting(transport)
-        attend = CoreAttention(transport=counting, backend="reference")
+    def layer(attention: CoreAttention, qkv: list[Tensor]) -> Tensor:
+        def block(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return attention(q * 2, k * 2, v * 2, plan).sin()
 
-        def layer(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return attend(q * 2, k * 2, v * 2, plan).sin()
+        return checkpoint(block, *qkv, use_reentrant=False, context_fn=saved)
 
-        inputs = leaves(tokens, transport.rank)
-        checkpoint(layer, *inputs, use_reentrant=False, context_fn=saved).sum().backward()
-        return counting.exchanges
-
-    assert LocalHub(3).run(rank) == [4, 4, 4]  # out and back, forward and backward
+    assert exchanges_of(plan, layer) == [4, 4, 4]  # out and back, forward and backward
 
 
-def test_an_exchange_lives_until_its_last_backward() -> None:
+def test_what_need_not_travel_joins_no_exchange() -> None:
+    even = Batch([[40], [40], [40]], {"tile": 16, "min_shard": 16}).plan()
+    assert exchanges_of(even, lambda attention, qkv: attention(*qkv, even)) == [0, 0, 0]
+    keys_only = three_ranks(placement="balanced")
+    assert not len(keys_only.forward.moved)
+    assert keys_only.traffic.total
+    # No output goes home, so forward has no way back.
+    assert exchanges_of(keys_only, lambda attention, qkv: attention(*qkv, keys_only)) == [3] * 3
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_full_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
+    plan = three_ranks()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> list[Tensor]:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        qkv = leaves(tokens, transport.rank)
+        out = checkpoint(lambda *x: attention(*x, plan), *qkv, use_reentrant=reentrant)
+        out.backward(tokens.of_rank(transport.rank)[3])
+        return [out.detach(), *(t.grad for t in qkv if t.grad is not None)]
+
+    assert_exact(tokens.gathered(LocalHub(3).run(rank)), tokens.expected(), torch.float64)
+
+
+def test_an_execution_lives_until_its_last_backward() -> None:
     plan = Batch([[40, 3]], {"tile": 16, "min_shard": 16}).plan()
     tokens = Tokens(plan, torch.float64)
-    before = len(core._EXCHANGES)
+    gc.collect()
+    before = len(op._EXECUTIONS)
 
     def rank(transport: LocalTransport) -> None:
         inputs = leaves(tokens, 0)
         out = CoreAttention(transport=transport)(*inputs, plan)
         gc.collect()
-        assert len(core._EXCHANGES) == before + 1  # the graph holds it, the module is gone
+        assert len(op._EXECUTIONS) == before + 1  # the graph holds it, the module is gone
         out.sum().backward()
         assert inputs[0].grad is not None
 
     LocalHub(1).run(rank)
     gc.collect()
-    assert len(core._EXCHANGES) == before
+    assert len(op._EXECUTIONS) == before
+
+
+@pytest.mark.parametrize("capacity", [None, 1 << 20])
+def test_memory_is_flat_over_changing_plans(capacity: int | None) -> None:
+    draw, grain = random.Random(0), {"tile": 4, "min_shard": 4, "cost": "pairs"}
+    plans = [
+        Batch([[draw.randint(100, 300)], [draw.randint(1, 40)] * 3], grain).plan()
+        for _ in range(25)
+    ]
+    assert len({plan.traffic.total for plan in plans}) > 20
+
+    def rank(transport: LocalTransport) -> list[int]:
+        attention = CoreAttention(
+            transport=transport, backend="reference", scale=SCALE, buffer_bytes=capacity
+        )
+        sizes = []
+        for plan in plans * 2:
+            attend(attention, plan, Tokens(plan, torch.float32))
+            sizes.append(attention.buffers.nbytes)
+        return sizes
+
+    for sizes in LocalHub(2).run(rank):
+        assert len(sizes) == 50
+        flat = sizes[25:] if capacity is None else sizes  # grown, or claimed whole at first use
+        assert len(set(flat)) == 1
+
+
+def test_results_do_not_lie_in_the_buffers() -> None:
+    """A later exchange must not change what an earlier one gave or saved."""
+    plan = three_ranks()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        found = attend(attention, plan, tokens)
+        kept = [t.clone() for t in found]
+        other = Tokens(plan, torch.float64)
+        for tensor in (other.q, other.k, other.v, other.grad_out):
+            tensor.mul_(-2)
+        attend(attention, plan, other)
+        for memory in attention.buffers._memory.values():
+            memory.fill_(255)  # NaN in every floating dtype
+        assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
+
+    LocalHub(3).run(rank)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        [(True, False, False)] * 3,
+        [(False, True, True)] * 3,
+        [(True, True, True), (False, False, False), (False, True, False)],
+        [(False, False, False)] * 3,
+    ],
+    ids=["q", "k and v", "none on one rank", "none"],
+)
+def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None:
+    plan = three_ranks()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> list[Tensor]:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        return attend(attention, plan, tokens, face=face, wanted=wanted[transport.rank])
+
+    exact = tokens.expected()
+    for number in range(3):
+        for grad, want in zip(exact[1:], wanted[number], strict=True):
+            grad[tokens.rows(number)] *= want
+    assert_exact(tokens.gathered(LocalHub(3).run(rank)), exact, torch.float64)
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_servers_serve_layer_after_layer(grad: bool) -> None:
+    """Three layers of which the first is frozen; in evaluation nobody goes backward."""
+    plan = Batch([[301], [64, 7]], {"tile": 16, "min_shard": 16}).plan(servers=2)
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> int:
+        counting = Counting(transport)
+        attention = CoreAttention(transport=counting, backend="reference")
+        if transport.rank >= 2:
+            attention.serve(plan, layers=3, backward=2)
+            return counting.exchanges
+        q, k, v = tokens.of_rank(transport.rank)[:3]
+        with torch.set_grad_enabled(grad):
+            x = attention(q, k, v, plan)
+            for _ in range(2):
+                x = attention(x, k.clone().requires_grad_(), v, plan)
+        if grad:
+            x.sum().backward()
+        return counting.exchanges
+
+    # A worker beside a dedicated pool sends everything and computes nothing.
+    assert LocalHub(4).run(rank) == [6 + 4 * grad] * 4
+
+
+def test_the_op_is_sound() -> None:
+    plan = Batch([[9, 4]]).plan()
+    attention = CoreAttention(transport=LocalTransport(LocalHub(1), 0), backend="reference")
+    qkv = leaves(Tokens(plan, torch.float64), 0)
+    ready = attention._prepare(*qkv, plan)
+    torch.library.opcheck(torch.ops.distca.core_attention.default, (*qkv, ready.handle))
 
 
 @pytest.mark.parametrize(
@@ -107,20 +226,30 @@ def test_an_exchange_lives_until_its_last_backward() -> None:
             lambda q, k, v: (q[1:], k, v),
             r"q has shape .* on rank 0, where the plan places 43 tokens",
         ),
+        (lambda q, k, v: (q[0, 0, 0], k, v), r"q has shape \(\) on rank 0"),
         (lambda q, k, v: (q, k.float(), v), "k is torch.float32 on cpu but q is torch.float64"),
+        (lambda q, k, v: (q, k.to("meta"), v), "k is torch.float64 on meta but q is"),
         (lambda q, k, v: (q, k[:, :1], v), "k and v must agree"),
         (lambda q, k, v: (q[:, :3], k, v), "multiple of their heads"),
+        (lambda q, k, v: (q.int(), k.int(), v.int()), "no attention backend fits"),
     ],
 )
 def test_tensors_that_do_not_match_are_refused(change, message: str) -> None:  # type: ignore[no-untyped-def]
     plan = Batch([[40, 3]]).plan()
-    inputs = change(*leaves(Tokens(plan, torch.float64), 0))
-    with pytest.raises(ValueError, match=message):
+    inputs = change(*Tokens(plan, torch.float64).of_rank(0)[:3])
+    with pytest.raises(DisagreementError, match=message):
         CoreAttention(transport=LocalTransport(LocalHub(1), 0))(*inputs, plan)
 
 
-def test_a_plan_for_other_ranks_is_refused() -> None:
+def test_a_buffer_too_small_is_refused_before_anything_is_sent() -> None:
     plan = three_ranks()
-    inputs = leaves(Tokens(plan, torch.float64), 0)
-    with pytest.raises(ValueError, match="the plan is for 3 ranks but the group has 2"):
-        CoreAttention(transport=LocalTransport(LocalHub(2), 0))(*inputs, plan)
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> None:
+        counting = Counting(transport)
+        attention = CoreAttention(transport=counting, buffer_bytes=1000)
+        with pytest.raises(DisagreementError, match=r"in one exchange but the buffers have 1,000"):
+            attention(*leaves(tokens, transport.rank), plan)
+        assert not counting.exchanges
+
+    LocalHub(3).run(rank)

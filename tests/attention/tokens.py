@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -9,25 +11,34 @@ from torch import Tensor
 from distca.planning.masks import FULL
 from distca.planning.plan import Plan
 
-HEADS, KV_HEADS, HEAD_DIM, SCALE = 4, 2, 8, 0.3
+SCALE = 0.3
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
+NAMES = ("out", "dq", "dk", "dv")
+Heads = tuple[int, int, int]  # query heads, key/value heads, head size
+GROUPED: Heads = (4, 2, 8)
 
 
 class Tokens:
     """Random q, k, v and grad_out of every document, and where each rank's rows come from."""
 
-    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+    def __init__(self, plan: Plan, dtype: torch.dtype, heads: Heads = GROUPED) -> None:
         generator = torch.Generator().manual_seed(0)
         self.plan = plan
         placement = plan.placement
         self.first = np.concatenate([[0], np.cumsum(placement.lengths)])
         total = int(self.first[-1])
+        query_heads, kv_heads, size = heads
 
         def draw(heads: int) -> Tensor:
-            return torch.randn(total, heads, HEAD_DIM, dtype=dtype, generator=generator)
+            return torch.randn(total, heads, size, dtype=torch.float64, generator=generator).to(
+                dtype
+            )
 
-        self.q, self.k, self.v = draw(HEADS), draw(KV_HEADS), draw(KV_HEADS)
-        self.grad_out = draw(HEADS)
+        self.q, self.k, self.v = draw(query_heads), draw(kv_heads), draw(kv_heads)
+        self.grad_out = draw(query_heads)
+
+    def document(self, number: int) -> slice:
+        return slice(int(self.first[number]), int(self.first[number + 1]))
 
     def rows(self, rank: int) -> Tensor:
         """Global rows of a rank's packed tensors, in order."""
@@ -39,24 +50,50 @@ class Tokens:
         ]
         return torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
 
-    def expected(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Dense softmax over each document's mask; gradients by autograd."""
-        q, k, v = (t.clone().requires_grad_() for t in (self.q, self.k, self.v))
+    def of_rank(self, rank: int) -> list[Tensor]:
+        """q, k, v and grad_out of a rank's rows."""
+        rows = self.rows(rank)
+        return [t[rows] for t in (self.q, self.k, self.v, self.grad_out)]
+
+    def gathered(self, results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """[out, dq, dk, dv] of the ranks, by global row."""
+        whole = [torch.full_like(like, torch.nan) for like in (self.q, self.q, self.k, self.k)]
+        for rank, result in enumerate(results):
+            for target, part in zip(whole, result, strict=True):
+                target[self.rows(rank)] = part.to(target)
+        return whole
+
+    def expected(self) -> list[Tensor]:
+        """Dense softmax in float64 over each document's mask; gradients by autograd."""
+        q, k, v = (t.double().clone().requires_grad_() for t in (self.q, self.k, self.v))
+        group = q.shape[1] // k.shape[1]
         out = []
         for document, length in enumerate(self.plan.placement.lengths.tolist()):
-            span = slice(int(self.first[document]), int(self.first[document]) + length)
+            span = self.document(document)
             reach = int(self.plan.reach[document])
             position = torch.arange(length)
             behind = position[:, None] - position[None, :]
             visible = (behind >= 0) & (behind < reach) if reach != FULL else behind > -length
-            keys = k[span].repeat_interleave(HEADS // KV_HEADS, 1)
-            values = v[span].repeat_interleave(HEADS // KV_HEADS, 1)
+            keys, values = (t[span].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             out.append(torch.einsum("hnm,mhd->nhd", weights, values))
         whole = torch.cat(out)
-        whole.backward(self.grad_out)
-        assert q.grad is not None
-        assert k.grad is not None
-        assert v.grad is not None
-        return whole.detach(), q.grad, k.grad, v.grad
+        grads = torch.autograd.grad(whole, (q, k, v), self.grad_out.double())
+        return [whole.detach(), *grads]
+
+
+def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
+    """||found - exact|| / ||exact|| of out, dq, dk and dv; a NaN anywhere is infinite."""
+    return {
+        name: torch.nan_to_num(
+            (ours.double() - right.double()).norm() / right.double().norm().clamp_min(1.0),
+            nan=torch.inf,
+        ).item()
+        for name, ours, right in zip(NAMES, found, exact, strict=True)
+    }
+
+
+def assert_exact(found: Sequence[Tensor], exact: Sequence[Tensor], dtype: torch.dtype) -> None:
+    off = {name: error for name, error in errors(found, exact).items() if error > EXACT[dtype]}
+    assert not off, f"off by {off}, allowed {EXACT[dtype]}"

@@ -1,177 +1,207 @@
-"""``CoreAttention``: the differentiable whole, from packed tensors and a plan.
-
-[Note: why a custom op] Activation checkpointing may save the result of an op by name and then runs
-it, and its exchange, once. Autograd inside a Function would run both again. An op accepts neither a
-plan nor a process group, so it is handed an integer that leads to them (``_EXCHANGES``).
-"""
+"""``CoreAttention``: the differentiable whole, from packed tensors and a plan."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import dataclass
-from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from distca.attention import steps
-from distca.attention.backend import Attended, Backend, Traits
+from distca.attention.agreement import Agreed, DisagreementError, Terms, agree
+from distca.attention.backend import Traits
 from distca.attention.choice import choose
-from distca.dispatch.layout import Layout
+from distca.attention.flight import Flight
+from distca.attention.op import attend, register
+from distca.attention.route import Route, TensorKind
+from distca.dispatch.buffers import Buffers
 from distca.dispatch.transport import DistributedTransport, Transport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
 
 
-@dataclass(eq=False)
-class _Exchange:
-    """All that one plan's layers need on this rank."""
+class _Ready(NamedTuple):
+    """An execution that all ranks agreed to."""
 
     handle: int
-    forward: steps.Route
-    backward: steps.Route
-    transport: Transport
-    backend: Backend
-    scale: float
-    deterministic: bool
-
-
-# Weak: an exchange lives as long as its plan, or as a graph that still has to run its backward.
-_EXCHANGES: WeakValueDictionary[int, _Exchange] = WeakValueDictionary()
-_handles = itertools.count()
+    execution: steps.Execution
+    wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
 class CoreAttention:
     """softmax(QK^T)V of this rank's packed documents, computed wherever the plan says.
 
     Every rank of the group calls it with the same plan, once per layer and in the same order; a
-    rank without tokens passes empty tensors. Outputs and gradients are those of one device.
+    rank without tokens passes empty tensors, and one without a model calls ``serve``. Outputs and
+    gradients are those of one device. One object serves all layers of a model.
 
     group: the ranks of the plan, in order; None is the default group.
+    control: the same ranks in a gloo group, over which they agree before a plan's first exchange;
+        needed only where the group is a part of the world and moves CUDA tensors alone.
     backend: a name from ``distca.attention``, or ``auto`` for the fastest that fits.
     scale: of the scores; 1 / sqrt(D) by default.
     deterministic: gradients are equal bit by bit from run to run.
+    buffer_bytes: what one exchange may send, and what it may receive, on this rank; by default
+        buffers grow to the largest exchange that plans ask for.
+    transport: instead of a group, another way to exchange.
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
         *,
+        control: dist.ProcessGroup | None = None,
         backend: str = "auto",
         scale: float | None = None,
         deterministic: bool = False,
+        buffer_bytes: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.transport = DistributedTransport(group) if transport is None else transport
+        self.buffers = Buffers(buffer_bytes)
+        self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
-        self._known: WeakKeyDictionary[Plan, dict[Any, _Exchange]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
         """q [T, H, D], k and v [T, G, D] -> [T, H, D]; T is what the plan places on this rank."""
-        self._check(q, k, v, plan)
-        out, _ = torch.ops.distca.core_attention(q, k, v, self._exchange(q, k, plan).handle)
-        return torch.as_tensor(out)
+        ready = self._prepare(q, k, v, plan)
+        return attend(_joining(q, k, v, ready), k, v, ready.handle)
 
-    def _exchange(self, q: Tensor, k: Tensor, plan: Plan) -> _Exchange:
-        key = (q.device, q.dtype, q.shape[1:], k.shape[1:])
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Flight:
+        """The same in three steps (see ``distca.attention.flight``), for compute in between."""
+        ready = self._prepare(q, k, v, plan)
+        return Flight(ready.execution, _joining(q, k, v, ready), k, v)
+
+    def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
+        """Takes this rank's part of a plan without tokens or weights of its own.
+
+        Runs ``layers`` forward exchanges and then, if the other ranks are in grad mode,
+        ``backward`` of them (all by default; fewer where the first layers are frozen).
+        """
+        execution, q, k, grad_mode = self._join(plan)
+        for _ in range(layers):
+            attended = steps.forward(execution, q, k, k)
+        for _ in range((layers if backward is None else backward) if grad_mode else 0):
+            steps.backward(execution, q, q, k, k, attended)
+
+    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
+        """Known already, or agreed upon now; raises on all ranks where one of them cannot."""
+        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
         known = self._known.setdefault(plan, {})
         if key not in known:
-            masks = [Mask(reach) for reach in sorted(set(plan.reach.tolist()))]
-            traits = Traits.of(q, k, masks, deterministic=self.deterministic)
-            rank = self.transport.rank
-            known[key] = _Exchange(
-                handle=next(_handles),
-                forward=steps.Route.of(Layout.of(plan, rank), q.device),
-                backward=steps.Route.of(Layout.of(plan, rank, backward=True), q.device),
-                transport=self.transport,
-                backend=choose(self.backend, traits),
-                scale=q.shape[-1] ** -0.5 if self.scale is None else self.scale,
-                deterministic=self.deterministic,
+            execution, complaint = None, ""
+            try:
+                _check(q, k, v, plan, self.transport)
+                execution = self._execution(q, k, plan)
+            except ValueError as error:
+                complaint = str(error)
+            heads, kv_heads, size = (q.shape[1], k.shape[1], q.shape[2]) if execution else (0, 0, 0)
+            terms = Terms(
+                plan=plan.fingerprint,
+                heads=heads,
+                kv_heads=kv_heads,
+                head_size=size,
+                dtype=str(q.dtype).removeprefix("torch."),
+                device=q.device.type,
+                scale=self.scale,
+                grad_mode=torch.is_grad_enabled(),
+                wants_gradient=_wants_gradient(q, k, v),
+                complaint=complaint,
             )
-            _EXCHANGES[known[key].handle] = known[key]
+            agreed = self._agree(terms)
+            assert execution is not None  # without one there was a complaint
+            known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> None:
-        rank, ranks = self.transport.rank, self.transport.num_ranks
-        if plan.servers.num_ranks != ranks:
+    def _join(self, plan: Plan) -> tuple[steps.Execution, Tensor, Tensor, bool]:
+        """A server takes the terms of those that bring tensors: execution, q, k, grad mode."""
+        rank, complaint, execution = self.transport.rank, "", None
+        if tokens := _tokens(plan, rank):
+            complaint = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
+        terms = agree(self.transport, Terms(plan.fingerprint, complaint=complaint)).terms
+        if terms["heads"] is None:
+            raise DisagreementError("every rank serves and none brings tensors: there is no work")
+        like = {"dtype": getattr(torch, terms["dtype"]), "device": terms["device"]}
+        q = torch.empty(0, terms["heads"], terms["head_size"], **like)
+        k = torch.empty(0, terms["kv_heads"], terms["head_size"], **like)
+        try:
+            execution = self._execution(q, k, plan)
+        except ValueError as error:
+            complaint = str(error)
+        agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
+        assert execution is not None  # without one there was a complaint
+        return execution, q, k, terms["grad_mode"]
+
+    def _agree(self, terms: Terms) -> Agreed:
+        agreed = agree(self.transport, terms)
+        if agreed.some_serve:  # they learn the terms here, and may then find that they cannot
+            agree(self.transport, Terms(terms.plan))
+        return agreed
+
+    def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> steps.Execution:
+        rank, kind = self.transport.rank, TensorKind.of(q, k)
+        masks = [Mask(reach) for reach in sorted(set(plan.reach.tolist()))]
+        traits = Traits.of(q, k, masks, deterministic=self.deterministic)
+        execution = steps.Execution(
+            forward=Route.of(plan, rank, kind, backward=False),
+            backward=Route.of(plan, rank, kind, backward=True),
+            transport=self.transport,
+            buffers=self.buffers,
+            backend=choose(self.backend, traits),
+            scale=kind.head_dim**-0.5 if self.scale is None else self.scale,
+            deterministic=self.deterministic,
+        )
+        for route in (execution.forward, execution.backward):
+            for message in filter(None, (route.itinerary.out, route.itinerary.back)):
+                self.buffers.check(message.outbox.num_bytes, message.inbox.num_bytes)
+        return execution
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
+    rank, ranks = transport.rank, transport.num_ranks
+    if plan.servers.num_ranks != ranks:
+        raise ValueError(
+            f"the plan is for {plan.servers.num_ranks} ranks but the group has {ranks}:"
+            " plan for the ranks of the group"
+        )
+    if refusal := transport.refusal(q.device):
+        raise ValueError(f"{refusal}: move q, k and v, or use another group")
+    tokens = _tokens(plan, rank)
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.ndim != 3 or tensor.shape[0] != tokens:
             raise ValueError(
-                f"the plan is for {plan.servers.num_ranks} ranks but the group has {ranks}:"
-                " plan for the ranks of the group"
+                f"{name} has shape {tuple(tensor.shape)} on rank {rank}, where the plan places"
+                f" {tokens} tokens: it must be [{tokens}, heads, head size]"
             )
-        tokens = int(plan.placement.tokens[rank]) if rank < plan.placement.num_workers else 0
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if tensor.ndim != 3 or tensor.shape[0] != tokens:
-                raise ValueError(
-                    f"{name} has shape {tuple(tensor.shape)} on rank {rank}, where the plan places"
-                    f" {tokens} tokens: it must be [{tokens}, heads, head size]"
-                )
-            if tensor.dtype != q.dtype or tensor.device != q.device:
-                raise ValueError(
-                    f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}:"
-                    " all three must agree"
-                )
-        if k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % max(k.shape[1], 1):
+        if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
-                f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must agree,"
-                " and q have the same head size and a multiple of their heads"
+                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}:"
+                " all three must agree"
             )
+    if k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % max(k.shape[1], 1):
+        raise ValueError(
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must agree,"
+            " and q have the same head size and a multiple of their heads"
+        )
 
 
-@torch.library.custom_op("distca::core_attention", mutates_args=())
-def _core_attention(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    e = _EXCHANGES[handle]
-    attended = steps.forward(e.forward, e.transport, e.backend, q, k, v, e.scale)
-    return attended.out, attended.lse
+def _tokens(plan: Plan, rank: int) -> int:
+    return int(plan.placement.tokens[rank]) if rank < plan.placement.num_workers else 0
 
 
-@_core_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide)
+def _wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
 
 
-@torch.library.custom_op("distca::core_attention_backward", mutates_args=())
-def _core_attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    e = _EXCHANGES[handle]
-    attended = Attended(out, lse)
-    grads = steps.backward(
-        e.backward,
-        e.transport,
-        e.backend,
-        grad_out.contiguous(),
-        q,
-        k,
-        v,
-        attended,
-        e.scale,
-        deterministic=e.deterministic,
-    )
-    return grads.dq, grads.dk, grads.dv
+def _joining(q: Tensor, k: Tensor, v: Tensor, ready: _Ready) -> Tensor:
+    """q; as a leaf of its own where peers want a gradient and this rank does not.
 
-
-@_core_attention_backward.register_fake
-def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, ...]) -> None:
-    q, k, v, handle = inputs
-    ctx.save_for_backward(q, k, v, *output)
-    ctx.handle = handle
-    ctx.exchange = _EXCHANGES.get(handle)  # keeps it alive until the graph is gone
-
-
-def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    # The lse is a result only so that it is saved; nobody differentiates through it.
-    grads = torch.ops.distca.core_attention_backward(grad_out, q, k, v, out, lse, ctx.handle)
-    return (*grads, None)
-
-
-_core_attention.register_autograd(_differentiate, setup_context=_keep)
+    Autograd then comes by in backward here too, and no peer waits for it in vain.
+    """
+    if ready.wants_gradient and torch.is_grad_enabled() and not _wants_gradient(q, k, v):
+        return q.detach().requires_grad_()
+    return q

@@ -58,6 +58,8 @@ class Layout:
 
     rank: int
     num_tokens: int  # T
+    moves_queries: bool  # on any rank; where nothing moves, no rank joins an exchange
+    moves_keys: bool
     q: Exchange
     kv: Exchange
     local: tuple[Call, ...]
@@ -76,6 +78,8 @@ class Layout:
         kv_spans = _rows_of_keys(placement, rank, moves, arriving_kv, num_tokens)
         mine = np.flatnonzero(tasks.server == rank)
         q_row = _first_query_rows(tasks, placement, rank, mine, arriving_q, num_tokens)
+        order = np.argsort(q_row)  # in the order of rows, so that neighbours are copied as one
+        mine, q_row = mine[order], q_row[order]
         needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
         found = overlaps(needs, Spans(kv_spans.document, kv_spans.start, kv_spans.stop))
         first = kv_spans.row[found.right] + found.start - kv_spans.start[found.right]
@@ -97,7 +101,16 @@ class Layout:
                         kv_offsets=cumulative(tasks.keys[mine][chosen]),
                     )
                 )
-        return cls(rank, num_tokens, q, kv, tuple(calls[False]), tuple(calls[True]))
+        return cls(
+            rank=rank,
+            num_tokens=num_tokens,
+            moves_queries=len(tasks.moved) > 0,
+            moves_keys=len(moves.shard) > 0,
+            q=q,
+            kv=kv,
+            local=tuple(calls[False]),
+            remote=tuple(calls[True]),
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,14 +2,15 @@
 
 A lane is one tensor whose rows go to peers in order (queries, keys, log-sum-exp, ...). All lanes
 of a message share one buffer and one collective: for each peer, first its rows of lane 0, then of
-lane 1, and so on, each part padded to a boundary that every dtype can be read at. Split sizes are
-known on the host, so nothing waits for the device.
+lane 1, and so on, each part padded to a boundary that every dtype and kernel can read at. Split
+sizes are known on the host, so nothing waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from distca.planning.spans import Ints
 
-ALIGNMENT = 16  # bytes
+ALIGNMENT = 128  # bytes
 
 
 @dataclass(frozen=True)
@@ -26,73 +27,56 @@ class Lane:
 
     shape: tuple[int, ...]  # of a row
     dtype: torch.dtype
-    send_splits: tuple[int, ...]
-    recv_splits: tuple[int, ...]
+    send_rows: tuple[int, ...]
+    recv_rows: tuple[int, ...]
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype, send: Ints, recv: Ints) -> Lane:
         return cls(tuple(shape), dtype, tuple(send.tolist()), tuple(recv.tolist()))
 
-    def part_bytes(self, rows: int) -> int:
-        """What some rows take in the buffer."""
-        size = rows * prod(self.shape) * self.dtype.itemsize
-        return -(-size // ALIGNMENT) * ALIGNMENT
+    def returning(self, dtype: torch.dtype | None = None) -> Lane:
+        """The way back: what was received is sent, and what was sent is received."""
+        return Lane(self.shape, dtype or self.dtype, self.recv_rows, self.send_rows)
 
-    def part(self, buffer: Tensor, offset: int, rows: int) -> Tensor:
-        """[rows, *shape] of the buffer, in place."""
-        flat = buffer[offset : offset + self.part_bytes(rows)].view(self.dtype)
-        return flat[: rows * prod(self.shape)].view(rows, *self.shape)
+
+class Box:
+    """One side of a message: where each lane's rows of each peer lie in the buffer."""
+
+    def __init__(self, lanes: Sequence[Lane], rows: Sequence[tuple[int, ...]]) -> None:
+        self.bytes_of_peer: list[int] = []
+        self._parts: list[tuple[int, int, int, int]] = []  # lane, first byte, bytes, rows
+        offset = 0
+        for peer_rows in zip(*rows, strict=True):
+            start = offset
+            for index, (lane, count) in enumerate(zip(lanes, peer_rows, strict=True)):
+                size = count * prod(lane.shape) * lane.dtype.itemsize
+                if count:
+                    self._parts.append((index, offset, size, count))
+                offset += -(-size // ALIGNMENT) * ALIGNMENT
+            self.bytes_of_peer.append(offset - start)
+        self.num_bytes = offset
+        self._lanes = tuple(lanes)
+
+    def open(self, buffer: Tensor) -> list[list[Tensor]]:
+        """For each lane the parts [rows, *shape] of those peers that have any, in place."""
+        opened: list[list[Tensor]] = [[] for _ in self._lanes]
+        for index, offset, size, count in self._parts:
+            lane = self._lanes[index]
+            part = buffer[offset : offset + size].view(lane.dtype)
+            opened[index].append(part.view(count, *lane.shape))
+        return opened
 
 
 @dataclass(frozen=True)
 class Message:
-    """The layout of one buffer, the same for sender and receiver."""
+    """The layout of one exchange, the same for sender and receiver."""
 
     lanes: tuple[Lane, ...]
 
-    @property
-    def send_bytes(self) -> list[int]:
-        """For each peer."""
-        return self._bytes([lane.send_splits for lane in self.lanes])
+    @cached_property
+    def outbox(self) -> Box:
+        return Box(self.lanes, [lane.send_rows for lane in self.lanes])
 
-    @property
-    def recv_bytes(self) -> list[int]:
-        return self._bytes([lane.recv_splits for lane in self.lanes])
-
-    def pack(self, tensors: Sequence[Tensor], device: torch.device) -> Tensor:
-        """[bytes] for the exchange, from one tensor per lane, its rows ordered by receiver."""
-        buffer = torch.empty(sum(self.send_bytes), dtype=torch.uint8, device=device)
-        first = [0] * len(self.lanes)
-        offset = 0
-        for peer in range(len(self.lanes[0].send_splits)):
-            for index, (lane, tensor) in enumerate(zip(self.lanes, tensors, strict=True)):
-                rows = lane.send_splits[peer]
-                if rows:
-                    chosen = tensor[first[index] : first[index] + rows]
-                    lane.part(buffer, offset, rows).copy_(chosen)
-                    first[index] += rows
-                    offset += lane.part_bytes(rows)
-        return buffer
-
-    def unpack(self, buffer: Tensor) -> list[Tensor]:
-        """One tensor per lane, its rows ordered by sender; fresh memory, so that it may be kept."""
-        parts: list[list[Tensor]] = [[] for _ in self.lanes]
-        offset = 0
-        for peer in range(len(self.lanes[0].recv_splits)):
-            for index, lane in enumerate(self.lanes):
-                rows = lane.recv_splits[peer]
-                if rows:
-                    parts[index].append(lane.part(buffer, offset, rows))
-                    offset += lane.part_bytes(rows)
-        return [
-            torch.cat(part)
-            if part
-            else torch.empty((0, *lane.shape), dtype=lane.dtype, device=buffer.device)
-            for lane, part in zip(self.lanes, parts, strict=True)
-        ]
-
-    def _bytes(self, splits: Sequence[tuple[int, ...]]) -> list[int]:
-        return [
-            sum(lane.part_bytes(rows) for lane, rows in zip(self.lanes, peer, strict=True))
-            for peer in zip(*splits, strict=True)
-        ]
+    @cached_property
+    def inbox(self) -> Box:
+        return Box(self.lanes, [lane.recv_rows for lane in self.lanes])

@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: in one process (the oracle), or through torch.distributed.
+"""How bytes get from rank to rank through torch.distributed; and what any transport promises.
 
 A transport starts an uneven all-to-all and hands back a promise; between the two, the caller
 computes what needs nothing from peers.
@@ -7,16 +7,20 @@ computes what needs nothing from peers.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from threading import Condition
-from typing import Protocol, TypeVar
+from typing import Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Promise = Callable[[], Tensor]  # waits, and gives what was received
-Result = TypeVar("Result")
+_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # transports, by group
+Wait = Callable[[], None]  # until the receive buffer is filled and the send buffer is free
+NOTE_BYTES = 1024
+
+
+class ExchangeError(RuntimeError):
+    """Peers did not come, or are gone."""
 
 
 class Transport(Protocol):
@@ -26,102 +30,108 @@ class Transport(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
-    def start(self, send: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> Promise:
+    def start(
+        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    ) -> Wait:
         """Sends consecutive parts of a byte buffer to the ranks, and receives one from each."""
+        ...
+
+    def gather(self, note: bytes) -> list[bytes]:
+        """Every rank's note, of at most NOTE_BYTES, over the host; waits for all."""
+        ...
+
+    def refusal(self, device: torch.device) -> str | None:
+        """Why tensors of this device cannot be exchanged; None where they can."""
         ...
 
 
 class DistributedTransport:
-    """Any process group of torch.distributed: gloo, NCCL."""
+    """Any process group of torch.distributed: gloo, NCCL.
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.group = group
-        self.rank = dist.get_rank(group)
-        self.num_ranks = dist.get_world_size(group)
+    control: the same ranks in a group that moves CPU tensors, for notes. The group itself, where it
+    does; one of its own for the whole world where it does not (then all ranks must make this
+    transport, as they must any group).
+    """
 
-    def start(self, send: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> Promise:
-        received = torch.empty(sum(recv_bytes), dtype=torch.uint8, device=send.device)
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None
+    ) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        if self.group is None:
+            raise ValueError(
+                "there is no process group yet: call torch.distributed.init_process_group first"
+            )
+        self.rank = dist.get_rank(self.group)
+        if self.rank < 0:
+            raise ValueError(f"rank {dist.get_rank()} is not in the group: only its ranks attend")
+        self.num_ranks = dist.get_world_size(self.group)
+        self._devices = dist.get_backend_config(self.group)
+        self._control = _control_of(self.group, self._devices) if control is None else control
+        number = _made.get(self._control, 0)  # the same on all ranks
+        _made[self._control] = number + 1
+        self._mark = f"distca/{number}"
+        self._gathers = 0
+
+    def start(
+        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    ) -> Wait:
         work = dist.all_to_all_single(
-            received, send, list(recv_bytes), list(send_bytes), group=self.group, async_op=True
+            recv, send, list(recv_bytes), list(send_bytes), group=self.group, async_op=True
         )
 
-        def wait() -> Tensor:
-            if work is not None:
-                work.wait()
-            return received
+        def wait() -> None:
+            try:
+                if work is not None:
+                    work.wait()
+            except RuntimeError as error:
+                senders = [rank for rank, size in enumerate(recv_bytes) if size]
+                raise ExchangeError(
+                    f"rank {self.rank} waited for data of ranks {senders}: {error}"
+                ) from error
 
         return wait
 
-
-class LocalHub:
-    """All ranks in one process, a thread each: the oracle for every other transport."""
-
-    def __init__(self, num_ranks: int) -> None:
-        self.num_ranks = num_ranks
-        self._news = Condition()
-        self._posted: dict[tuple[int, int], list[Tensor]] = {}  # (exchange, sender) -> parts
-        self._failed = False
-
-    def run(self, rank_function: Callable[[LocalTransport], Result]) -> list[Result]:
-        """Calls the function once for every rank; an error on one of them ends all."""
-        with ThreadPoolExecutor(self.num_ranks) as pool:
-            ranks = [LocalTransport(self, rank) for rank in range(self.num_ranks)]
-            results = [pool.submit(self._guarded, rank_function, rank) for rank in ranks]
-        errors = [result.exception() for result in results]
-        for error in sorted(filter(None, errors), key=lambda e: isinstance(e, PeerFailedError)):
-            raise error  # the original one before those of its peers
-        return [result.result() for result in results]
-
-    def post(self, exchange: int, rank: int, parts: list[Tensor]) -> None:
-        with self._news:
-            self._posted[exchange, rank] = parts
-            self._news.notify_all()
-
-    def collect(self, exchange: int, rank: int) -> list[Tensor]:
-        """Every rank's part for this one."""
-        senders = [(exchange, sender) for sender in range(self.num_ranks)]
-        with self._news:
-            self._news.wait_for(lambda: self._failed or all(s in self._posted for s in senders))
-            if self._failed:
-                raise PeerFailedError(f"rank {rank} waited for a rank that failed")
-            return [self._posted[sender][rank] for sender in senders]
-
-    def _guarded(
-        self, rank_function: Callable[[LocalTransport], Result], transport: LocalTransport
-    ) -> Result:
+    def gather(self, note: bytes) -> list[bytes]:
+        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+        mine[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
+        notes = [torch.empty_like(mine) for _ in range(self.num_ranks)]
+        self._gathers += 1
+        store = self._control.get_group_store()
+        store.set(self._key(self.rank), "")  # what peers look for if they wait in vain
         try:
-            return rank_function(transport)
-        except BaseException:
-            with self._news:
-                self._failed = True
-                self._news.notify_all()
-            raise
+            dist.all_gather(notes, mine, group=self._control)
+        except RuntimeError as error:
+            raise ExchangeError(
+                f"rank {self.rank} waited for all ranks to come before an exchange;"
+                f" {self._missing()}: {error}"
+            ) from error
+        store.delete_key(self._key(self.rank, before=1))  # all have come past that one
+        return [bytes(note.tolist()).rstrip(b"\0") for note in notes]
+
+    def refusal(self, device: torch.device) -> str | None:
+        if f"{device.type}:" in self._devices:
+            return None
+        return f"the group ({self._devices}) does not move tensors of {device.type}"
+
+    def _missing(self) -> str:
+        store = self._control.get_group_store()
+        try:
+            missing = [r for r in range(self.num_ranks) if not store.check([self._key(r)])]
+        except RuntimeError:
+            return "who is missing cannot be told, since the store is gone"
+        return f"ranks {missing} did not come" if missing else "all came, but one is gone"
+
+    def _key(self, rank: int, before: int = 0) -> str:
+        return f"{self._mark}/{self._gathers - before}/{rank}"
 
 
-class PeerFailedError(RuntimeError):
-    """Another rank ended with an error, which is the one to look at."""
-
-
-class LocalTransport:
-    """One rank of a hub."""
-
-    def __init__(self, hub: LocalHub, rank: int) -> None:
-        self.hub, self.rank, self.num_ranks = hub, rank, hub.num_ranks
-        self._exchanges = 0
-
-    def start(self, send: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> Promise:
-        exchange = self._exchanges
-        self._exchanges += 1
-        self.hub.post(exchange, self.rank, list(torch.split(send, list(send_bytes))))
-
-        def wait() -> Tensor:
-            parts = self.hub.collect(exchange, self.rank)
-            sizes = [part.numel() for part in parts]
-            if sizes != list(recv_bytes):
-                raise ValueError(
-                    f"rank {self.rank} expects {list(recv_bytes)} bytes but is sent {sizes}:"
-                    " the ranks hold different plans"
-                )
-            return torch.cat(parts)
-
-        return wait
+def _control_of(group: dist.ProcessGroup, devices: str) -> dist.ProcessGroup:
+    if "cpu:" in devices:
+        return group
+    if group != dist.group.WORLD:
+        raise ValueError(
+            f"the group ({devices}) cannot carry notes between hosts: also give"
+            " control=torch.distributed.new_group(ranks, backend='gloo')"
+        )
+    control: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return control

@@ -1,0 +1,151 @@
+"""What ranks run in the tests; a module of its own, since processes import it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from attention.tokens import SCALE, Tokens
+from ranks import IMPATIENT
+from torch import Tensor
+
+from distca.attention.core import CoreAttention
+from distca.planning.plan import Plan
+
+FACES = ("op", "flight")
+
+
+def attend(
+    attention: CoreAttention,
+    plan: Plan,
+    tokens: Tokens,
+    *,
+    face: str = "op",
+    device: str = "cpu",
+    wanted: Sequence[bool] = (True, True, True),
+) -> list[Tensor]:
+    """[out, dq, dk, dv] of this rank; gradients not wanted are zeros."""
+    rank = attention.transport.rank
+    q, k, v, grad_out = (t.to(device) for t in tokens.of_rank(rank))
+    if rank >= plan.placement.num_workers:
+        attention.serve(plan, layers=1)
+        return [q, q, k, v]
+    leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
+    if face == "op":
+        out = attention(*leaves, plan)
+    else:
+        flight = attention.launch(*leaves, plan)
+        flight.compute()
+        out = flight.wait()
+    if out.requires_grad:
+        out.backward(grad_out)
+    grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
+    return [out.detach(), *grads]
+
+
+def exact(
+    group: dist.ProcessGroup, plan: Plan, tokens: Tokens, device: str, options: dict[str, Any]
+) -> list[Tensor]:
+    face = options.pop("face", "op")
+    wanted = options.pop("wanted", None)
+    attention = CoreAttention(group, scale=SCALE, **options)
+    mine = (True,) * 3 if wanted is None else wanted[attention.transport.rank]
+    found = attend(attention, plan, tokens, face=face, device=device, wanted=mine)
+    return [t.cpu() for t in found]
+
+
+def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
+    """What this rank is told when rank 1 does something else than the others."""
+    odd = dist.get_rank(group) == 1
+    plan = plans[1 if odd and what == "plan" else 0]
+    scale = 0.5 if odd and what == "scale" else 0.25
+    control = IMPATIENT[group] if what == "absence" else None
+    attention = CoreAttention(group, control=control, scale=scale)
+    q, k, v, _ = Tokens(plan, torch.float32).of_rank(attention.transport.rank)
+    if odd:
+        change = {
+            "dtype": lambda t: t.double(),
+            "shape": lambda t: t[1:],
+            "device": lambda t: t.to("meta"),
+        }.get(what, lambda t: t)
+        q, k, v = (change(t) for t in (q, k, v))
+    try:
+        with torch.set_grad_enabled(not (odd and what == "grad mode")):
+            if odd and what == "absence":
+                dist.barrier(group)
+            elif odd and what == "serving":
+                attention.serve(plan, layers=1)
+            else:
+                attention(q, k, v, plan)
+    except (ValueError, RuntimeError) as error:
+        if what == "absence":
+            dist.barrier(group)
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+class Block(torch.nn.Module):
+    """A layer with weights around the attention."""
+
+    def __init__(self, attention: CoreAttention, heads: int = 4, kv_heads: int = 2, size: int = 8):
+        super().__init__()
+        width = heads * size
+        self.shape = (heads, kv_heads, size)
+        self.before = torch.nn.Linear(width, (heads + 2 * kv_heads) * size)
+        self.after = torch.nn.Linear(width, width)
+        self.attention = attention
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:
+        heads, kv_heads, size = self.shape
+        qkv = self.before(x).view(len(x), heads + 2 * kv_heads, size)
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 1)  # not contiguous
+        return x + self.after(self.attention(q, k, v, plan).flatten(1))
+
+
+class Model(torch.nn.Module):
+    def __init__(self, attention: CoreAttention, layers: int = 2):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList(Block(attention) for _ in range(layers))
+
+    def forward(self, x: Tensor, plan: Plan) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, plan)
+        return x
+
+
+def model_gradients(
+    group: dist.ProcessGroup, plan: Plan, x: Tensor, how: str
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss summed over all ranks and its gradients by parameter, of a small model."""
+    attention = CoreAttention(group)
+    model: Any = Model(attention).to(x.dtype)
+    rank = attention.transport.rank
+    if how == "fsdp":
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = DeviceMesh.from_group(group, "cpu")
+        for layer in model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        for module in (*model.layers, model):
+            module.set_force_sum_reduction_for_comms(True)
+            module.set_gradient_divide_factor(1.0)
+    run = torch.compile(model, backend="aot_eager") if how == "compile" else model
+    rows = Tokens(plan, x.dtype).rows(rank)
+    loss = run(x[rows], plan).square().sum()
+    loss.backward()
+    grads = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        if how == "fsdp":
+            grad = grad.full_tensor()
+        else:
+            dist.all_reduce(grad, group=group)
+        grads[name] = grad.detach()
+    total = loss.detach().clone()
+    dist.all_reduce(total, group=group)
+    return total.item(), grads

@@ -1,0 +1,107 @@
+"""A pool of processes that stay: ranks of one gloo world, for many distributed tests.
+
+Starting processes costs seconds; asking ones that wait costs milliseconds. What they run is named
+by import, so it lives in modules, not in tests.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing as mp
+import pickle
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+START_S, RUN_S = 60, 60
+IMPATIENT: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
+
+
+class RankFailedError(Exception):
+    """A rank raised; the text is its traceback."""
+
+
+class RankPool:
+    """Ranks 0..size-1; each call runs on the first few of them, in a group of just those.
+
+    ``IMPATIENT`` has the same groups again, with a timeout of a few seconds.
+    """
+
+    def __init__(self, size: int) -> None:
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes: list[Connection] = []
+        self._processes = []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            store = f"file://{self._folder.name}/store"
+            process = context.Process(
+                target=_serve, args=(theirs, rank, size, store, sys.path), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+
+    def run(self, body: Callable[..., Any], *args: Any, ranks: int) -> list[Any]:
+        """body(group, *args) on each rank; its results, or the first error."""
+        answers = self.answers(body, *args, ranks=ranks)
+        for rank, (error, value) in enumerate(answers):
+            if error is not None:
+                raise RankFailedError(f"rank {rank}: {value}")
+        return [value for _, value in answers]
+
+    def answers(
+        self, body: Callable[..., Any], *args: Any, ranks: int
+    ) -> list[tuple[str | None, Any]]:
+        """(None, result), or (the error's words, the traceback), of each rank."""
+        call = pickle.dumps((body, args, ranks))
+        for pipe in self._pipes[:ranks]:
+            pipe.send_bytes(call)
+        deadline = time.monotonic() + START_S + RUN_S
+        answers = []
+        for rank, pipe in enumerate(self._pipes[:ranks]):
+            if not pipe.poll(max(deadline - time.monotonic(), 0)):
+                self.close()
+                raise TimeoutError(f"rank {rank} of {ranks} hangs in {body.__name__}")
+            try:
+                answers.append(pickle.loads(pipe.recv_bytes()))
+            except EOFError:
+                self._processes[rank].join(1)
+                code = self._processes[rank].exitcode
+                raise RankFailedError(f"rank {rank} died with exit code {code}") from None
+        return answers
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+        self._folder.cleanup()
+
+
+def _serve(pipe: Connection, rank: int, size: int, store: str, path: list[str]) -> None:
+    faulthandler.enable()
+    sys.path[:] = path
+    torch.set_num_threads(1)
+    timeout = timedelta(seconds=RUN_S)
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size, timeout=timeout)
+    groups = {n: dist.new_group(list(range(n)), timeout=timeout) for n in range(1, size + 1)}
+    for n, group in groups.items():
+        IMPATIENT[group] = dist.new_group(list(range(n)), timeout=timedelta(seconds=3))
+    while True:
+        body, args, ranks = pickle.loads(pipe.recv_bytes())
+        try:
+            answer = (None, body(groups[ranks], *args))
+        except Exception as error:
+            answer = (f"{type(error).__name__}: {error}", traceback.format_exc())
+        pipe.send_bytes(pickle.dumps(answer))
