@@ -42,7 +42,7 @@ def test_memory_grows_to_the_largest_and_stays(claim: Claim) -> None:
 def test_every_claim_is_met(sizes: list[int], capacity: int | None) -> None:
     buffers = Buffers(capacity)
     for size in sizes:
-        buffers.check(size, size)
+        buffers.check("send", size)
         send, recv = buffers.send(size, CPU), buffers.recv(size, CPU)
         send.fill_(1)
         recv.fill_(2)
@@ -60,19 +60,21 @@ def test_a_capacity_is_claimed_once_at_first_use(claim: Claim) -> None:
     assert buffers.nbytes == 1_000
 
 
-@pytest.mark.parametrize(("way", "sizes"), [("send", (1_234, 0)), ("receive", (1_000, 1_234))])
-def test_what_never_fits_is_refused(way: str, sizes: tuple[int, int]) -> None:
+@both_ways
+def test_what_never_fits_is_refused(claim: Claim) -> None:
     buffers = Buffers(1_000)
-    sentence = f"needs 1,234 bytes to {way} in one exchange but the buffers have 1,000: raise"
+    sentence = r"needs 1,234 bytes to \w+ in one exchange but the buffers have 1,000: raise"
     with pytest.raises(ValueError, match=sentence):
-        buffers.check(*sizes)
+        buffers.check("send", 1_234)
+    with pytest.raises(ValueError, match=sentence):
+        claim(buffers, 1_234, CPU)
     assert buffers.nbytes == 0
 
 
 def test_what_just_fits_is_accepted() -> None:
-    Buffers(1_000).check(1_000, 1_000)
-    Buffers(0).check(0, 0)
-    Buffers(None).check(10**15, 10**15)
+    Buffers(1_000).check("send", 1_000)
+    Buffers(0).check("receive", 0)
+    Buffers(None).check("send", 10**15)
 
 
 def test_a_negative_capacity_is_refused() -> None:

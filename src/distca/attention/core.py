@@ -157,7 +157,8 @@ class CoreAttention:
         )
         for route in (execution.forward, execution.backward):
             for message in filter(None, (route.itinerary.out, route.itinerary.back)):
-                self.buffers.check(message.outbox.num_bytes, message.inbox.num_bytes)
+                self.buffers.check("send", message.outbox.num_bytes)
+                self.buffers.check("receive", message.inbox.num_bytes)
         return execution
 
 

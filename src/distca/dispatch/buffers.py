@@ -31,15 +31,14 @@ class Buffers:
     def nbytes(self) -> int:
         return sum(memory.numel() for memory in self._memory.values())
 
-    def check(self, send_bytes: int, recv_bytes: int) -> None:
-        """Refuses what will never fit, before anything is under way."""
-        for way, size in (("send", send_bytes), ("receive", recv_bytes)):
-            if self.capacity is not None and size > self.capacity:
-                raise ValueError(
-                    f"the plan needs {size:,} bytes to {way} in one exchange but the buffers have"
-                    f" {self.capacity:,}: raise buffer_bytes, or plan with a smaller memory_bytes"
-                    " or a larger tolerance"
-                )
+    def check(self, way: str, size: int) -> None:
+        """Refuses what will never fit; to be asked before anything is under way."""
+        if self.capacity is not None and size > self.capacity:
+            raise ValueError(
+                f"the plan needs {size:,} bytes to {way} in one exchange but the buffers have"
+                f" {self.capacity:,}: raise buffer_bytes, or plan with a smaller memory_bytes"
+                " or a larger tolerance"
+            )
 
     def hold(self, holder: object) -> None:
         """Until it lets go, or is gone (after an error), no other exchange may use them."""
@@ -62,6 +61,7 @@ class Buffers:
     def _claim(self, way: str, size: int, device: torch.device) -> Tensor:
         memory = self._memory.get((way, device))
         if memory is None or memory.numel() < size:
+            self.check(way, size)
             wanted = int(size * _GROWTH) if self.capacity is None else self.capacity
             self._memory.pop((way, device), None)  # freed before the larger one is taken
             memory = torch.empty(wanted, dtype=torch.uint8, device=device)

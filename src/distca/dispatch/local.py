@@ -13,6 +13,7 @@ from torch import Tensor
 from distca.dispatch.transport import ExchangeError, Wait
 
 Result = TypeVar("Result")
+_PATIENCE_S = 60.0
 
 
 class LocalHub:
@@ -45,9 +46,14 @@ class LocalHub:
         """Every rank's part for this one."""
         senders = [(meeting, sender) for sender in range(self.num_ranks)]
         with self._news:
-            self._news.wait_for(lambda: self._failed or all(s in self._posted for s in senders))
+            arrived = self._news.wait_for(
+                lambda: self._failed or all(s in self._posted for s in senders), _PATIENCE_S
+            )
             if self._failed:
                 raise ExchangeError(f"rank {rank} waited for a rank that failed")
+            if not arrived:
+                missing = [sender for _, sender in senders if (meeting, sender) not in self._posted]
+                raise ExchangeError(f"rank {rank} waited {_PATIENCE_S:g} s for ranks {missing}")
             parts = [self._posted[sender][rank] for sender in senders]
             self._taken[meeting] = self._taken.get(meeting, 0) + 1
             if self._taken[meeting] == self.num_ranks:

@@ -25,7 +25,7 @@ class ThrottledTransport:
     def __init__(
         self, rank: int, num_ranks: int, bytes_per_s: float, latency_s: float = 0.0
     ) -> None:
-        if bytes_per_s <= 0 or latency_s < 0:
+        if not (bytes_per_s > 0 and latency_s >= 0):
             raise ValueError(
                 f"a link of {bytes_per_s} bytes/s and {latency_s} s:"
                 " give a bandwidth above 0 and a latency of 0 or more"

@@ -1,0 +1,77 @@
+"""Known constants are found again from calls that obey them; noise moves them little."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from distca.planning.calibration import TimedCall, calibrated
+from distca.planning.costs import PS, AnalyticCost, KernelRate
+from distca.planning.models import model_shape
+
+SHAPE = model_shape("llama3-8b")
+TRUE = replace(
+    AnalyticCost.of(SHAPE),
+    forward=KernelRate(tflops=500.0, row_keys=300.0, key_queries=0.0, task_s=1e-6),
+    backward=KernelRate(tflops=400.0, row_keys=200.0, key_queries=150.0, task_s=3e-6),
+)
+
+
+def timed(rng: np.random.Generator, noise: float = 0.0) -> TimedCall:
+    """Some documents and shards, as a server meets them."""
+    tasks = int(rng.integers(1, 60))
+    keys = np.rint(np.exp(rng.uniform(5, 11.5, tasks))).astype(np.int64)
+    queries = np.maximum(np.rint(keys * rng.uniform(0.05, 1.0, tasks)).astype(np.int64), 1)
+    pairs = queries * keys - queries * (queries - 1) // 2
+    off = np.exp(noise * rng.standard_normal(2))
+    return TimedCall(
+        queries,
+        keys,
+        pairs,
+        forward_s=float(TRUE.forward_ps(queries, keys, pairs).sum() / PS * off[0]),
+        backward_s=float(TRUE.backward_ps(queries, keys, pairs).sum() / PS * off[1]),
+    )
+
+
+def worst_error(found: AnalyticCost, calls: list[TimedCall]) -> float:
+    return max(
+        abs(float(price(call.queries, call.keys, call.pairs).sum()) / PS / seconds - 1)
+        for call in calls
+        for price, seconds in (
+            (found.forward_ps, call.forward_s),
+            (found.backward_ps, call.backward_s),
+        )
+    )
+
+
+def test_known_constants_are_found_again() -> None:
+    rng = np.random.default_rng(0)
+    found = calibrated(SHAPE, [timed(rng) for _ in range(30)], "measured")
+    assert found.name == "measured"
+    assert found.forward.tflops == pytest.approx(500, rel=1e-3)
+    assert found.backward.key_queries == pytest.approx(150, rel=1e-2)
+    assert found.forward.key_queries == pytest.approx(0, abs=0.1)
+    assert worst_error(found, [timed(rng) for _ in range(20)]) < 1e-3
+
+
+def test_noise_does_not_make_costs_negative() -> None:
+    rng = np.random.default_rng(1)
+    found = calibrated(SHAPE, [timed(rng, noise=0.05) for _ in range(30)], "measured")
+    for rate in (found.forward, found.backward):
+        assert min(rate.row_keys, rate.key_queries, rate.task_s) >= 0
+        assert rate.tflops > 0
+    assert worst_error(found, [timed(rng) for _ in range(20)]) < 0.1
+
+
+def test_one_call_gives_a_rate() -> None:
+    call = timed(np.random.default_rng(2))
+    assert worst_error(calibrated(SHAPE, [call], "one"), [call]) < 1e-6
+
+
+def test_nothing_measured_is_refused() -> None:
+    with pytest.raises(ValueError, match="no timed calls"):
+        calibrated(SHAPE, [], "none")
+    with pytest.raises(ValueError, match="above 0 s"):
+        calibrated(SHAPE, [replace(timed(np.random.default_rng(3)), forward_s=0.0)], "none")
