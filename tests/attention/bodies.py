@@ -11,6 +11,7 @@ from attention.tokens import SCALE, Tokens
 from ranks import IMPATIENT
 from torch import Tensor
 
+from distca.attention import steps
 from distca.attention.core import CoreAttention
 from distca.planning.plan import Plan
 
@@ -32,6 +33,10 @@ def attend(
     if rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
         return [q, q, k, v]
+    if face == "steps":  # without autograd, whose one thread per GPU is too few for several ranks
+        execution = attention._prepare(q, k, v, plan).execution
+        attended = steps.forward(execution, q, k, v)
+        return [attended.out, *steps.backward(execution, grad_out, q, k, v, attended)]
     leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
     if face == "op":
         out = attention(*leaves, plan)
@@ -60,7 +65,7 @@ def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
     """What this rank is told when rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1
     plan = plans[1 if odd and what == "plan" else 0]
-    scale = 0.5 if odd and what == "scale" else 0.25
+    scale = 0.5 if odd and what == "scale" else None
     control = IMPATIENT[group] if what == "absence" else None
     attention = CoreAttention(group, control=control, scale=scale)
     q, k, v, _ = Tokens(plan, torch.float32).of_rank(attention.transport.rank)

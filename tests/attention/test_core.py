@@ -186,29 +186,52 @@ def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None
     assert_exact(tokens.gathered(LocalHub(3).run(rank)), exact, torch.float64)
 
 
-@pytest.mark.parametrize("grad", [True, False])
-def test_servers_serve_layer_after_layer(grad: bool) -> None:
-    """Three layers of which the first is frozen; in evaluation nobody goes backward."""
+def test_servers_serve_layer_after_layer() -> None:
+    """Three layers, the first of them frozen, twice; then an evaluation, without a way back."""
     plan = Batch([[301], [64, 7]], {"tile": 16, "min_shard": 16}).plan(servers=2)
     tokens = Tokens(plan, torch.float64)
 
-    def rank(transport: LocalTransport) -> int:
+    def rank(transport: LocalTransport) -> list[int]:
         counting = Counting(transport)
         attention = CoreAttention(transport=counting, backend="reference")
-        if transport.rank >= 2:
-            attention.serve(plan, layers=3, backward=2)
-            return counting.exchanges
-        q, k, v = tokens.of_rank(transport.rank)[:3]
-        with torch.set_grad_enabled(grad):
-            x = attention(q, k, v, plan)
-            for _ in range(2):
-                x = attention(x, k.clone().requires_grad_(), v, plan)
-        if grad:
-            x.sum().backward()
-        return counting.exchanges
+        counts = []
+        for grad in (True, True, False):
+            if transport.rank >= 2:
+                attention.serve(plan, layers=3, backward=2 * grad)
+            else:
+                q, k, v = tokens.of_rank(transport.rank)[:3]
+                with torch.set_grad_enabled(grad):
+                    x = attention(q, k, v, plan)
+                    for _ in range(2):
+                        x = attention(x, k.clone().requires_grad_(), v, plan)
+                if grad:
+                    x.sum().backward()
+            counts.append(counting.exchanges)
+        return counts
 
     # A worker beside a dedicated pool sends everything and computes nothing.
-    assert LocalHub(4).run(rank) == [6 + 4 * grad] * 4
+    assert LocalHub(4).run(rank) == [[10, 20, 26]] * 4
+
+
+@pytest.mark.parametrize(
+    ("backward", "message"),
+    [(0, "disagree on the grad mode"), (4, "4 of 3 layers backward"), (-1, "-1 of 3 layers")],
+)
+def test_a_server_that_expects_something_else_is_told(backward: int, message: str) -> None:
+    plan = Batch([[301]], {"tile": 16, "min_shard": 16}).plan(servers=1)
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport)
+        part = (
+            partial(attention.serve, plan, layers=3, backward=backward)
+            if transport.rank
+            else partial(attention, *leaves(tokens, 0), plan)
+        )
+        with pytest.raises(DisagreementError, match=message):
+            part()
+
+    LocalHub(2).run(rank)
 
 
 def test_the_op_is_sound() -> None:

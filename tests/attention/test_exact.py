@@ -23,14 +23,16 @@ from distca.planning.policies import POLICIES
 HEADS = ((4, 2, 8), (4, 1, 4), (3, 3, 5), (1, 1, 8))  # grouped, multi-query, plain, one
 
 
-def on_all_ranks(plan: Plan, tokens: Tokens, backend: str, face: str = "op") -> list[Tensor]:
+def on_all_ranks(
+    plan: Plan, tokens: Tokens, backend: str, face: str = "op", device: str = "cpu"
+) -> list[Tensor]:
     """out, dq, dk and dv by global row."""
 
     def one_rank(transport: LocalTransport) -> list[Tensor]:
         attention = CoreAttention(
             transport=transport, backend=backend, scale=SCALE, deterministic=True
         )
-        return attend(attention, plan, tokens, face=face)
+        return attend(attention, plan, tokens, face=face, device=device)
 
     return tokens.gathered(LocalHub(plan.servers.num_ranks).run(one_rank))
 
@@ -42,7 +44,7 @@ def check(
     assert_exact(on_all_ranks(plan, tokens, backend, face), tokens.expected(), dtype)
 
 
-@given(batches(), st.sampled_from(HEADS), st.sampled_from(FACES))
+@given(batches(), st.sampled_from(HEADS), st.sampled_from((*FACES, "steps")))
 def test_any_plan_computes_what_one_device_would(batch: Batch, heads: Heads, face: str) -> None:
     plan = planned(batch)
     if plan is not None and plan.placement.num_documents:

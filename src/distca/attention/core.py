@@ -30,6 +30,14 @@ class _Ready(NamedTuple):
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
+class _Served(NamedTuple):
+    """What a rank without tokens runs, and its empty tensors."""
+
+    execution: steps.Execution
+    q: Tensor
+    k: Tensor
+
+
 class CoreAttention:
     """softmax(QK^T)V of this rank's packed documents, computed wherever the plan says.
 
@@ -63,6 +71,7 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, _Served]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -79,13 +88,18 @@ class CoreAttention:
     def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
         """Takes this rank's part of a plan without tokens or weights of its own.
 
-        Runs ``layers`` forward exchanges and then, if the other ranks are in grad mode,
-        ``backward`` of them (all by default; fewer where the first layers are frozen).
+        Runs ``layers`` forward exchanges and then ``backward`` of them the other way: all by
+        default, fewer where the first layers are frozen, 0 where the others are in no_grad.
         """
-        execution, q, k, grad_mode = self._join(plan)
+        backward = layers if backward is None else backward
+        known = self._served.setdefault(plan, {})
+        grad_mode = backward > 0
+        if grad_mode not in known:
+            known[grad_mode] = self._join(plan, layers, backward)
+        execution, q, k = known[grad_mode]
         for _ in range(layers):
             attended = steps.forward(execution, q, k, k)
-        for _ in range((layers if backward is None else backward) if grad_mode else 0):
+        for _ in range(backward):
             steps.backward(execution, q, q, k, k, attended)
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
@@ -107,7 +121,7 @@ class CoreAttention:
                 head_size=size,
                 dtype=str(q.dtype).removeprefix("torch."),
                 device=q.device.type,
-                scale=self.scale,
+                scale=execution.scale if execution else None,
                 grad_mode=torch.is_grad_enabled(),
                 wants_gradient=_wants_gradient(q, k, v),
                 complaint=complaint,
@@ -117,12 +131,15 @@ class CoreAttention:
             known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _join(self, plan: Plan) -> tuple[steps.Execution, Tensor, Tensor, bool]:
-        """A server takes the terms of those that bring tensors: execution, q, k, grad mode."""
+    def _join(self, plan: Plan, layers: int, backward: int) -> _Served:
+        """A server takes the terms of those that bring tensors."""
         rank, complaint, execution = self.transport.rank, "", None
+        if not 0 <= backward <= layers:
+            complaint = f"{backward} of {layers} layers backward: serve from none to all of them"
         if tokens := _tokens(plan, rank):
             complaint = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
-        terms = agree(self.transport, Terms(plan.fingerprint, complaint=complaint)).terms
+        mine = Terms(plan.fingerprint, grad_mode=backward > 0, complaint=complaint)
+        terms = agree(self.transport, mine).terms
         if terms["heads"] is None:
             raise DisagreementError("every rank serves and none brings tensors: there is no work")
         like = {"dtype": getattr(torch, terms["dtype"]), "device": terms["device"]}
@@ -134,7 +151,7 @@ class CoreAttention:
             complaint = str(error)
         agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
         assert execution is not None  # without one there was a complaint
-        return execution, q, k, terms["grad_mode"]
+        return _Served(execution, q, k)
 
     def _agree(self, terms: Terms) -> Agreed:
         agreed = agree(self.transport, terms)
