@@ -418,7 +418,7 @@ def main() -> None:
         for record in PARTS[name][0]():
             results[name].append(record)
             print(name, {k: shown(v) for k, v in record.items()}, flush=True)
-        write(results, options.out)
+            write(results, options.out)  # after each, so that an interruption loses nothing
     print(write(results, options.out))
 
 

@@ -44,11 +44,18 @@ def check(
     assert_exact(on_all_ranks(plan, tokens, backend, face), tokens.expected(), dtype)
 
 
-@given(batches(), st.sampled_from(HEADS), st.sampled_from((*FACES, "steps")))
-def test_any_plan_computes_what_one_device_would(batch: Batch, heads: Heads, face: str) -> None:
+@given(
+    batches(),
+    st.sampled_from(HEADS),
+    st.sampled_from((*FACES, "steps")),
+    st.sampled_from(((torch.float64, "reference"), (torch.float32, "sdpa"))),
+)
+def test_any_plan_computes_what_one_device_would(
+    batch: Batch, heads: Heads, face: str, precision: tuple[torch.dtype, str]
+) -> None:
     plan = planned(batch)
     if plan is not None and plan.placement.num_documents:
-        check(plan, torch.float64, "reference", heads, face)
+        check(plan, *precision, heads, face)
 
 
 @given(causal_batches(), st.sampled_from(["balanced", *sorted(POLICIES)]))

@@ -1,4 +1,4 @@
-"""flash-attn-4 (``pip install flash-attn-4``), compiled at first use, for Hopper and newer.
+"""flash-attn-4 (the extra ``fa4``), compiled at first use, for Hopper and newer.
 
 Its autograd function would keep tensors from forward to backward; the two functions below it are
 called instead. They are private, so their parameters are looked at before anything runs.
@@ -11,6 +11,7 @@ import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from threading import Lock
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from distca.attention.backend import (
     grouping_refusal,
 )
 
+_one_at_a_time = Lock()  # its compiler aborts the process when two threads come at once
 _MODULE = "flash_attn.cute.interface"
 _SHARED = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
@@ -54,9 +56,10 @@ class FlashAttention4(Backend):
         return _head_refusal(traits) or grouping_refusal(traits) or _load().refusal
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
-        out, lse, *_ = _load().forward(
-            q, k, v, softmax_scale=scale, return_lse=True, **_arguments(packed)
-        )
+        with _one_at_a_time:
+            out, lse, *_ = _load().forward(
+                q, k, v, softmax_scale=scale, return_lse=True, **_arguments(packed)
+            )
         return Attended(out, lse.t().contiguous())
 
     def _backward(
@@ -71,10 +74,11 @@ class FlashAttention4(Backend):
         scale: float,
         deterministic: bool,
     ) -> Gradients:
-        dq, dk, dv = _load().backward(
-            q, k, v, out, grad_out.contiguous(), lse.t().contiguous(),
-            softmax_scale=scale, deterministic=deterministic, **_arguments(packed),
-        )  # fmt: skip
+        with _one_at_a_time:
+            dq, dk, dv = _load().backward(
+                q, k, v, out, grad_out.contiguous(), lse.t().contiguous(),
+                softmax_scale=scale, deterministic=deterministic, **_arguments(packed),
+            )  # fmt: skip
         return Gradients(dq, dk, dv)
 
 
@@ -120,7 +124,7 @@ def _load() -> _Kernels:
     try:
         module = importlib.import_module(_MODULE)
     except ModuleNotFoundError as error:
-        return _Kernels(f"flash-attn-4 is not installed ({error}); pip install flash-attn-4.")
+        return _Kernels(f"flash-attn-4 is not installed ({error}); pip install 'distca[fa4]'.")
     except Exception as error:  # it loads compilers and drivers, which fail in ways of their own
         return _Kernels(f"flash-attn-4 cannot be imported: {type(error).__name__}: {error}.")
     for name, needed in _PARAMETERS.items():
