@@ -171,6 +171,22 @@ def dense(tokens: Tokens, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.cat(out)
 
 
+def test_local_tasks_are_computed_while_data_is_under_way() -> None:
+    plan = Batch(HALVES["ping"], GRAIN).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> list[str]:
+        events: list[tuple[str, str]] = []
+        q, k, v, grad_out = tokens.of_rank(transport.rank)
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        RecordedAttention(transport, "whole", events)(*leaves, plan).backward(grad_out)
+        return [what for what, _ in events]
+
+    sender, server = LocalHub(2).run(rank)
+    assert sender == ["start", "compute", "wait", "start", "wait"] * 2
+    assert server == ["start", "compute", "wait", "compute", "start", "wait"] * 2
+
+
 def test_wrong_use_of_a_flight_is_told() -> None:
     plan = Batch([[40], [3]], GRAIN).plan()
     tokens = Tokens(plan, torch.float64)

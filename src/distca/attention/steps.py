@@ -64,14 +64,7 @@ class ForwardPass:
 
     @torch.no_grad()
     def attend(self) -> None:
-        q, k, v = self._qkv
-        if self._route.at_home:
-            self._result = self._call(self._route.at_home, [q], [k], [v])
-        else:
-            lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-            self._result = Attended(torch.empty_like(q), lse)
-        for call in () if self._route.at_home else self._route.local:
-            _put(call, self._call(call, [q], [k], [v]), [self._result.out], [self._result.lse])
+        self._result = self._attend_local()
         received = self._trip.receive() or [[], [], []]
         outs, lses = self._trip.replies() or ([], [])
         for call in self._route.remote:
@@ -91,6 +84,16 @@ class ForwardPass:
             rows.put(lse, [self._result.lse])
         self._trip.done()
         return self._result
+
+    def _attend_local(self) -> Attended:
+        q, k, v = self._qkv
+        if self._route.at_home:
+            return self._call(self._route.at_home, [q], [k], [v])
+        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        result = Attended(torch.empty_like(q), lse)  # every row is written once, here or later
+        for call in self._route.local:
+            _put(call, self._call(call, [q], [k], [v]), [result.out], [result.lse])
+        return result
 
     def _call(
         self, call: RoutedCall, q: Sequence[Tensor], k: Sequence[Tensor], v: Sequence[Tensor]
@@ -119,54 +122,56 @@ class BackwardPass:
         attended: Attended,
     ) -> None:
         self._execution, self._route = execution, execution.backward
-        self._rows = (q, k, v, attended.out, attended.lse, grad_out)  # in the message's order
-        self._dq: Tensor | None = None
-        self._sums: tuple[Tensor, Tensor] | None = None  # of dk and dv, in at least float32
+        # In the order of the message. Kernels want rows in one piece; autograd does not promise it.
+        self._rows = (q, k, v, attended.out, attended.lse, grad_out.contiguous())
+        self._grads: Gradients | None = None  # dk and dv in float32 or more, to be added up
         self._trip = execution.trip(self._route)
         self._trip.send(self._rows)
 
     @torch.no_grad()
     def attend(self) -> None:
-        q, k, *_ = self._rows
-        if self._route.at_home:
-            self._dq, *sums = self._call(self._route.at_home, [[own] for own in self._rows])
-            self._sums = (sums[0], sums[1])
-        else:
-            self._dq = torch.empty_like(q)
-            self._sums = (_zeros(k), _zeros(k))
-        for call in () if self._route.at_home else self._route.local:
-            grads = self._call(call, [[own] for own in self._rows])
-            call.q.put(grads.dq, [self._dq])
-            call.kv.add(grads.dk, [self._sums[0]])
-            call.kv.add(grads.dv, [self._sums[1]])
+        self._grads = mine = self._attend_local()
         received = self._trip.receive() or [[]] * len(self._rows)
         dqs, dks, dvs = self._trip.replies() or ([], [], [])
         sums_k, sums_v = (_Sums(parts, self._route) for parts in (dks, dvs))
         for call in self._route.remote:
             pieces = [[own, *theirs] for own, theirs in zip(self._rows, received, strict=True)]
             grads = self._call(call, pieces)
-            call.q.put(grads.dq, [self._dq, *dqs])
-            call.kv.add(grads.dk, [self._sums[0], *sums_k.totals])
-            call.kv.add(grads.dv, [self._sums[1], *sums_v.totals])
+            call.q.put(grads.dq, [mine.dq, *dqs])
+            call.kv.add(grads.dk, [mine.dk, *sums_k.totals])
+            call.kv.add(grads.dv, [mine.dv, *sums_v.totals])
         sums_k.write()
         sums_v.write()
         self._trip.reply()
 
     @torch.no_grad()
     def finish(self) -> Gradients:
-        if self._dq is None:
+        if self._grads is None:
             self.attend()
-        assert self._dq is not None
-        assert self._sums is not None
+        assert self._grads is not None
+        mine = self._grads
         dqs, dks, dvs = self._trip.collect() or ([], [], [])
         for rows, dq in zip(self._route.q_leaving, dqs, strict=True):
-            rows.put(dq, [self._dq])
+            rows.put(dq, [mine.dq])
         for rows, dk, dv in zip(self._route.kv_leaving, dks, dvs, strict=True):  # server by server
-            rows.add(dk, [self._sums[0]])
-            rows.add(dv, [self._sums[1]])
+            rows.add(dk, [mine.dk])
+            rows.add(dv, [mine.dv])
         self._trip.done()
         dtype = self._rows[1].dtype
-        return Gradients(self._dq, self._sums[0].to(dtype), self._sums[1].to(dtype))
+        return Gradients(mine.dq, mine.dk.to(dtype), mine.dv.to(dtype))
+
+    def _attend_local(self) -> Gradients:
+        q, k, *_ = self._rows
+        own = [[rows] for rows in self._rows]
+        if self._route.at_home:
+            return self._call(self._route.at_home, own)
+        result = Gradients(torch.empty_like(q), _zeros(k), _zeros(k))
+        for call in self._route.local:
+            grads = self._call(call, own)
+            call.q.put(grads.dq, [result.dq])
+            call.kv.add(grads.dk, [result.dk])
+            call.kv.add(grads.dv, [result.dv])
+        return result
 
     def _call(self, call: RoutedCall, pieces: Sequence[Sequence[Tensor]]) -> Gradients:
         x = self._execution
