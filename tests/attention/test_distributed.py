@@ -13,8 +13,11 @@ import torch
 from attention.bodies import FACES, exact, model_gradients, refused
 from attention.test_exact import on_all_ranks
 from attention.tokens import Tokens, assert_exact, errors
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from planning.oracles import planned
 from ranks import RankPool
-from strategies import Batch
+from strategies import Batch, batches
 
 DEVICES = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -50,6 +53,18 @@ def test_processes_give_the_bits_of_the_local_oracle(
     assert_exact(found, tokens.expected(), torch.float64)
     local = on_all_ranks(plan, tokens, "reference", "steps", device)
     assert all(torch.equal(a, b) for a, b in zip(found, local, strict=True))
+
+
+@settings(max_examples=20)
+@given(batches(max_ranks=3), st.sampled_from(FACES))
+def test_any_plan_over_processes(pool: RankPool, batch: Batch, face: str) -> None:
+    plan = planned(batch)
+    assume(plan is not None and plan.placement.num_documents and plan.servers.num_ranks <= 4)
+    assert plan is not None
+    tokens = Tokens(plan, torch.float64)
+    options = {"backend": "reference", "face": face}
+    found = pool.run(exact, plan, tokens, "cpu", options, ranks=plan.servers.num_ranks)
+    assert_exact(tokens.gathered(found), tokens.expected(), torch.float64)
 
 
 @DEVICES
