@@ -1,36 +1,13 @@
 """Lengths from every kind of file, and a sentence for every kind of damage."""
 
 import json
-import struct
 from pathlib import Path
 
 import numpy as np
 import pytest
+from data.megatron import write_index
 
 from distca.data.readers import read_lengths
-
-
-def write_index(
-    path: Path,
-    sequences: list[int],
-    borders: list[int],
-    *,
-    magic: bytes = b"MMIDIDX\x00\x00",
-    version: int = 1,
-    code: int = 8,
-    modes: bool = False,
-) -> Path:
-    """A Megatron ``.idx``, field by field as its writer does it."""
-    offsets = np.cumsum([0, *sequences[:-1]])[: len(sequences)] * 2
-    with path.open("wb") as file:
-        file.write(magic + struct.pack("<Q", version) + struct.pack("<B", code))
-        file.write(struct.pack("<Q", len(sequences)) + struct.pack("<Q", len(borders)))
-        file.write(np.array(sequences, np.int32).tobytes())
-        file.write(np.array(offsets, np.int64).tobytes())
-        file.write(np.array(borders, np.int64).tobytes())
-        if modes:
-            file.write(np.zeros(len(sequences), np.int8).tobytes())
-    return path
 
 
 @pytest.mark.parametrize("data", [[5, 3, 131072], {"lengths": [5, 3, 131072]}])
@@ -90,6 +67,13 @@ def test_megatron_documents_may_have_several_sequences(
     write_index(tmp_path / "data.idx", [10, 20, 5, 7], [0, 2, 3, 4], modes=modes)
     (tmp_path / "data.bin").write_bytes(bytes(84))
     assert read_lengths(tmp_path / f"data{suffix}").tolist() == [30, 5, 7]
+
+
+def test_a_glob_counts_a_data_set_of_two_files_once(tmp_path: Path) -> None:
+    write_index(tmp_path / "data.idx", [10, 20], [0, 1, 2])
+    (tmp_path / "data.bin").write_bytes(bytes(60))
+    (tmp_path / "folder").mkdir()
+    assert read_lengths(str(tmp_path / "*")).tolist() == [10, 20]
 
 
 BAD_FILES = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,7 +31,7 @@ class _Ready(NamedTuple):
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
-class _Served(NamedTuple):
+class Served(NamedTuple):
     """What a rank without tokens runs, and its empty tensors."""
 
     execution: steps.Execution
@@ -71,7 +72,7 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
-        self._served: WeakKeyDictionary[Plan, dict[bool, _Served]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, Served]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -91,16 +92,14 @@ class CoreAttention:
         Runs ``layers`` forward exchanges and then ``backward`` of them the other way: all by
         default, fewer where the first layers are frozen, 0 where the others are in no_grad.
         """
-        backward = layers if backward is None else backward
+        serve_turns([[(self, plan)]] * layers, layers if backward is None else backward)
+
+    def join(self, plan: Plan, *, grad_mode: bool, complaint: str = "") -> Served:
+        """What a rank without tokens runs; agreed with the others at the plan's first turn."""
         known = self._served.setdefault(plan, {})
-        grad_mode = backward > 0
         if grad_mode not in known:
-            known[grad_mode] = self._join(plan, layers, backward)
-        execution, q, k = known[grad_mode]
-        for _ in range(layers):
-            attended = steps.forward(execution, q, k, k)
-        for _ in range(backward):
-            steps.backward(execution, q, q, k, k, attended)
+            known[grad_mode] = self._join(plan, grad_mode, complaint)
+        return known[grad_mode]
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
         """Known already, or agreed upon now; raises on all ranks where one of them cannot."""
@@ -131,14 +130,12 @@ class CoreAttention:
             known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _join(self, plan: Plan, layers: int, backward: int) -> _Served:
+    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> Served:
         """A server takes the terms of those that bring tensors."""
-        rank, complaint, execution = self.transport.rank, "", None
-        if not 0 <= backward <= layers:
-            complaint = f"{backward} of {layers} layers backward: serve from none to all of them"
+        rank, execution = self.transport.rank, None
         if tokens := _tokens(plan, rank):
             complaint = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
-        mine = Terms(plan.fingerprint, grad_mode=backward > 0, complaint=complaint)
+        mine = Terms(plan.fingerprint, grad_mode=grad_mode, complaint=complaint)
         terms = agree(self.transport, mine).terms
         if terms["heads"] is None:
             raise DisagreementError("every rank serves and none brings tensors: there is no work")
@@ -151,7 +148,7 @@ class CoreAttention:
             complaint = str(error)
         agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
         assert execution is not None  # without one there was a complaint
-        return _Served(execution, q, k)
+        return Served(execution, q, k)
 
     def _agree(self, terms: Terms) -> Agreed:
         agreed = agree(self.transport, terms)
@@ -177,6 +174,37 @@ class CoreAttention:
                 self.buffers.check("send", message.outbox.num_bytes)
                 self.buffers.check("receive", message.inbox.num_bytes)
         return execution
+
+
+def serve_turns(
+    turns: Sequence[Sequence[tuple[CoreAttention, Plan]]], backward: int | None = None
+) -> None:
+    """Serves layer after layer, each with one half or with ping and pong, then backward.
+
+    The order of exchanges is that of ranks with a model: all halves are sent, then computed in
+    turn; backward the same in reverse.
+    """
+    backward = len(turns) if backward is None else backward
+    complaint = ""
+    if not 0 <= backward <= len(turns):
+        complaint = f"{backward} of {len(turns)} layers backward: serve from none to all of them"
+    for halves in turns:
+        flying = []
+        for attention, plan in halves:
+            execution, q, k = attention.join(plan, grad_mode=backward != 0, complaint=complaint)
+            flying.append(steps.ForwardPass(execution, q, k, k))
+        for part in flying:
+            part.attend()
+        attended = [part.finish() for part in flying][-1]  # empty, and all alike
+    for halves in reversed(turns[len(turns) - backward :]):
+        returning = []
+        for attention, plan in reversed(halves):
+            execution, q, k = attention.join(plan, grad_mode=True)
+            returning.append(steps.BackwardPass(execution, q, q, k, k, attended))
+        for way_back in returning:
+            way_back.attend()
+        for way_back in returning:
+            way_back.finish()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:

@@ -18,7 +18,8 @@ from __future__ import annotations
 import glob
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ import numpy.typing as npt
 from distca.data.lengths import Lengths
 
 LONGEST = 1 << 27  # tokens in a document; the work of longer ones may not fit 64-bit picoseconds
+_SECOND = {".bin": ".idx", ".npy": ".lengths.npy"}  # what lies beside a file and belongs to it
 KNOWN = "a .json, .jsonl, .txt, .npy, .bin or .idx file, a folder of .txt files, a glob"
 
 
@@ -38,15 +40,9 @@ def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> L
         raise ValueError(
             f"{path} with an end-of-document id: only .npy files of token ids are cut by one"
         )
-    if path.is_dir():
-        return _read_all(sorted(path.rglob("*.txt")), f"folder {path} holds no .txt file")
-    if not path.exists() and glob.has_magic(str(source)):
-        return _read_all(
-            [Path(found) for found in sorted(glob.glob(str(source), recursive=True))],
-            f"no file matches {source}",
-        )
-    if not path.is_file():
-        raise ValueError(f"{path} is not there: give {KNOWN}")
+    files = find_files(source, KNOWN)
+    if files != [path]:
+        return np.concatenate([read_lengths(file) for file in files])
     match path.suffix:
         case ".json":
             lengths = _read_json_lengths(path)
@@ -57,7 +53,7 @@ def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> L
         case ".npy":
             lengths = _read_numpy(path, end_of_document)
         case ".bin" | ".idx":
-            lengths = _read_megatron(path.with_suffix(".idx"))
+            lengths = read_index(path.with_suffix(".idx")).lengths
         case _:
             raise ValueError(f"{path} is of no known kind: give {KNOWN}")
     if not len(lengths):
@@ -73,10 +69,37 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is not JSON: {error}") from None
 
 
-def _read_all(paths: Sequence[Path], missing: str) -> Lengths:
-    if not paths:
-        raise ValueError(f"{missing}: give {KNOWN}")
-    return np.concatenate([read_lengths(path) for path in paths])
+def find_files(source: str | Path, known: str) -> list[Path]:
+    """A file, the ``.txt`` files below a folder, or what a glob matches, in order of paths.
+
+    Where a glob matches both, ``data.idx`` counts as part of ``data.bin`` and
+    ``tokens.lengths.npy`` as part of ``tokens.npy``. ``known`` names what may be given, for the
+    sentence that says that there is nothing.
+    """
+    path = Path(source)
+    found: Iterable[Path]
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found, missing = path.rglob("*.txt"), f"folder {path} holds no .txt file"
+    elif glob.has_magic(str(source)):
+        found = map(Path, glob.iglob(str(source), recursive=True))
+        missing = f"no file matches {source}"
+    else:
+        raise ValueError(f"{path} is not there: give {known}")
+    files = {file for file in found if file.is_file()}
+    if not files:
+        raise ValueError(f"{missing}: give {known}")
+    seconds = {file.with_suffix(second) for file in files if (second := _SECOND.get(file.suffix))}
+    return sorted(files - seconds)
+
+
+def parse_line(line: bytes, where: str) -> Any:
+    """What one line of a ``.jsonl`` file holds."""
+    try:
+        return json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON: {error}") from None
 
 
 def _read_json_lengths(path: Path) -> Lengths:
@@ -100,11 +123,7 @@ def _read_json_lines(path: Path) -> Lengths:
 
 
 def _length_of(line: bytes, where: str) -> Any:
-    try:
-        document = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-    match document:
+    match parse_line(line, where):
         case {"text": str(text)}:
             return len(text.encode("utf-8", errors="surrogatepass"))
         case {"tokens": list(tokens)} | {"input_ids": list(tokens)}:
@@ -117,7 +136,8 @@ def _length_of(line: bytes, where: str) -> Any:
     )
 
 
-def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
+def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
+    """The row of whole numbers in a ``.npy`` file, left on the disk until it is read."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -127,6 +147,12 @@ def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
             f"{path} holds an array of shape {array.shape} and type {array.dtype}:"
             " it must be one row of whole numbers"
         )
+    row: npt.NDArray[np.integer[Any]] = array
+    return row
+
+
+def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
+    array = open_array(path)
     if end_of_document is None:
         why = "(taken as lengths, since no end-of-document id is given)"
         return _checked(array, lambda index: f"entry {index} of {path} {why}")
@@ -146,10 +172,19 @@ def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
 # so that there are D - 1 documents. Multimodal sets append S modes (i8), which do not matter here.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
-_TOKEN_TYPES = range(1, 9)
+_TOKEN_TYPES = dict(enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1))
 
 
-def _read_megatron(path: Path) -> Lengths:
+@dataclass(frozen=True, eq=False)
+class Index:
+    """What a Megatron ``.idx`` says about its ``.bin``."""
+
+    dtype: np.dtype[Any]  # of a token
+    lengths: Lengths  # [documents] in tokens
+    in_order: bool  # in the .bin, every sequence follows the one before without a gap
+
+
+def read_index(path: Path) -> Index:
     """See [Note: Megatron index]."""
     if not path.is_file():
         raise ValueError(f"{path} is not there: a .bin data set has its .idx beside it")
@@ -170,6 +205,7 @@ def _read_megatron(path: Path) -> Lengths:
             f" {needed} bytes, it has {size}"
         )
     sequences = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size)
+    offsets = np.fromfile(path, "<i8", num_sequences, offset=_HEADER.size + 4 * num_sequences)
     borders = np.fromfile(path, "<i8", num_borders, offset=_HEADER.size + 12 * num_sequences)
     rising = bool(np.all(np.diff(borders) >= 0))
     if not (num_borders and borders[0] == 0 and borders[-1] == num_sequences and rising):
@@ -177,7 +213,10 @@ def _read_megatron(path: Path) -> Lengths:
             f"{path} is damaged: its document borders must rise from 0 to {num_sequences} sequences"
         )
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sequences, dtype=np.int64)])
-    return _checked(np.diff(ends[borders]), lambda index: f"document {index} in {path}")
+    lengths = _checked(np.diff(ends[borders]), lambda index: f"document {index} in {path}")
+    dtype = np.dtype(_TOKEN_TYPES[code])
+    in_order = bool(np.array_equal(offsets, ends[:-1] * dtype.itemsize))
+    return Index(dtype, lengths, in_order)
 
 
 def _checked(

@@ -1,0 +1,61 @@
+"""Orders and choices from a hash of (keys, index): the same on every platform and numpy version.
+
+numpy promises no stable streams across its versions, and a run that is resumed after an upgrade
+must still see each document once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Hashes = npt.NDArray[np.uint64]
+
+# splitmix64: a Weyl sequence with this step, each of whose terms is then scrambled.
+_STEP = 0x9E3779B97F4A7C15
+_SCRAMBLE = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+_HELD_OUT = 0x68656C64  # sets the choice apart from every order
+
+
+def hashes(indices: Ints, *keys: int) -> Hashes:
+    """[n] one hash for each index; other keys give others."""
+    base = np.zeros(1, np.uint64)  # arrays, since numpy warns where a scalar wraps around
+    for key in keys:
+        base = _scramble(base + np.array([key % 2**64], np.uint64) + np.uint64(_STEP))
+    return _scramble(base + indices.astype(np.uint64) * np.uint64(_STEP))
+
+
+def shuffled(indices: Ints, *keys: int) -> Ints:
+    """``indices`` in an order of their own for each choice of keys."""
+    return indices[np.argsort(hashes(indices, *keys), kind="stable")]
+
+
+def choose_held_out(sizes: Sequence[int], held_out: float) -> list[Ints]:
+    """For each source the documents kept from training, rising.
+
+    A ``held_out`` below 1 is a share of all documents (at least one), else their number. No seed
+    enters, so that runs with different seeds are judged by the same documents.
+    """
+    total = sum(sizes)
+    count = max(1, round(held_out * total)) if 0 < held_out < 1 else held_out
+    if not (0 <= count < total and count == int(count)):
+        raise ValueError(
+            f"held_out = {held_out} of {total} documents: it is a share from 0 to below 1, or a"
+            " whole number that leaves documents to train on"
+        )
+    source = np.repeat(np.arange(len(sizes)), sizes)
+    index = np.concatenate([np.arange(size) for size in sizes])
+    scores = np.concatenate(
+        [hashes(np.arange(size), _HELD_OUT, number) for number, size in enumerate(sizes)]
+    )
+    chosen = np.sort(np.argsort(scores, kind="stable")[: int(count)])
+    return [index[chosen[source[chosen] == number]] for number in range(len(sizes))]
+
+
+def _scramble(values: Hashes) -> Hashes:
+    for shift, factor in _SCRAMBLE:
+        values = (values ^ (values >> np.uint64(shift))) * np.uint64(factor)
+    return values

@@ -1,0 +1,219 @@
+"""Sources of documents: each has a length and gives any document by its number, when asked.
+
+=======================  ======================================================================
+``stdlib``               the text of Python's standard library on this machine: a data set that
+                         is always there, whose documents are of very uneven length
+``pretrain``, ...        random tokens; the lengths follow a distribution of ``data.lengths``
+a folder                 all ``.txt`` files below it, one document each
+``docs/**/*.md``         a glob: every file that matches, each by its own suffix
+``text.jsonl``           one document a line: ``text``; or ``prompt`` and ``completion``, where
+                         only the completion is learnt; or ``tokens`` or ``input_ids``
+``tokens.npy``           token ids, cut after each eos or by ``tokens.lengths.npy`` beside it
+``data.bin, data.idx``   a Megatron indexed data set
+any other file           one document of UTF-8 text
+=======================  ======================================================================
+"""
+
+from __future__ import annotations
+
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from distca.data.documents import Document
+from distca.data.lengths import FORMS, LengthDistribution, distribution, names_distribution
+from distca.data.readers import find_files, parse_line
+from distca.data.token_files import check_ids, open_megatron, open_numpy
+from distca.data.tokenizers import Tokenizer
+
+KNOWN = (
+    "stdlib, a text, .jsonl, .npy, .bin or .idx file, a folder of .txt files, a glob, or a"
+    f" distribution: {FORMS}"
+)
+NUM_SYNTHETIC = 1 << 16  # documents in an epoch of random ones
+_NOT_TEXT = {".jsonl", ".npy", ".bin", ".idx", ".json"}
+# Tests are left out for being odd text, installed packages for not being the standard library.
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+
+
+class Source(Protocol):
+    """``document(index)`` is the same whenever it is asked for; it may be empty."""
+
+    name: str
+
+    def __len__(self) -> int: ...
+
+    def document(self, index: int) -> Document: ...
+
+
+class TextFiles:
+    """One document per file."""
+
+    def __init__(self, name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> None:
+        self.name = name
+        self._paths, self._tokenizer = paths, tokenizer
+
+    def __len__(self) -> int:
+        return len(self._paths)
+
+    def document(self, index: int) -> Document:
+        path = self._paths[index]
+        try:
+            text = path.read_bytes().decode("utf-8")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be read any more: {error.strerror}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(
+                f"{path} is not UTF-8 text (byte {error.start}): convert it or leave it out"
+            ) from None
+        return self._tokenizer.document(text, index=index)
+
+
+class JsonLines:
+    """One document per line; what is kept is where each line begins, and its number."""
+
+    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
+        self.name = str(path)
+        self._path, self._tokenizer = path, tokenizer
+        starts, numbers, offset = [], [], 0
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    starts.append(offset)
+                    numbers.append(number)
+                offset += len(line)
+        if not starts:
+            raise ValueError(f"{path} holds no document: it needs one or more")
+        self._starts, self._numbers = np.array(starts, np.int64), np.array(numbers, np.int64)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def document(self, index: int) -> Document:
+        with self._path.open("rb") as file:
+            file.seek(int(self._starts[index]))
+            line = file.readline()
+        return self._read(line, f"line {self._numbers[index]} of {self.name}", index)
+
+    def _read(self, line: bytes, where: str, index: int) -> Document:
+        match parse_line(line, where):
+            case {"prompt": str(prompt), "completion": str(completion)}:
+                return self._tokenizer.document(completion, prompt=prompt, index=index)
+            case {"text": str(text)}:
+                return self._tokenizer.document(text, index=index)
+            case {"tokens": list(ids)} | {"input_ids": list(ids)}:
+                return self._from_ids(ids, where, index)
+        raise ValueError(
+            f'{where} is no document: it needs "text", or "prompt" and "completion" (strings), or'
+            ' "tokens" or "input_ids" (a list)'
+        )
+
+    def _from_ids(self, ids: list[Any], where: str, index: int) -> Document:
+        for place, token in enumerate(ids):
+            if isinstance(token, bool) or not isinstance(token, int):
+                raise ValueError(
+                    f"token {place} of {where} is {token!r}: it must be a whole number"
+                )
+        # As objects, since JSON has numbers that no array of integers holds.
+        check_ids(np.array(ids, dtype=object), self._tokenizer.vocab_size, where)
+        return Document.from_tokens(ids, index=index)
+
+
+class Synthetic:
+    """Random tokens; each document depends on the seed and its index alone."""
+
+    def __init__(
+        self, lengths: LengthDistribution, num_documents: int, vocab_size: int, seed: int
+    ) -> None:
+        self.name = lengths.name
+        self._lengths, self._num_documents = lengths, num_documents
+        self._vocab_size, self._seed = vocab_size, seed
+
+    def __len__(self) -> int:
+        return self._num_documents
+
+    def document(self, index: int) -> Document:
+        rng = np.random.default_rng([self._seed, index])
+        length = int(self._lengths.sample(1, rng)[0])
+        return Document.from_tokens(rng.integers(0, self._vocab_size, length), index=index)
+
+
+class Joined:
+    """Several sources one after another, as one."""
+
+    def __init__(self, name: str, sources: Sequence[Source]) -> None:
+        self.name = name
+        self._sources = sources
+        self._stops = np.cumsum([len(source) for source in sources])
+
+    def __len__(self) -> int:
+        return int(self._stops[-1])
+
+    def document(self, index: int) -> Document:
+        number = int(np.searchsorted(self._stops, index, side="right"))
+        start = int(self._stops[number - 1]) if number else 0
+        return replace(self._sources[number].document(index - start), index=index)
+
+
+def standard_library(tokenizer: Tokenizer) -> TextFiles:
+    root = Path(sysconfig.get_path("stdlib"))
+    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
+    paths = [
+        found[name]
+        for name in sorted(found)
+        if _NOT_LIBRARY.isdisjoint(name.split("/")) and found[name].stat().st_size
+    ]
+    if not paths:  # frozen and zipped installations
+        raise ValueError(f"{root} holds no Python source: give text of your own instead of stdlib")
+    return TextFiles("stdlib", paths, tokenizer)
+
+
+def open_source(
+    where: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    context: int,
+    seed: int = 0,
+    end_of_document: int | None = None,
+) -> Source:
+    """See the top of this file.
+
+    ``context`` and ``seed`` are for random tokens; ``end_of_document`` for ``.npy``, where it is
+    not the tokenizer's eos. The first document is read at once, so that a wrong kind of file or the
+    wrong tokenizer is told before a run begins.
+    """
+    source = _open(where, tokenizer, context, seed, end_of_document)
+    source.document(0)
+    return source
+
+
+def _open(
+    where: str | Path, tokenizer: Tokenizer, context: int, seed: int, end: int | None
+) -> Source:
+    if where == "stdlib":
+        return standard_library(tokenizer)
+    if names_distribution(str(where)):
+        lengths = distribution(str(where), context)
+        return Synthetic(lengths, NUM_SYNTHETIC, tokenizer.vocab_size, seed)
+    files = find_files(where, KNOWN)
+    if not any(file.suffix in _NOT_TEXT for file in files):
+        return TextFiles(str(where), files, tokenizer)
+    sources = [_open_file(file, tokenizer, end) for file in files]
+    return sources[0] if len(sources) == 1 else Joined(str(where), sources)
+
+
+def _open_file(path: Path, tokenizer: Tokenizer, end: int | None) -> Source:
+    match path.suffix:
+        case ".jsonl":
+            return JsonLines(path, tokenizer)
+        case ".npy":
+            return open_numpy(path, tokenizer, end)
+        case ".bin" | ".idx":
+            return open_megatron(path, tokenizer)
+        case ".json":
+            raise ValueError(f"{path} is JSON: write one document a line and call it .jsonl")
+    return TextFiles(str(path), [path], tokenizer)
