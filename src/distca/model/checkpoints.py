@@ -1,0 +1,214 @@
+"""Folders of Hugging Face: ``config.json`` and safetensors, loaded and saved.
+
+    config.json
+    model.safetensors                       or, in parts,
+    model-00001-of-00003.safetensors, ...   and model.safetensors.index.json: name -> file
+
+Tensors pass one by one: a load holds one of them beside the model, a save holds one file's worth on
+the rank that writes. Parameters may be sharded (DTensors) or on meta. Weights are the same
+numbers in the same order here and there, since both rotate the two halves of a head.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distca.model.config import ModelConfig
+from distca.model.hf_config import from_hf, to_hf
+from distca.model.initialize import fill, materialize
+from distca.model.llama import Llama, on_meta
+
+CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+OUTPUT = "lm_head.weight"
+
+_ENDS = {
+    "embed": "model.embed_tokens",
+    "head.norm": "model.norm",
+    "head.output": "lm_head",
+}
+_OF_LAYER = {
+    "before.norm": "input_layernorm",
+    "before.qkv.wq": "self_attn.q_proj",
+    "before.qkv.wk": "self_attn.k_proj",
+    "before.qkv.wv": "self_attn.v_proj",
+    "before.qkv.q_norm": "self_attn.q_norm",
+    "before.qkv.k_norm": "self_attn.k_norm",
+    "after.wo": "self_attn.o_proj",
+    "after.norm": "post_attention_layernorm",
+    "after.ffn.w1": "mlp.gate_proj",
+    "after.ffn.w2": "mlp.down_proj",
+    "after.ffn.w3": "mlp.up_proj",
+}
+
+
+def hf_name(name: str) -> str:
+    """seams.3.after.wo.weight -> model.layers.2.self_attn.o_proj.weight"""
+    _, seam, inner = name.removesuffix(".weight").split(".", 2)
+    if inner in _ENDS:
+        return f"{_ENDS[inner]}.weight"
+    layer = int(seam) - inner.startswith("after.")
+    return f"model.layers.{layer}.{_OF_LAYER[inner]}.weight"
+
+
+def read_config(folder: Path | str) -> ModelConfig:
+    return from_hf(json.loads(_existing(Path(folder) / CONFIG).read_text()))
+
+
+def load(model: Llama, folder: Path | str, *, device: torch.device | str | None = None) -> None:
+    """Fills a model, or a stage of one, from a folder; what is on meta gets memory first.
+
+    Every rank reads all of its tensors whole and keeps its share.
+    """
+    folder = Path(folder)
+    _check_config(model.config, read_config(folder))
+    files = _files(folder)
+    _check_names(model.config, files)
+    materialize(model, device)
+    parameters = {hf_name(name): p for name, p in model.named_parameters()}
+    for name, tensor in _tensors(folder, {name: files[name] for name in parameters}):
+        parameter = parameters[name]
+        if tensor.shape != parameter.shape:
+            raise ValueError(
+                f"{name} has shape {tuple(tensor.shape)} in {files[name]} but"
+                f" {tuple(parameter.shape)} by config.json: the folder contradicts itself; fetch it"
+                " again"
+            )
+        fill(parameter, tensor.to(parameter.device))
+
+
+def save(
+    model: Llama,
+    folder: Path | str,
+    *,
+    max_file_bytes: int = 5 * 10**9,
+    dtype: torch.dtype | None = None,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Writes a whole model as a folder that ``transformers`` loads; an older one is replaced.
+
+    All ranks call it, since sharded parameters are put together one by one; rank 0 writes.
+    dtype: of the file; by default that of each parameter.
+    extra: more for ``config.json``, such as ``bos_token_id`` and ``eos_token_id``.
+    """
+    from safetensors.torch import save_file
+
+    if not model.is_whole:
+        raise ValueError(
+            f"layers [{model.start}, {model.stop}) of {model.config.layers}: only a whole model can"
+            " be written; gather its stages from a training checkpoint first"
+        )
+    raw = to_hf(model.config)
+    kept = dtype or next(model.parameters()).dtype
+    raw |= {"torch_dtype": str(kept).removeprefix("torch."), **(extra or {})}
+    parameters = {hf_name(name): p for name, p in model.named_parameters()}
+    sizes = {name: p.numel() * (dtype or p.dtype).itemsize for name, p in parameters.items()}
+    files = _split(sizes, max_file_bytes)
+    folder, writes = Path(folder), not dist.is_initialized() or dist.get_rank() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("model*.safetensors*"):
+            old.unlink()  # else an old index, say, would still be read
+    for file, names in files.items():
+        held = {}
+        for name in names:
+            whole = _whole(parameters[name])  # all ranks take part
+            if writes:
+                held[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
+        if writes:
+            save_file(held, folder / file, metadata={"format": "pt"})
+    if writes and WHOLE not in files:
+        places = {name: file for file, names in files.items() for name in names}
+        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if writes:
+        (folder / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
+
+
+@torch.no_grad()
+def _whole(parameter: Tensor) -> Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
+    """Files of at most ``limit`` bytes, names in order; a larger tensor has one to itself."""
+    groups: list[list[str]] = []
+    free = 0
+    for name, size in sizes.items():
+        if not groups or size > free:
+            groups.append([])
+            free = limit
+        groups[-1].append(name)
+        free -= size
+    if len(groups) == 1:
+        return {WHOLE: groups[0]}
+    return {
+        f"model-{number:05}-of-{len(groups):05}.safetensors": names
+        for number, names in enumerate(groups, 1)
+    }
+
+
+def _files(folder: Path) -> dict[str, str]:
+    """name -> file"""
+    from safetensors import safe_open
+
+    if (folder / INDEX).exists():
+        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
+        return index
+    with safe_open(_existing(folder / WHOLE), framework="pt") as file:
+        return dict.fromkeys(file.keys(), WHOLE)
+
+
+def _tensors(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
+    """File by file, tensor by tensor; a file is mapped, so that only what is taken is read."""
+    from safetensors import safe_open
+
+    for name in sorted(set(files.values())):
+        with safe_open(_existing(folder / name), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                if files.get(key) == name:
+                    yield key, file.get_tensor(key)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_file():
+        raise ValueError(f"{path} is not there: give a folder with {CONFIG} and safetensors")
+    return path
+
+
+def _check_config(ours: ModelConfig, theirs: ModelConfig) -> None:
+    """Apart from the context, which changes no number."""
+    fields = [name for name in vars(ours) if name != "context"]
+    other = [n for n in fields if getattr(ours, n) != getattr(theirs, n)]
+    if other:
+        differences = ", ".join(f"{n} {getattr(theirs, n)} not {getattr(ours, n)}" for n in other)
+        raise ValueError(
+            f"the checkpoint has {differences}: build the model with read_config(folder)"
+        )
+
+
+def _check_names(config: ModelConfig, found: Iterable[str]) -> None:
+    """The folder holds all tensors of the whole model, and no others."""
+    wanted = {hf_name(name) for name, _ in on_meta(config).named_parameters()}
+    # Older files hold what is computed, and some repeat the embedding as a tied head.
+    spare = {name for name in found if re.search(r"rotary_emb\.inv_freq$", name)}
+    if config.tied:
+        spare.add(OUTPUT)
+    missing, over = sorted(wanted - set(found)), sorted(set(found) - wanted - spare)
+    if missing or over:
+        told = [f"lacks {_listed(missing)}"] if missing else []
+        told += [f"has {_listed(over)} left over"] if over else []
+        raise ValueError(f"the checkpoint {' and '.join(told)}: it is of another model")
+
+
+def _listed(names: list[str], most: int = 12) -> str:
+    more = [f"and {len(names) - most} more"] if len(names) > most else []
+    return ", ".join([*names[:most], *more])

@@ -1,0 +1,154 @@
+"""What a decoder of the Llama family is: its sizes, its rotations, its masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from distca.planning.masks import CAUSAL, Mask
+from distca.planning.models import ModelShape
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """How rotary frequencies are slowed down for contexts longer than the first training saw.
+
+    ``linear`` divides all by ``factor``. ``llama3`` divides those that turn fewer than
+    ``low_freq_factor`` times in ``original_context`` tokens, leaves those that turn more than
+    ``high_freq_factor`` times, and blends in between.
+    """
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_context: int = 8192
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("linear", "llama3"):
+            raise ValueError(f"rope scaling {self.kind!r} is unknown: choose linear or llama3")
+        if self.factor < 1:
+            raise ValueError(
+                f"rope scaling by factor {self.factor}: it must be at least 1; leave scaling out"
+                " where the context is not stretched"
+            )
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                f"low_freq_factor {self.low_freq_factor} and high_freq_factor"
+                f" {self.high_freq_factor}: they must be above 0 and rise; Llama 3 has 1 and 4"
+            )
+        if self.original_context < 1:
+            raise ValueError(
+                f"original_context = {self.original_context}: it must be at least 1 token; give"
+                " the context that the model was first trained with"
+            )
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder with grouped heads, rotary positions, RMS norms and SwiGLU, without biases.
+
+    rope_theta, rope_scaling: the rotary frequencies.
+    qk_norm: each head's query and key pass an RMS norm of their own, as in Qwen3.
+    tied: the output head uses the embedding's weight.
+    window: how many keys a query sees, its own included; None sees all before it.
+    window_pattern: with a window, every n-th layer (n - 1, 2n - 1, ...) sees all keys instead;
+        0 gives every layer the window. 1 would leave no layer with it and is refused.
+    context: the longest document that the weights are meant for. It changes no computation.
+    """
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tied: bool = False
+    window: int | None = None
+    window_pattern: int = 0
+    context: int = 8192
+
+    def __post_init__(self) -> None:
+        counts = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")
+        for name in (*counts, "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        if self.heads % self.kv_heads:
+            raise ValueError(
+                f"{self.heads} heads over {self.kv_heads} kv heads: heads must be a multiple of"
+                " kv_heads; change either"
+            )
+        if self.head_dim % 2:
+            raise ValueError(
+                f"head_dim = {self.head_dim}: rotary positions turn pairs, so it must be even;"
+                f" take {self.head_dim + 1}"
+            )
+        for name in ("rope_theta", "norm_eps"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be above 0")
+        self._check_window()
+
+    def _check_window(self) -> None:
+        if self.window is None:
+            if self.window_pattern:
+                raise ValueError(
+                    f"window_pattern = {self.window_pattern} without a window: give a window, or"
+                    " leave the pattern at 0"
+                )
+            return
+        if not 1 <= self.window < CAUSAL:
+            raise ValueError(
+                f"window = {self.window}: a query sees at least its own key; give 1 or more, or"
+                " None for all keys"
+            )
+        if self.window_pattern < 0 or self.window_pattern == 1:
+            raise ValueError(
+                f"window_pattern = {self.window_pattern}: it must be 0 (every layer has the"
+                " window) or at least 2 (every n-th layer sees all); for no window at all set"
+                " window = None"
+            )
+
+    def mask_of(self, layer: int) -> Mask:
+        """What a query sees in ``layer``, counted from 0."""
+        pattern = self.window_pattern
+        if self.window is None or (pattern and (layer + 1) % pattern == 0):
+            return Mask(CAUSAL)
+        return Mask(self.window)
+
+    @property
+    def shape(self) -> ModelShape:
+        """What planning needs to know: ``distca.plan(..., model=config.shape)``."""
+        return ModelShape(
+            name=f"{self.layers} x {self.hidden}",
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            head_dim=self.head_dim,
+            layers=self.layers,
+            hidden=self.hidden,
+            ffn=self.ffn,
+        )
+
+    @property
+    def num_parameters(self) -> int:
+        """A tied embedding counts once."""
+        norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
+        ends = (1 if self.tied else 2) * self.vocab_size * self.hidden + self.hidden
+        return self.layers * (self._matrix_elements + norms) + ends
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Forward, of all linear layers and the output head; backward takes twice as many.
+
+        Core attention comes on top: ``shape.flops_per_pair`` for each pair and layer.
+        """
+        return 2 * (self.layers * self._matrix_elements + self.vocab_size * self.hidden)
+
+    @property
+    def _matrix_elements(self) -> int:
+        """Of one layer: wq and wo, wk and wv, w1, w2 and w3."""
+        heads = 2 * self.heads + 2 * self.kv_heads
+        return self.hidden * (heads * self.head_dim + 3 * self.ffn)

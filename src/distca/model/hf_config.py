@@ -1,0 +1,171 @@
+"""``config.json`` of Hugging Face's Llama and Qwen3, read and written.
+
+What is read and would change the numbers is either understood or refused. Rotary settings are read
+as they were written before transformers 5 (``rope_theta``, ``rope_scaling``) and since
+(``rope_parameters``), and written the old way, which both understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from distca.model.config import ModelConfig, RopeScaling
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+
+# Where these are absent, transformers takes the value given here.
+_MUST_BE: dict[str, Any] = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "partial_rotary_factor": 1.0,
+    "quantization_config": None,
+}
+
+
+def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
+    """A ``config.json`` as a ModelConfig; what the model cannot do is refused."""
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ValueError(
+            f"model_type {kind!r} in config.json: only {' and '.join(ARCHITECTURES)} can be read"
+        )
+    for name, value in _MUST_BE.items():
+        if raw.get(name, value) != value:
+            raise ValueError(
+                f"{name} = {raw[name]!r} in config.json: the model knows only {value!r}; choose"
+                " another checkpoint"
+            )
+    try:
+        heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
+        window, pattern = _windows(raw, layers) if kind == "qwen3" else (None, 0)
+        theta, scaling = _rope(raw)
+        return ModelConfig(
+            vocab_size=raw["vocab_size"],
+            hidden=raw["hidden_size"],
+            layers=layers,
+            heads=heads,
+            kv_heads=raw.get("num_key_value_heads") or heads,
+            head_dim=raw.get("head_dim")
+            or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
+            ffn=raw["intermediate_size"],
+            rope_theta=theta,
+            rope_scaling=scaling,
+            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            qk_norm=kind == "qwen3",
+            tied=raw.get("tie_word_embeddings", False),
+            window=window,
+            window_pattern=pattern,
+            context=raw.get("max_position_embeddings", 2048 if kind == "llama" else 32768),
+        )
+    except KeyError as error:
+        raise ValueError(
+            f"config.json has no {error.args[0]}: it is incomplete; fetch it again"
+        ) from None
+
+
+def to_hf(config: ModelConfig) -> dict[str, Any]:
+    """The other way; what transformers cannot do is refused."""
+    kind = "qwen3" if config.qk_norm else "llama"
+    if config.window is not None and kind == "llama":
+        raise ValueError(
+            f"window = {config.window} without qk_norm: Hugging Face's Llama has no sliding window;"
+            " such a model can be kept in training checkpoints only"
+        )
+    raw: dict[str, Any] = {
+        "model_type": kind,
+        "architectures": [ARCHITECTURES[kind]],
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "intermediate_size": config.ffn,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None
+        if config.rope_scaling is None
+        else _scaling_to_hf(config.rope_scaling),
+        "rms_norm_eps": config.norm_eps,
+        "tie_word_embeddings": config.tied,
+        "max_position_embeddings": config.context,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+    }
+    if config.window is not None:
+        masks = [config.mask_of(layer) for layer in range(config.layers)]
+        raw |= {
+            "use_sliding_window": True,
+            "sliding_window": config.window,
+            "max_window_layers": 0,
+            "layer_types": [SLIDING if m.reach == config.window else FULL for m in masks],
+        }
+    return raw
+
+
+def _default_head_dim(kind: str, hidden: int, heads: int) -> int:
+    return 128 if kind == "qwen3" else hidden // heads
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    known = {"rope_theta": raw.get("rope_theta", 10000.0)}
+    rope = known | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor = {rope['partial_rotary_factor']} in config.json: the model"
+            " rotates whole heads; choose another checkpoint"
+        )
+    if kind == "default":
+        return rope["rope_theta"], None
+    if kind == "linear":
+        return rope["rope_theta"], RopeScaling("linear", rope["factor"])
+    if kind == "llama3":
+        return rope["rope_theta"], RopeScaling(
+            "llama3",
+            factor=rope["factor"],
+            low_freq_factor=rope["low_freq_factor"],
+            high_freq_factor=rope["high_freq_factor"],
+            original_context=rope["original_max_position_embeddings"],
+        )
+    raise ValueError(
+        f"rope type {kind!r} in config.json: only default, linear and llama3 can be read; choose"
+        " another checkpoint"
+    )
+
+
+def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
+    if scaling.kind == "llama3":
+        raw |= {
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_context,
+        }
+    return raw
+
+
+def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
+    """(window, window_pattern) that give Qwen3's layer types."""
+    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
+    first = raw.get("max_window_layers", 28)  # Qwen3's layers from this one on have the window
+    by_default = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
+    types = raw.get("layer_types") or by_default
+    if types == [FULL] * layers:
+        return None, 0
+    patterns = (0, *range(2, layers + 1)) if window is not None else ()
+    for pattern in patterns:
+        if types == [
+            FULL if pattern and (layer + 1) % pattern == 0 else SLIDING for layer in range(layers)
+        ]:
+            return window, pattern
+    raise ValueError(
+        f"layer types {', '.join(map(str, types))} with window {window} in config.json: the model"
+        " knows a window on all layers, on none, or on all but every n-th; choose another one"
+    )

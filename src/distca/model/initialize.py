@@ -1,0 +1,63 @@
+"""First weights, the same on every mesh.
+
+Each parameter is drawn whole, from a generator seeded by its name, and then cut to this rank's
+share. So it depends neither on the ranks that hold it nor on the parameters beside it, and a
+pipeline stage draws what the whole model would. Initialising shards in place would give all ranks
+the same numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from distca.model.llama import Llama
+
+STD = 0.02
+INTO_RESIDUAL = (".wo.weight", ".w2.weight")  # two in each layer add to the residual stream
+
+
+def initialize(model: Llama, seed: int, *, device: torch.device | str | None = None) -> None:
+    """Gives memory to what is on meta, and draws every parameter: normal, norms ones.
+
+    What adds to the residual stream is scaled by 1 / sqrt(2 x layers), so that the stream does not
+    grow with depth. One whole parameter at a time lies beside the model. CPU and CUDA generators
+    draw different numbers, so weights are the same on any mesh of one kind of device.
+    """
+    materialize(model, device)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            fill(parameter, torch.ones(parameter.shape, device=parameter.device))
+            continue
+        std = STD * (2 * model.config.layers) ** -0.5 if name.endswith(INTO_RESIDUAL) else STD
+        generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, name))
+        drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
+        fill(parameter, drawn.normal_(0.0, std, generator=generator))
+
+
+def materialize(model: Llama, device: torch.device | str | None = None) -> None:
+    """Gives memory, uninitialised, to a model on meta; others stay as they are."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        model.to_empty(device=device or "cpu")
+        if model.config.tied:
+            model.tie()  # to_empty makes two of one
+
+
+@torch.no_grad()
+def fill(parameter: nn.Parameter, whole: Tensor) -> None:
+    """Copies a whole tensor, or this rank's share of it, into a parameter. No communication."""
+    if isinstance(parameter, DTensor):
+        mesh, placements = parameter.device_mesh, parameter.placements
+        whole = whole.to(mesh.device_type)  # every rank has all of it: nothing is sent
+        share = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+        parameter.to_local().copy_(share.to_local())
+    else:
+        parameter.copy_(whole)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big", signed=True)

@@ -1,0 +1,101 @@
+"""Cross entropy of the output head, without the logits of all tokens at once.
+
+Legend: T tokens, V vocabulary, hidden the width of the model.
+
+A vocabulary of 128K makes the logits of 64K tokens 32 GB in float32. Here they exist for a chunk of
+tokens at a time, forward and backward. Backward computes them a second time from the log-sum-exp
+that forward kept: one product of four more than taking the gradients during forward, but those
+would be held until backward, one [V, hidden] for ping and one for pong, would be computed twice
+where the head is checkpointed, and evaluation would pay for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from distca.attention.backend import wide
+
+IGNORE = -100  # the label of a token that has no target
+
+
+class Loss(NamedTuple):
+    """In float32 (float64 for float64)."""
+
+    total: Tensor  # [], the sum over targets; whoever knows the global count divides
+    each: Tensor  # [T], 0 where the label is IGNORE; without a gradient
+
+
+def cross_entropy(
+    hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
+) -> Loss:
+    """-log softmax(hidden weight')[label] of every token that has a label.
+
+    hidden [T, hidden], weight [V, hidden], labels [T] of int64. Takes plain tensors.
+    chunk_tokens: with fewer, less memory; with more, fewer passes over the weight's gradient.
+    """
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
+        raise ValueError(
+            f"hidden {tuple(hidden.shape)}, weight {tuple(weight.shape)}, labels"
+            f" {tuple(labels.shape)}: they must be [T, width], [vocabulary, width] and [T]"
+        )
+    if chunk_tokens < 1:
+        raise ValueError(f"chunk_tokens = {chunk_tokens}: take at least one token at a time")
+    return Loss(*_CrossEntropy.apply(hidden, weight, labels, chunk_tokens))  # type: ignore[no-untyped-call]
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
+    ) -> tuple[Tensor, Tensor]:
+        each = hidden.new_empty(len(hidden), dtype=wide(hidden.dtype))
+        lse = torch.empty_like(each)
+        for rows in _chunks(len(hidden), chunk_tokens):
+            logits = _logits(hidden[rows], weight)
+            lse[rows] = logits.logsumexp(-1)
+            chosen = logits.gather(1, _target(labels[rows])).squeeze(1)
+            each[rows] = (lse[rows] - chosen).masked_fill_(labels[rows] == IGNORE, 0.0)
+        ctx.save_for_backward(hidden, weight, labels, lse)
+        ctx.chunk_tokens = chunk_tokens
+        ctx.mark_non_differentiable(each)
+        return each.sum(), each
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        """dlogits = (softmax - one-hot) grad_total; dhidden = dlogits W, dW = dlogits' hidden."""
+        hidden, weight, labels, lse = ctx.saved_tensors
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        dhidden = torch.empty_like(hidden) if wants_hidden else None
+        # A sum over T / chunk_tokens parts: in bfloat16 each addition would round to 8 bits.
+        dweight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wants_weight else None
+        for rows in _chunks(len(hidden), ctx.chunk_tokens):
+            wide_grad = _logits(hidden[rows], weight).sub_(lse[rows, None]).exp_()
+            target = _target(labels[rows])
+            wide_grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide_grad.dtype))
+            wide_grad *= grad_total * (labels[rows, None] != IGNORE)
+            dlogits = wide_grad.to(hidden.dtype)  # so that products run at the speed of forward
+            if dhidden is not None:
+                torch.mm(dlogits, weight, out=dhidden[rows])
+            if dweight is not None:
+                dweight += dlogits.t() @ hidden[rows]
+        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None
+
+
+def _chunks(tokens: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, tokens, size))
+
+
+def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
+    """[rows, V], wide and fresh, so that it may be changed in place."""
+    return (hidden @ weight.t()).to(wide(hidden.dtype))
+
+
+def _target(labels: Tensor) -> Tensor:
+    """[rows, 1], with any class where there is none; other negative labels stay, and fail."""
+    return labels.masked_fill(labels == IGNORE, 0)[:, None]

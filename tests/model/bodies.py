@@ -1,0 +1,197 @@
+"""What ranks run in the tests; a module of its own, since processes import it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from model.plain import attention, positions_of
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from distca.model import Arriving, Leaving, Llama, ModelConfig, Seam, on_meta, plainly
+from distca.model.checkpoints import load, save
+from distca.model.initialize import initialize
+from distca.model.llama import Attend, Part, Walk
+
+LENGTHS = (5, 3, 8)
+
+
+def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...] = ()) -> DeviceMesh:
+    """One axis from the group itself; two axes need all ranks of the world to make groups."""
+    if len(shape) < 2:
+        return DeviceMesh.from_group(group, "cpu")
+    return init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+
+
+def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
+    """Each seam a unit, computing in dtype; the ends together where they share a weight."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    seams = model.in_order
+    units: list[Any] = [[seams[0], seams[-1]], *seams[1:-1]] if model.config.tied else [*seams]
+    for unit in (*units, model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo cannot divide
+
+
+def split(model: Llama, mesh: DeviceMesh) -> None:
+    """Tensor parallel with sequence parallel norms, by the plans of torch."""
+    tokens, whole = Shard(0), Replicate()
+    norm = SequenceParallel(sequence_dim=0)
+    heads = SequenceParallel(sequence_dim=1, use_local_output=True)
+    row = RowwiseParallel(output_layouts=tokens)
+    gather = {"use_local_output": False}
+    plan = {
+        # Both ends are split by width, which tp divides; the vocabulary may be odd.
+        "embed": ColwiseParallel(input_layouts=whole, output_layouts=tokens),
+        "before.norm": norm,
+        "before.qkv": PrepareModuleInput(
+            input_layouts=(tokens, None), desired_input_layouts=(whole, None), **gather
+        ),
+        **{f"before.qkv.{w}": ColwiseParallel() for w in ("wq", "wk", "wv")},
+        **{f"before.qkv.{n}": heads for n in ("q_norm", "k_norm")},
+        "after.wo": row,
+        "after.norm": norm,
+        "after.ffn": PrepareModuleInput(
+            input_layouts=(tokens,), desired_input_layouts=(whole,), **gather
+        ),
+        "after.ffn.w1": ColwiseParallel(),
+        "after.ffn.w2": row,
+        "after.ffn.w3": ColwiseParallel(),
+        "head.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
+        "head.output": RowwiseParallel(input_layouts=tokens, output_layouts=tokens),
+    }
+    for seam in model.in_order:
+        present = {name for name, _ in seam.named_modules()}
+        parallelize_module(seam, mesh, {k: v for k, v in plan.items() if k in present})
+    if model.config.tied:
+        model.tie()  # each module's weight was split on its own
+
+
+def sharded(group: dist.ProcessGroup, config: ModelConfig, shape: tuple[int, ...]) -> Llama:
+    """On meta, by (dp,) or by (dp, tp)."""
+    mesh = mesh_of(group, shape)
+    model = on_meta(config)
+    if len(shape) == 2:
+        split(model, mesh["tp"])
+    shard(model, mesh["dp"] if len(shape) == 2 else mesh)
+    return model
+
+
+def gradients(model: Llama) -> dict[str, Tensor]:
+    whole = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        grad = parameter.grad
+        whole[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return whole
+
+
+def weights(group: dist.ProcessGroup, config: ModelConfig, shape: tuple[int, ...]) -> Any:
+    """Initialised after sharding, and put together again."""
+    model = sharded(group, config, shape)
+    initialize(model, seed=3)
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert isinstance(parameter, DTensor), name
+        found[name] = parameter.full_tensor().detach()
+    return found
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def sharded_step(
+    group: dist.ProcessGroup,
+    config: ModelConfig,
+    tokens: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype | None = None,
+) -> tuple[float, dict[str, Tensor], Counter[str]]:
+    """FSDP over the group: two halves on every rank, each rank with tokens of its own."""
+    model = on_meta(config)
+    shard(model, mesh_of(group), dtype)
+    initialize(model, seed=3)
+    rank, positions = dist.get_rank(group), positions_of(LENGTHS)
+    halves = [
+        Arriving(t, positions, labels=wanted)
+        for t, wanted in zip(tokens[rank], labels[rank], strict=True)
+    ]
+    with Collectives() as collectives:
+        leavings = model(halves, turns(attention(LENGTHS, config.mask_of)))
+        total = sum(leaving.loss.total for leaving in leavings)
+        total.backward()
+    assert total.dtype == torch.float32
+    return total.item(), gradients(model), collectives.counts
+
+
+def turns(attend: Attend) -> Walk:
+    """Attends right after each half's part, and checkpoints the part, as ping-pong does."""
+
+    def walk(seams: Sequence[Seam], halves: list[Arriving]) -> list[Leaving]:
+        attended: dict[int, Tensor] = {}
+        for seam in seams:
+
+            def run(part: Part, i: int, half: Arriving, seam: Seam = seam) -> Leaving:
+                half = half._replace(attended=attended.get(i))
+                leaving: Leaving = checkpoint(part, half, use_reentrant=False)
+                if leaving.qkv is not None:
+                    attended[i] = attend(seam.number, *leaving.qkv)
+                return leaving
+
+            leavings: list[Leaving] = seam(halves, run)
+            halves = [h._replace(x=out.x) for h, out in zip(halves, leavings, strict=True)]
+        return leavings
+
+    return walk
+
+
+def split_step(
+    group: dist.ProcessGroup, config: ModelConfig, tokens: Tensor, labels: Tensor
+) -> tuple[float, dict[str, Tensor]]:
+    """Tensor parallel over the group; labels are split as the tokens of the residual stream."""
+    mesh = mesh_of(group)
+    model = on_meta(config)
+    split(model, mesh)
+    initialize(model, seed=3)
+    mine = labels.chunk(mesh.size())[dist.get_rank(group)]
+    half = Arriving(tokens, positions_of(LENGTHS), labels=mine)
+    (leaving,) = model([half], plainly(attention(LENGTHS, config.mask_of)))
+    leaving.loss.total.backward()
+    return leaving.loss.total.item(), gradients(model)
+
+
+def copied(
+    group: dist.ProcessGroup, config: ModelConfig, shape: tuple[int, ...], source: Path, to: Path
+) -> None:
+    """From a folder into shards, and from shards into another folder."""
+    model = sharded(group, config, shape)
+    load(model, source)
+    save(model, to, max_file_bytes=9000)
+    dist.barrier(group)

@@ -1,0 +1,22 @@
+"""One thread, as in the tests of attention, and ranks for what is sharded."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ranks import RankPool
+
+
+@pytest.fixture(autouse=True, scope="package")
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
+def pool() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
