@@ -37,7 +37,7 @@ class RankPool:
 
     def __init__(self, size: int) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"])
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
         self._processes = []

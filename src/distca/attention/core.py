@@ -18,6 +18,7 @@ from distca.attention.flight import Flight
 from distca.attention.op import attend, register
 from distca.attention.route import Route, TensorKind
 from distca.dispatch.buffers import Buffers
+from distca.dispatch.meter import Meter
 from distca.dispatch.transport import DistributedTransport, Transport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
@@ -55,6 +56,8 @@ class CoreAttention:
     buffer_bytes: what one exchange may send, and what it may receive, on this rank; by default
         buffers grow to the largest exchange that plans ask for.
     transport: instead of a group, another way to exchange.
+
+    ``meter.take()`` says how many seconds this rank attended and waited for peers.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class CoreAttention:
         buffer_bytes: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        self.buffers = Buffers(buffer_bytes)
+        self.buffers, self.meter = Buffers(buffer_bytes), Meter()
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
@@ -168,6 +171,7 @@ class CoreAttention:
             backend=choose(self.backend, traits),
             scale=kind.head_dim**-0.5 if self.scale is None else self.scale,
             deterministic=self.deterministic,
+            meter=self.meter,
         )
         for route in (execution.forward, execution.backward):
             for message in filter(None, (route.itinerary.out, route.itinerary.back)):

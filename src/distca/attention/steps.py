@@ -11,7 +11,7 @@ needs. Whoever runs the steps in one order on every rank gets exactly what one d
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from torch import Tensor
 from distca.attention.backend import Attended, Backend, Gradients, wide
 from distca.attention.route import Route, RoutedCall
 from distca.dispatch.buffers import Buffers
+from distca.dispatch.meter import Meter
 from distca.dispatch.roundtrip import RoundTrip
 from distca.dispatch.transport import Transport
 
@@ -34,9 +35,10 @@ class Execution:
     backend: Backend
     scale: float
     deterministic: bool = False
+    meter: Meter = field(default_factory=Meter)  # "attention" and "exposed": what was not hidden
 
     def trip(self, route: Route) -> RoundTrip:
-        return RoundTrip(route.itinerary, self.transport, self.buffers)
+        return RoundTrip(route.itinerary, self.transport, self.buffers, self.meter)
 
 
 def forward(execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> Attended:
@@ -100,7 +102,8 @@ class ForwardPass:
     ) -> Attended:
         x = self._execution
         packed = (call.q.take(q), call.kv.take(k), call.kv.take(v))
-        return x.backend.forward(*packed, call.packed, x.scale)
+        with x.meter.span("attention", packed[0].device):
+            return x.backend.forward(*packed, call.packed, x.scale)
 
 
 def _put(call: RoutedCall, done: Attended, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> None:
@@ -179,9 +182,10 @@ class BackwardPass:
         q, k, v, out, lse, grad_out = (
             rows.take(piece) for rows, piece in zip(chosen, pieces, strict=True)
         )
-        return x.backend.backward(
-            grad_out, q, k, v, out, lse, call.packed, x.scale, x.deterministic
-        )
+        with x.meter.span("attention", q.device):
+            return x.backend.backward(
+                grad_out, q, k, v, out, lse, call.packed, x.scale, x.deterministic
+            )
 
 
 class _Sums:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.message import Message
+from distca.dispatch.meter import Meter
 from distca.dispatch.rows import Rows
 from distca.dispatch.transport import Transport, Wait
 
@@ -37,8 +38,11 @@ class RoundTrip:
     are written before it, and those of ``collect`` are valid until ``done``.
     """
 
-    def __init__(self, itinerary: Itinerary, transport: Transport, buffers: Buffers) -> None:
+    def __init__(
+        self, itinerary: Itinerary, transport: Transport, buffers: Buffers, meter: Meter
+    ) -> None:
         self._itinerary, self._transport, self._buffers = itinerary, transport, buffers
+        self._meter = meter
         self._wait: Wait | None = None
         self._received: Parts = []
         buffers.hold(self)
@@ -90,6 +94,7 @@ class RoundTrip:
         if message is None:
             return []
         assert self._wait is not None, "nothing was sent"
-        self._wait()
+        with self._meter.span("exposed", self._itinerary.device):
+            self._wait()
         self._wait = None
         return self._received

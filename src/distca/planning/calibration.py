@@ -28,7 +28,9 @@ class TimedCall:
     backward_s: float
 
 
-def calibrated(shape: ModelShape, calls: Sequence[TimedCall], name: str) -> AnalyticCost:
+def calibrated(
+    shape: ModelShape, calls: Sequence[TimedCall], name: str, tile: int = TILE
+) -> AnalyticCost:
     """The analytic model that comes closest to the calls, each weighed by its share of error."""
     if not calls:
         raise ValueError("no timed calls: measure at least one")
@@ -38,14 +40,18 @@ def calibrated(shape: ModelShape, calls: Sequence[TimedCall], name: str) -> Anal
         raise ValueError("a timed call took no time: every measurement must be above 0 s")
     return replace(
         AnalyticCost.of(shape),
-        forward=_fit(calls, forward, shape.flops_per_pair),
-        backward=_fit(calls, backward, BACKWARD_FLOPS * shape.flops_per_pair),
+        forward=_fit(calls, forward, shape.flops_per_pair, tile),
+        backward=_fit(calls, backward, BACKWARD_FLOPS * shape.flops_per_pair, tile),
         name=name,
+        tile=tile,
     )
 
 
-def _fit(calls: Sequence[TimedCall], seconds: Floats, flops_per_pair: float) -> KernelRate:
-    work, rows, keys, tasks = _least_squares(np.array([_terms(call) for call in calls]), seconds)
+def _fit(
+    calls: Sequence[TimedCall], seconds: Floats, flops_per_pair: float, tile: int
+) -> KernelRate:
+    terms = np.array([_terms(call, tile) for call in calls])
+    work, rows, keys, tasks = _least_squares(terms, seconds)
     return KernelRate(
         tflops=flops_per_pair / (work * PS),
         row_keys=rows / work,
@@ -54,10 +60,10 @@ def _fit(calls: Sequence[TimedCall], seconds: Floats, flops_per_pair: float) -> 
     )
 
 
-def _terms(call: TimedCall) -> tuple[float, float, float, float]:
+def _terms(call: TimedCall, tile: int) -> tuple[float, float, float, float]:
     """What each number of the model is multiplied with, as ``AnalyticCost`` prices a task."""
-    rows = (call.queries + (TILE - 1)) // TILE * TILE
-    work = np.sum(call.pairs * (rows / np.maximum(call.queries, 1)) + rows * (TILE / 2))
+    rows = (call.queries + (tile - 1)) // tile * tile
+    work = np.sum(call.pairs * (rows / np.maximum(call.queries, 1)) + rows * (tile / 2))
     return float(work), float(rows.sum()), float(call.keys.sum()), float(len(rows))
 
 

@@ -77,6 +77,7 @@ class AnalyticCost:
     forward: KernelRate
     backward: KernelRate
     name: str = "analytic"
+    tile: int = TILE  # query rows that are computed together, full or not
 
     @classmethod
     def of(cls, shape: ModelShape) -> AnalyticCost:
@@ -85,6 +86,17 @@ class AnalyticCost:
             flops_per_pair=shape.flops_per_pair,
             forward=KernelRate(tflops=645.0, row_keys=550.0, key_queries=0.0, task_s=0.5e-6),
             backward=KernelRate(tflops=615.0, row_keys=300.0, key_queries=245.0, task_s=2.0e-6),
+        )
+
+    @classmethod
+    def cpu(cls, shape: ModelShape) -> AnalyticCost:
+        """torch's flash kernel on one core, fitted to timed calls: short documents are cheap."""
+        return cls(
+            flops_per_pair=shape.flops_per_pair,
+            forward=KernelRate(tflops=0.092, row_keys=54.0, key_queries=10.0, task_s=1.2e-6),
+            backward=KernelRate(tflops=0.098, row_keys=50.0, key_queries=0.0, task_s=2.1e-6),
+            name="cpu",
+            tile=1,
         )
 
     @property
@@ -100,9 +112,9 @@ class AnalyticCost:
     def _ps(self, rate: KernelRate, flops: float, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         # Rows that pad the last tile cost as much as the others, and the diagonal tile of every
         # row is computed whole, half of it masked.
-        rows = (queries + (TILE - 1)) // TILE * TILE
+        rows = (queries + (self.tile - 1)) // self.tile * self.tile
         work = pairs * (rows / np.maximum(queries, 1))
-        work += rows * (rate.row_keys + TILE / 2) + keys * rate.key_queries
+        work += rows * (rate.row_keys + self.tile / 2) + keys * rate.key_queries
         ps_per_pair = flops * self.flops_per_pair / rate.tflops  # FLOPs / (TFLOP/s) is ps
         return np.rint(work * ps_per_pair + rate.task_s * PS).astype(np.int64)
 
@@ -164,13 +176,15 @@ class TableCost:
 
 
 def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
-    """``pairs``, ``analytic``, a shipped profile's name, or the path of a profile file."""
+    """``pairs``, ``analytic``, ``cpu``, a shipped profile's name, or a profile file's path."""
     if not isinstance(cost, str):
         return cost
     if cost == "pairs":
         return PairsCost()
     if cost == "analytic":
         return AnalyticCost.of(shape)
+    if cost == "cpu":
+        return AnalyticCost.cpu(shape)
     return TableCost.from_profile(_read_profile(cost), shape)
 
 
@@ -181,7 +195,7 @@ def _read_profile(cost: str) -> Mapping[str, Any]:
         profile = json.loads(source.read_text())
     except OSError:
         raise ValueError(
-            f"cost {cost!r} is unknown: say pairs, analytic, h200, h200-flash,"
+            f"cost {cost!r} is unknown: say pairs, analytic, cpu, h200, h200-flash,"
             " or the path of a profile file"
         ) from None
     except ValueError as error:

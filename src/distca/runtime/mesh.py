@@ -1,0 +1,132 @@
+"""Who is who: ranks as workers on axes pp, dp, cp, tp, and dedicated servers behind them.
+
+Workers are ranks 0..W-1, tp innermost; dedicated servers follow. Attention of one tp index is one
+group over all of pp, dp and cp, with the servers of that index at its end: what a plan calls its
+ranks. All ranks make every group, in the same order.
+
+The device mesh has dp and cp as one axis, ``shard``: weights are sharded over both, and only the
+placement of tokens tells them apart.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "dp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """Sizes of the axes, and how many ranks only serve."""
+
+    pp: int = 1
+    dp: int = 1
+    cp: int = 1
+    tp: int = 1
+    servers: int = 0
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            if getattr(self, axis) < 1:
+                raise ValueError(f"{axis} = {getattr(self, axis)}: every axis needs 1 or more")
+        if self.servers < 0 or self.servers % self.tp:
+            raise ValueError(
+                f"servers = {self.servers} with tp = {self.tp}: dedicated servers come in multiples"
+                " of tp, one for each part of the heads"
+            )
+
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def num_workers(self) -> int:
+        return prod(self.sizes)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_workers + self.servers
+
+    @property
+    def placing(self) -> int:
+        """Workers that a batch is placed on: those of one pipeline stage and tp index."""
+        return self.dp * self.cp
+
+    def check(self, world_size: int) -> None:
+        if self.num_ranks != world_size:
+            sizes = " x ".join(
+                f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True)
+            )
+            raise ValueError(
+                f"{sizes} and {self.servers} servers need {self.num_ranks} ranks, but"
+                f" {world_size} were started: start {self.num_ranks}, or change the sizes"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class Seat:
+    """This rank's place."""
+
+    parallel: Parallel
+    rank: int
+    device: torch.device
+    mesh: DeviceMesh | None  # of the workers; None on a rank that only serves
+    attention: dist.ProcessGroup  # the ranks of a plan
+    control: dist.ProcessGroup  # the same over the host
+    everyone: dist.ProcessGroup  # all ranks, over the host
+    workers: dist.ProcessGroup | None  # all workers, over the host
+    saving: dist.ProcessGroup | None  # the same again, for checkpoints that are written meanwhile
+
+    @property
+    def serves_only(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def plan_rank(self) -> int:
+        """This rank in a plan."""
+        return dist.get_rank(self.attention)
+
+    @property
+    def shard_mesh(self) -> DeviceMesh:
+        """dp x cp in one: what weights are sharded over."""
+        assert self.mesh is not None
+        return self.mesh["shard"]
+
+    @property
+    def tp_mesh(self) -> DeviceMesh | None:
+        return self.mesh["tp"] if self.mesh is not None and self.parallel.tp > 1 else None
+
+
+def take_seat(parallel: Parallel, device: torch.device) -> Seat:
+    """Makes all groups; a collective of the whole world."""
+    parallel.check(dist.get_world_size())
+    rank, workers = dist.get_rank(), parallel.num_workers
+    ranks = torch.arange(workers).view(parallel.pp, parallel.placing, parallel.tp)
+    mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "tp"))
+    servers = range(workers, parallel.num_ranks)
+    attention, control = None, None
+    for index in range(parallel.tp):
+        members = [*ranks[..., index].flatten().tolist(), *servers[index :: parallel.tp]]
+        groups = [dist.new_group(members), dist.new_group(members, backend="gloo")]
+        if rank in members:
+            attention, control = groups
+    everyone = dist.new_group(backend="gloo")
+    over_host, saving = (dist.new_group(list(range(workers)), backend="gloo") for _ in range(2))
+    assert attention is not None
+    assert control is not None
+    return Seat(
+        parallel=parallel,
+        rank=rank,
+        device=device,
+        mesh=mesh if rank < workers else None,
+        attention=attention,
+        control=control,
+        everyone=everyone,
+        workers=over_host if rank < workers else None,
+        saving=saving if rank < workers else None,
+    )

@@ -1,0 +1,136 @@
+"""What ranks run in the tests of the runtime, and the plain loop they are compared with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from distca.data.documents import Batch, Document
+from distca.model.config import ModelConfig
+from distca.model.initialize import initialize
+from distca.model.llama import Arriving, Llama, on_meta, plainly
+from distca.planning.masks import CAUSAL
+from distca.runtime.batches import Recipe
+from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.step import Crossing
+
+TINY = ModelConfig(vocab_size=61, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=48)
+LENGTHS = (150, 9, 64, 1, 33, 90, 20, 5)
+
+
+def batch_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 61) -> Batch:
+    rng = np.random.default_rng(seed)
+    return Batch(tuple(Document.from_tokens(rng.integers(0, vocab, n)) for n in lengths))
+
+
+@dataclass(frozen=True)
+class Case:
+    parallel: Parallel = field(default_factory=Parallel)
+    config: ModelConfig = TINY
+    ping_pong: bool = False
+    placement: str = "given"
+    policy: str = "distca"
+    micro_batches: int = 1
+    recompute: bool = False
+    frozen: int = 0  # layers from the first on whose weights, and the embedding's, do not learn
+
+    def recipe(self) -> Recipe:
+        return Recipe(
+            parallel=self.parallel,
+            shape=self.config.shape,
+            masks=tuple(self.config.mask_of(layer) for layer in range(self.config.layers)),
+            micro_batches=self.micro_batches,
+            ping_pong=self.ping_pong,
+            placement=self.placement,
+            policy=self.policy,
+            options={"tile": 8, "min_shard": 8, "cost": "pairs"},
+        )
+
+
+_seats: dict[Parallel, Seat] = {}
+
+
+def seat_of(parallel: Parallel) -> Seat:
+    """Groups are made once in a process."""
+    if parallel not in _seats:
+        _seats[parallel] = take_seat(parallel, torch.device("cpu"))
+    return _seats[parallel]
+
+
+def one_step(
+    group: dist.ProcessGroup, case: Case, batch: Batch
+) -> tuple[float, dict[str, Tensor]] | None:
+    """The mean loss over all targets and its gradients by parameter; None on a server."""
+    seat = seat_of(case.parallel)
+    crossing = Crossing.of(
+        seat, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
+    )
+    step = case.recipe().plan(batch)
+    if seat.serves_only:
+        for halves in step.micro_batches:
+            crossing.serve(halves, backward=case.config.layers - case.frozen)
+        return None
+    model = on_meta(case.config)
+    parallelize(model, seat, Precision())
+    initialize(model, seed=0)
+    freeze(model, case.frozen)
+    total = torch.zeros(())
+    for number, halves in enumerate(step.micro_batches):
+        last = number + 1 == len(step.micro_batches)
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
+        losses = [loss.total / step.num_targets for loss in crossing.losses(model, halves)]
+        torch.stack(losses).sum().backward()
+        total += torch.stack([loss.detach() for loss in losses]).sum()
+    dist.all_reduce(total, group=seat.workers)
+    return total.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def freeze(model: Llama, layers: int) -> None:
+    if not layers:
+        return
+    for name, parameter in model.named_parameters():
+        seam, part = name.split(".")[1:3]
+        layer = int(seam) - 1 if part == "after" else int(seam)
+        parameter.requires_grad_(not (part == "embed" or (part != "head" and layer < layers)))
+
+
+def whole(grad: Tensor | None) -> Tensor:
+    if grad is None:
+        return torch.empty(0)
+    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+
+
+def plain_loop(case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
+    """One process, document by document, attention as the textbook has it."""
+    model = Llama(case.config)
+    initialize(model, seed=0)
+    freeze(model, case.frozen)
+    total: Any = 0.0
+    for document in batch.documents:
+        tokens, labels = (torch.from_numpy(x) for x in (document.tokens, document.labels))
+        half = Arriving(tokens, torch.arange(len(tokens)), labels=labels)
+        (leaving,) = model([half], plainly(dense_attention(case.config)))
+        total = total + leaving.loss.total
+    mean = total / batch.num_targets
+    mean.backward()
+    return mean.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+def dense_attention(config: ModelConfig) -> Any:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, 1) for t in (k, v))
+        behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        reach = config.mask_of(layer).reach
+        seen = (behind >= 0) & ((behind < reach) | (reach == CAUSAL))
+        scores = torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5
+        return torch.einsum("hnm,mhd->nhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), v)
+
+    return attend

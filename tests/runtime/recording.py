@@ -1,0 +1,123 @@
+"""One step with everything written down: exchanges, computing, and collectives, in order."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from runtime.bodies import Case, seat_of
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from distca.attention.backend import Attended, Gradients
+from distca.attention.core import CoreAttention
+from distca.attention.sdpa import Sdpa
+from distca.attention.steps import Execution
+from distca.data.documents import Batch
+from distca.dispatch.transport import DistributedTransport, Wait
+from distca.model.initialize import initialize
+from distca.model.llama import on_meta
+from distca.planning.plan import Plan
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.step import Crossing
+
+Events = list[tuple[str, int]]  # what, half
+
+
+class RecordingTransport(DistributedTransport):
+    def __init__(self, group: Any, control: Any, half: int, events: Events) -> None:
+        super().__init__(group, control)
+        self.half, self.events = half, events
+
+    def start(
+        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    ) -> Wait:
+        self.events.append(("start", self.half))
+        wait = super().start(send, recv, send_bytes, recv_bytes)
+
+        def recorded() -> None:
+            wait()
+            self.events.append(("wait", self.half))
+
+        return recorded
+
+
+class RecordingBackend(Sdpa):
+    def __init__(self, half: int, events: Events) -> None:
+        self.half, self.events = half, events
+
+    def _forward(self, *args: Any) -> Attended:
+        self.events.append(("compute", self.half))
+        return super()._forward(*args)
+
+    def _backward(self, *args: Any) -> Gradients:
+        self.events.append(("compute", self.half))
+        return super()._backward(*args)
+
+
+class RecordingAttention(CoreAttention):
+    def __init__(self, group: Any, control: Any, half: int, events: Events) -> None:
+        super().__init__(transport=RecordingTransport(group, control, half, events))
+        self.recording = RecordingBackend(half, events)
+
+    def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> Execution:
+        return replace(super()._execution(q, k, plan), backend=self.recording)
+
+
+class Collectives(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.counts[func._opname] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def recorded_step(
+    group: dist.ProcessGroup, case: Case, batch: Batch
+) -> tuple[Events, Events, Counter[str]]:
+    """Events of forward and of backward; collectives of both."""
+    seat, events = seat_of(case.parallel), []
+    attentions = tuple(
+        RecordingAttention(seat.attention, seat.control, half, events) for half in (0, 1)
+    )
+    crossing = Crossing(seat, attentions, recompute=case.recompute)
+    model = on_meta(case.config)
+    parallelize(model, seat, Precision())
+    initialize(model, seed=0)
+    for seam in model.in_order:
+        _record_parts(seam, events)
+    (halves,) = case.recipe().plan(batch).micro_batches
+    torch.stack([x.total for x in crossing.losses(model, halves)]).sum().backward()  # warm-up
+    events.clear()
+    with Collectives() as collectives:
+        loss = torch.stack([x.total for x in crossing.losses(model, halves)]).sum()
+        forward = list(events)
+        events.clear()
+        loss.backward()
+    return forward, events, collectives.counts
+
+
+def _record_parts(seam: Any, events: Events) -> None:
+    """A seam's work on a half, both ways: its first module is met once by each, ping first."""
+    module = seam.embed or seam.after.norm
+    passes = Counter[str]()
+
+    def forward(*_: Any) -> None:
+        if torch._C._current_graph_task_id() != -1:
+            return  # recomputed: its backward follows at once and is written down
+        events.append(("compute", passes["forward"] % 2))
+        passes["forward"] += 1
+
+    def backward(*_: Any) -> None:
+        events.append(("compute", 1 - passes["backward"] % 2))
+        passes["backward"] += 1
+
+    module.register_forward_hook(forward)
+    module.register_full_backward_hook(backward)
