@@ -1,9 +1,17 @@
 """Settings for all tests: the same examples on every machine, and shared modules importable."""
 
-import sys
-from pathlib import Path
+from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from ranks import RankPool, World
 
 # Test files are imported one by one (importlib mode), so what they share needs a place on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -16,3 +24,20 @@ settings.register_profile(
     "search", max_examples=1000, deadline=None, suppress_health_check=SLOW_IS_FINE
 )
 settings.load_profile("ci")
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[World]:
+    """Processes that stay for all tests; a world of each size is started when first asked for."""
+    from ranks import RankPool
+
+    pools: dict[int, RankPool] = {}
+
+    def ask(size: int) -> RankPool:
+        if size not in pools:
+            pools[size] = RankPool(size)
+        return pools[size]
+
+    yield ask
+    for pool in pools.values():
+        pool.close()

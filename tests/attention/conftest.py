@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import RankPool
+from ranks import RankPool, World
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -15,9 +15,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="package")
-def pool() -> Iterator[RankPool]:
-    """Four ranks of a gloo world, for as long as this folder's tests last."""
-    pool = RankPool(4)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(world: World) -> RankPool:
+    """Four ranks of a gloo world; bodies get a group of the first few."""
+    return world(4)

@@ -1,12 +1,9 @@
-"""Worlds of one to four ranks that stay for all tests of this folder."""
+"""One thread: cases are tiny, and on a busy machine threads would mostly wait for each other."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
-from ranks import RankPool
-
-World = Callable[[int], RankPool]
 
 
 @pytest.fixture(autouse=True, scope="package")
@@ -15,18 +12,3 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="package")
-def world() -> Iterator[World]:
-    """The pool whose world has so many ranks; started when first asked for."""
-    pools: dict[int, RankPool] = {}
-
-    def ask(size: int) -> RankPool:
-        if size not in pools:
-            pools[size] = RankPool(size)
-        return pools[size]
-
-    yield ask
-    for pool in pools.values():
-        pool.close()

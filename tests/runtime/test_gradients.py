@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks import World
 from runtime.bodies import TINY, Case, batch_of, one_step, plain_loop
-from runtime.conftest import World
 
 from distca.runtime.mesh import Parallel
 

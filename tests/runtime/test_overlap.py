@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from ranks import World
 from runtime.bodies import TINY, Case, batch_of
-from runtime.conftest import World
 from runtime.recording import Events, recorded_step
 
 from distca.runtime.mesh import Parallel

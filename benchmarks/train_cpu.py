@@ -1,0 +1,185 @@
+"""Disaggregated against colocated training: 2 ranks on 2 cores, one thread each.
+
+    python benchmarks/train_cpu.py            about four minutes
+    python benchmarks/train_cpu.py --steps 4  quicker, noisier
+
+The same documents, model and ranks on both sides; steps of the two take turns in one run, so that
+whatever else the machine does strikes both. Lengths are fixed below. *Uneven*: one rank has one
+long document, the other short ones. *Even*: both have documents of one length, where there is
+nothing to gain and should be nothing to lose.
+
+Predicted: the step's linear seconds plus the mean of the ranks' attention seconds, over the same
+with the worst rank's, all measured on the colocated side: what perfect balance and free traffic
+would give.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from distca.data.documents import Batch, Document
+from distca.model.config import ModelConfig
+from distca.model.initialize import initialize
+from distca.model.llama import Llama, on_meta
+from distca.runtime.batches import Recipe, StepPlan
+from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.step import Crossing
+
+MODEL = ModelConfig(  # heads wider than the model, in the proportions of Qwen3-0.6B
+    vocab_size=259, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=64, ffn=688
+)
+LENGTHS = {
+    "uneven": [4096]
+    + [256] * 16,  # by group: the long one on one rank, the short ones on the other
+    "even": [1024] * 8,
+}
+SIDES = {
+    "colocated": {"policy": "colocated", "placement": "given"},
+    "given": {"policy": "distca", "placement": "given"},
+    "balanced": {"policy": "distca", "placement": "balanced"},
+}
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=12, help="of each side, after two to warm up")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    records = {name: measure(name, options.steps) for name in LENGTHS}
+    text = report(records)
+    print(text)
+    options.out.joinpath("train_cpu.md").write_text(text)
+    options.out.joinpath("train_cpu.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+def measure(name: str, steps: int) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (name, steps, folder), nprocs=2)
+        return json.loads(Path(folder, "result.json").read_text())  # type: ignore[no-any-return]
+
+
+def _rank(rank: int, name: str, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    parallel = Parallel(dp=2)
+    seat = take_seat(parallel, torch.device("cpu"))
+    model = on_meta(MODEL)
+    parallelize(model, seat, Precision())
+    initialize(model, seed=0)
+    crossing = Crossing.of(seat)
+    batch = batch_of(LENGTHS[name])
+    masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
+    plans = {
+        side: Recipe(parallel, MODEL.shape, masks, options={"cost": "cpu"}, **way).plan(batch)
+        for side, way in SIDES.items()
+    }
+    times: dict[str, list[list[float]]] = {
+        side: [] for side in plans
+    }  # seconds, attention, exposed
+    losses: dict[str, float] = {}
+    for number in range(steps + 2):
+        for side, plan in plans.items():
+            taken, losses[side] = step(model, crossing, plan, seat)
+            if number >= 2:
+                times[side].append(taken)
+    if rank == 0:
+        result = summary(times, plans, batch) | {"losses": losses}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def batch_of(lengths: list[int]) -> Batch:
+    rng = np.random.default_rng(0)
+    return Batch(tuple(Document.from_tokens(rng.integers(0, 259, n)) for n in lengths))
+
+
+def step(model: Llama, crossing: Crossing, plan: StepPlan, seat: Seat) -> tuple[list[float], float]:
+    """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
+    dist.barrier(group=seat.everyone)
+    start = time.perf_counter()
+    (halves,) = plan.micro_batches
+    loss = torch.stack([x.total for x in crossing.losses(model, halves)]).sum() / plan.num_targets
+    loss.backward()
+    model.zero_grad()
+    dist.barrier(group=seat.everyone)
+    wall = time.perf_counter() - start
+    spent = crossing.attentions[0].meter.take()
+    mine = torch.tensor([spent.get("attention", 0.0), spent.get("exposed", 0.0), float(loss)])
+    both = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(both, mine, group=seat.everyone)
+    attention, exposed, losses = torch.stack(both).T
+    return [wall, *attention.tolist(), *exposed.tolist()], float(losses.sum())
+
+
+def summary(
+    times: dict[str, list[list[float]]], plans: dict[str, StepPlan], batch: Batch
+) -> dict[str, Any]:
+    wall = {side: median(row[0] for row in rows) for side, rows in times.items()}
+    attention = {
+        side: [median(row[1 + rank] for row in rows) for rank in (0, 1)]
+        for side, rows in times.items()
+    }
+    worst, mean = max(attention["colocated"]), sum(attention["colocated"]) / 2
+    linear = wall["colocated"] - worst
+    return {
+        "tokens_per_s": {side: batch.num_tokens / seconds for side, seconds in wall.items()},
+        "speed_up": {side: wall["colocated"] / seconds for side, seconds in wall.items()},
+        "predicted": (linear + worst) / (linear + mean),
+        "attention_s": attention,
+        "exposed_s": {
+            side: [median(row[3 + rank] for row in rows) for rank in (0, 1)]
+            for side, rows in times.items()
+        },
+        "imbalance_before": plans["colocated"].micro_batches[0][0].plans[0].imbalance_before,
+    }
+
+
+def report(records: dict[str, Any]) -> str:
+    lines = [
+        "# Training on two cores",
+        "",
+        f"`python benchmarks/train_cpu.py`, {date.today()}, {os.cpu_count()} cores,"
+        f" {platform.processor() or platform.machine()}, torch {torch.__version__}, gloo, 2 ranks",
+        "with one thread each. Model: width 256, 4 layers, 8 heads of 64 (4 for keys), float32.",
+        "",
+        "| documents | side | tokens/s | over colocated | predicted | of predicted |"
+        " attention s (rank 0, 1) | exposed s |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, record in records.items():
+        for side in SIDES:
+            gain = record["speed_up"][side]
+            lines.append(
+                f"| {name} | {side} | {record['tokens_per_s'][side]:.0f} | {gain:.3f} |"
+                f" {record['predicted']:.3f} | {gain / record['predicted']:.3f} |"
+                f" {_both(record['attention_s'][side])} | {_both(record['exposed_s'][side])} |"
+            )
+    losses = {name: record["losses"] for name, record in records.items()}
+    lines += ["", f"Losses: {json.dumps(losses)}", ""]
+    return "\n".join(lines)
+
+
+def _both(values: list[float]) -> str:
+    return ", ".join(f"{value:.3f}" for value in values)
+
+
+if __name__ == "__main__":
+    main()

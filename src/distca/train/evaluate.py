@@ -1,0 +1,53 @@
+"""Loss of held-out documents, in all and by how long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca.data.documents import IGNORE, Batch
+from distca.model.llama import Llama
+from distca.planning.spans import Floats
+from distca.runtime.batches import Recipe
+from distca.runtime.step import Crossing
+
+EDGES = (256, 1024, 4096, 16384, 65536)  # tokens of a document: below the first, between, above
+
+
+def bucket_names() -> list[str]:
+    return [f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES)]
+
+
+@torch.no_grad()
+def evaluate(
+    model: Llama | None, crossing: Crossing, recipe: Recipe, batches: Iterable[Batch]
+) -> dict[str, float]:
+    """Mean loss per target; on all ranks, servers too, which have no model."""
+    sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
+    for batch in batches:
+        for halves in recipe.plan(batch).micro_batches:
+            if model is None:
+                crossing.serve(halves, backward=0)
+                continue
+            for half, loss in zip(halves, crossing.losses(model, halves), strict=True):
+                rows = half.rows(crossing.seat.plan_rank)
+                targets = crossing.own(rows.labels) != IGNORE
+                lengths = crossing.own(rows.lengths)[targets]
+                bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()
+                np.add.at(sums, bucket, loss.each.cpu()[targets].double().numpy())
+                np.add.at(counts, bucket, 1)
+    return _means(sums, counts, crossing)
+
+
+def _means(sums: Floats, counts: Floats, crossing: Crossing) -> dict[str, float]:
+    both = torch.from_numpy(np.stack([sums, counts]))
+    dist.all_reduce(both, group=crossing.seat.everyone)
+    sums, counts = both.numpy()
+    result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
+    for name, total, count in zip(bucket_names(), sums, counts, strict=True):
+        if count:
+            result[f"eval_loss {name}"] = float(total / count)
+    return result

@@ -1,0 +1,27 @@
+"""Arithmetic that a step must do, counted document by document: the honest side of an MFU."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.model.config import ModelConfig
+from distca.planning.costs import BACKWARD_FLOPS
+from distca.planning.masks import pairs
+from distca.planning.spans import Ints, as_ints
+
+
+def step_flops(config: ModelConfig, lengths: Ints) -> float:
+    """Forward and backward of documents of these lengths; nothing recomputed, nothing padded."""
+    tokens = float(np.sum(lengths))
+    linear = 3.0 * config.linear_flops_per_token * tokens
+    return linear + sum(
+        (1.0 + BACKWARD_FLOPS) * attention_flops(config, layer, lengths)
+        for layer in range(config.layers)
+    )
+
+
+def attention_flops(config: ModelConfig, layer: int, lengths: Ints) -> float:
+    """Forward of one layer: only pairs that the mask shows."""
+    reach = np.full(len(lengths), config.mask_of(layer).reach)
+    seen = pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach))
+    return config.shape.flops_per_pair * float(np.sum(seen))

@@ -1,0 +1,71 @@
+"""Records of a run: one JSON line per step, TensorBoard where it is installed, lines for people."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Record = dict[str, Any]
+
+
+class Records:
+    """``metrics.jsonl`` in a run's folder; a resumed run goes on in the same file."""
+
+    def __init__(self, folder: Path, first_step: int = 0) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        _forget(self.path, first_step)
+        self._file = self.path.open("a")
+        self._board = _tensorboard(folder)
+
+    def write(self, record: Record) -> None:
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        if self._board is not None:
+            for name, value in record.items():
+                if isinstance(value, int | float) and name != "step":
+                    self._board.add_scalar(name, value, record["step"])
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+    def __enter__(self) -> Records:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def read(path: Path) -> list[Record]:
+    """All whole lines: a run that was killed may have left half of one."""
+    records = []
+    for line in path.read_text().splitlines():
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError:
+            continue
+    return records
+
+
+def _forget(path: Path, first_step: int) -> None:
+    """Drops what lies after the checkpoint that a run goes on from: it will be done again."""
+    if path.exists():
+        kept = [record for record in read(path) if record["step"] < first_step]
+        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _tensorboard(folder: Path) -> Any | None:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(folder / "tensorboard")

@@ -1,0 +1,117 @@
+"""From a config to what a rank trains with: devices, groups, sizes, data, model."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from distca.data.loader import Loader
+from distca.data.sources import open_source
+from distca.data.tokenizers import Tokenizer, open_tokenizer
+from distca.model.checkpoints import read_config
+from distca.model.config import ModelConfig
+from distca.model.sizes import model_config
+from distca.runtime.batches import Recipe
+from distca.runtime.mesh import Parallel
+from distca.runtime.parallelize import Precision
+from distca.train.config import Config
+
+
+def join_world() -> torch.device:
+    """Joins the ranks that torchrun or ``distca train`` started, or makes a world of one."""
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
+    device = torch.device("cuda", local) if gpu else torch.device("cpu")
+    if gpu:
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend)
+        else:
+            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    return device
+
+
+def parallel_of(config: Config, world_size: int) -> Parallel:
+    """The axes' sizes; dp takes the ranks that the others leave."""
+    p = config.parallel
+    if p.dp:
+        return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers)
+    others = prod((p.pp, p.cp, p.tp))
+    left = world_size - p.servers
+    if left < others or left % others:
+        raise ValueError(
+            f"{world_size} ranks less {p.servers} servers cannot be divided by pp x cp x tp ="
+            f" {others}: start other ranks, or change the sizes"
+        )
+    return Parallel(p.pp, left // others, p.cp, p.tp, p.servers)
+
+
+def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    """By name, or of a folder of weights, with the sizes that are given on top."""
+    path = config.model.path
+    named = read_config(Path(path)) if path else model_config(config.model.name)
+    try:
+        chosen = replace(named, **config.model.sizes)
+    except TypeError as error:
+        raise ValueError(f"model.sizes: {error}") from None
+    if tokenizer.vocab_size > chosen.vocab_size:
+        raise ValueError(
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, model"
+            f" {path or config.model.name} only {chosen.vocab_size}: set model.sizes.vocab_size"
+        )
+    return chosen
+
+
+def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
+    data, train = config.data, config.train
+    sources = [
+        open_source(where, tokenizer, context=data.context, seed=train.seed)
+        for where in data.sources
+    ]
+    return Loader(
+        sources,
+        tokens_per_step=train.tokens_per_step,
+        context=data.context,
+        seed=train.seed,
+        weights=data.weights or None,
+        overlong=data.overlong,  # type: ignore[arg-type]
+        held_out=data.held_out,
+    )
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    return open_tokenizer(config.data.tokenizer)
+
+
+def recipe_of(
+    config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
+) -> Recipe:
+    p = config.parallel
+    cost = p.cost
+    if cost == "auto":
+        cost = "analytic" if device.type == "cuda" else "cpu"
+    return Recipe(
+        parallel=parallel,
+        shape=model.shape,
+        masks=tuple(model.mask_of(layer) for layer in range(model.layers)),
+        micro_batches=p.micro_batches,
+        ping_pong=p.ping_pong,
+        placement=p.placement,
+        policy=p.policy,
+        options={"tolerance": p.tolerance, "cost": cost},
+    )
+
+
+def precision_of(config: Config, device: torch.device) -> Precision:
+    name = config.parallel.precision
+    if name == "auto":
+        name = "bfloat16" if device.type == "cuda" else "float32"
+    return Precision(compute=getattr(torch, name), reduce=torch.float32)

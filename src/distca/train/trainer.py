@@ -1,0 +1,250 @@
+"""The training loop: the same on every rank, with or without weights.
+
+    trainer = Trainer(Config.read("run.toml"))
+    trainer.fit()
+
+A rank that only serves goes through the same steps with the same plans, and computes attention.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from distca.model.checkpoints import load
+from distca.model.initialize import initialize
+from distca.model.llama import Llama, on_meta
+from distca.runtime.ahead import Ahead, Prepared
+from distca.runtime.batches import StepPlan
+from distca.runtime.mesh import Parallel, take_seat
+from distca.runtime.parallelize import parallelize
+from distca.runtime.step import Crossing
+from distca.train import setup
+from distca.train.checkpoints import Checkpoints
+from distca.train.config import Config
+from distca.train.evaluate import evaluate
+from distca.train.flops import step_flops
+from distca.train.memory import Memory, available, check, estimate
+from distca.train.metrics import Record, Records
+from distca.train.optimizer import adamw, clip, freeze, learning_rate
+
+Show = Callable[[Record], None]
+
+
+class Trainer:
+    """One rank of a run. Raises ValueError, with a sentence, for what cannot be run."""
+
+    def __init__(self, config: Config, show: Show | None = None) -> None:
+        self.config, self._show = config, show
+        self.device = setup.join_world()
+        parallel = setup.parallel_of(config, dist.get_world_size())
+        tokenizer = setup.tokenizer_of(config)
+        self.model_config = setup.model_of(config, tokenizer)
+        self.loader = setup.loader_of(config, tokenizer)
+        self.recipe = setup.recipe_of(config, parallel, self.model_config, self.device)
+        self.memory = self._check_memory(parallel)
+        self.seat = take_seat(parallel, self.device)
+        self.crossing = Crossing.of(
+            self.seat,
+            halves=1 + config.parallel.ping_pong,
+            recompute=config.parallel.recompute,
+            backend=config.parallel.backend,
+            deterministic=config.train.deterministic,
+        )
+        self.folder = Path(config.out)
+        self.first_step = 0
+        self._stop = False
+        self.model: Llama | None = None
+        if not self.seat.serves_only:
+            self._build()
+        self._agree_on_start()
+
+    def fit(self) -> list[Record]:
+        """All steps that are left; on rank 0, the records of those that were taken."""
+        train, taken = self.config.train, []
+        records = self._open_records()
+        ahead = Ahead(self.loader, self.recipe.plan)
+        with _on_sigterm(self._ask_to_stop):
+            for step in range(self.first_step, train.steps):
+                record = self._step(step, ahead.next())
+                last = step + 1 == train.steps or record["stopped"]
+                if train.eval_every and ((step + 1) % train.eval_every == 0 or last):
+                    record |= self.evaluate()
+                if records is not None:
+                    records.write(record)
+                    taken.append(record)
+                if self._show is not None and self.seat.rank == 0:
+                    self._show(record)
+                if train.checkpoint_every and ((step + 1) % train.checkpoint_every == 0 or last):
+                    self._save(step + 1)
+                if record["stopped"]:
+                    break
+        ahead.close()
+        if self.model is not None:
+            self.checkpoints.wait()
+        if records is not None:
+            records.close()
+        return taken
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out documents, as many as ``eval_tokens`` hold."""
+        tokens = max(self.config.train.tokens_per_step, self.config.data.context)
+        count = -(-self.config.train.eval_tokens // tokens)
+        batches = islice(self.loader.evaluation(tokens), count)
+        recipe = replace(self.recipe, micro_batches=1, ping_pong=False)
+        return evaluate(self.model, self.crossing, recipe, batches)
+
+    def _build(self) -> None:
+        config, train = self.config, self.config.train
+        self.model = on_meta(self.model_config)
+        parallelize(self.model, self.seat, setup.precision_of(config, self.device))
+        if config.model.path:
+            load(self.model, Path(config.model.path), device=self.device)
+        else:
+            initialize(self.model, train.seed, device=self.device)
+        freeze(self.model, train.frozen)
+        self.optimizer = adamw(self.model, train)
+        folder = self.folder / "checkpoints"
+        self.checkpoints = Checkpoints(
+            folder, self.model, self.optimizer, self.seat, keep=train.keep
+        )
+
+    def _check_memory(self, parallel: Parallel) -> Memory:
+        """The estimate for a worker; refuses what cannot fit."""
+        config = self.config
+        tokens = config.train.tokens_per_step // (parallel.placing * config.parallel.micro_batches)
+        precision = setup.precision_of(config, self.device)
+        recompute = config.parallel.recompute
+        memory = estimate(self.model_config, parallel, precision, tokens, recompute=recompute)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
+        check(memory, available(self.device, local, config.parallel.memory_gib))
+        return memory
+
+    def _agree_on_start(self) -> None:
+        """All ranks go on from the step, and the place in the data, that rank 0 has found."""
+        found: list[Any] = [None]
+        if self.model is not None and self.config.resume and (path := self.checkpoints.newest()):
+            found = [self.checkpoints.load(path)]
+        dist.broadcast_object_list(found, src=0, group=self.seat.everyone)
+        if found[0] is not None:
+            self.first_step = found[0]["step"]
+            self.loader.restore(found[0]["loader"])
+            self._loader_state = found[0]["loader"]
+
+    def _open_records(self) -> Records | None:
+        if self.seat.rank:
+            return None
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.config.save(self.folder / "config.json")
+        return Records(self.folder, self.first_step)
+
+    def _step(self, step: int, prepared: Prepared) -> Record:
+        start = time.perf_counter()
+        self._loader_state = prepared.loader_state
+        plan = prepared.plan
+        loss, norm = (0.0, 0.0) if self.model is None else self._learn(step, plan)
+        if self.model is None:
+            for halves in plan.micro_batches:
+                self.crossing.serve(halves, self._learning_layers())
+        taken = time.perf_counter() - start
+        return self._record(step, prepared, loss, norm, taken)
+
+    def _learn(self, step: int, plan: StepPlan) -> tuple[float, float]:
+        """This rank's part of the mean loss, and the norm of all gradients."""
+        assert self.model is not None
+        total = torch.zeros((), device=self.device)
+        targets = max(plan.num_targets, 1)  # a batch of prompts alone has none
+        for number, halves in enumerate(plan.micro_batches):
+            last = number + 1 == len(plan.micro_batches)
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
+            losses = [loss.total / targets for loss in self.crossing.losses(self.model, halves)]
+            mean = torch.stack(losses).sum()  # one backward, so that halves take turns there too
+            mean.backward()  # type: ignore[no-untyped-call]
+            total += mean.detach()
+        norm = clip(self.model.parameters(), self.config.train.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.config.train)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(total), norm
+
+    def _record(
+        self, step: int, prepared: Prepared, loss: float, norm: float, taken: float
+    ) -> Record:
+        spent = [attention.meter.take() for attention in self.crossing.attentions]
+        attention, exposed = (
+            sum(seconds.get(name, 0.0) for seconds in spent) for name in ("attention", "exposed")
+        )
+        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        mine = torch.tensor(
+            [loss, norm, taken, attention, exposed, prepared.waited_s, memory, float(self._stop)],
+            dtype=torch.float64,
+        )
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, mine, group=self.seat.everyone)
+        losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
+        plans = [half.plans for halves in prepared.plan.micro_batches for half in halves]
+        flops = step_flops(self.model_config, prepared.batch.lengths)
+        wall = float(seconds.max())
+        return {
+            "step": step,
+            "loss": float(losses.sum()),
+            "grad_norm": float(norms.max()),
+            "lr": learning_rate(step, self.config.train),
+            "seconds": wall,
+            "tokens": prepared.batch.num_tokens,
+            "tokens_per_s": prepared.batch.num_tokens / wall,
+            "tflops_per_rank": flops / wall / len(everyone) / 1e12,
+            "imbalance_before": max(layers[0].imbalance_before for layers in plans),
+            "imbalance_planned": max(layers[0].imbalance for layers in plans),
+            "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
+            "bytes": sum(p.traffic.total + p.backward_traffic.total for ps in plans for p in ps),
+            "exposed_s": float(exposures.max()),
+            "planning_s": prepared.planning_s,
+            "planning_waited_s": float(waits.max()),
+            "memory_bytes": int(bytes_.max()),
+            "stopped": bool(stops.max()),
+        }
+
+    def _learning_layers(self) -> int:
+        """Layers whose attention goes backward: those above the first weight that learns."""
+        return self.model_config.layers if not self.config.train.frozen else self._first_learning()
+
+    def _first_learning(self) -> int:
+        model = on_meta(self.model_config)
+        freeze(model, self.config.train.frozen)
+        for name, parameter in model.named_parameters():  # in the order of the seams
+            if parameter.requires_grad:
+                return self.model_config.layers - int(name.split(".")[1])
+        return 0
+
+    def _save(self, step: int) -> None:
+        if self.model is not None:
+            self.checkpoints.save(step, {"step": step, "loader": self._loader_state})
+
+    def _ask_to_stop(self) -> None:
+        self._stop = True
+
+
+@contextmanager
+def _on_sigterm(react: Callable[[], None]) -> Iterator[None]:
+    """Ends the step, saves and leaves, instead of dying in the middle."""
+    try:
+        before = signal.signal(signal.SIGTERM, lambda *_: react())
+    except ValueError:  # not the main thread: somebody else takes care of signals
+        yield
+        return
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

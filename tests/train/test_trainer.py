@@ -1,0 +1,122 @@
+"""Whole runs in real processes: one curve on any mesh, resumption, evaluation, frozen layers."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import World
+from train.runs import fit
+
+TINY = {
+    "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
+    "data.sources": '["lognormal:60:1.2"]',
+    "data.tokenizer": '"ids:61"',
+    "data.context": "400",
+    "data.held_out": "0.05",
+    "train.tokens_per_step": "900",
+    "train.steps": "20",
+    "train.lr": "0.003",
+    "train.warmup": "3",
+}
+ALONE: dict[str, str] = {}
+COLOCATED = {"parallel.policy": "colocated", "parallel.placement": "given"}
+PING_PONG = {"parallel.ping_pong": "true", "parallel.recompute": "true"}
+SERVED = {"parallel.servers": "1", "parallel.placement": "given"}
+MESHES: dict[str, tuple[int, dict[str, str]]] = {
+    "dp2, colocated": (2, COLOCATED),
+    "dp2, ping-pong": (2, PING_PONG),
+    "2 + 1 server": (3, SERVED),
+}
+OTHERS: dict[str, tuple[int, dict[str, str]]] = {
+    "cp2": (2, {"parallel.cp": "2", "parallel.placement": "given"}),
+    "tp2": (2, {"parallel.tp": "2"}),
+    "dp2 x tp2, ping-pong": (4, {"parallel.tp": "2", **PING_PONG}),
+    "dp2 x cp2": (4, {"parallel.cp": "2", "parallel.placement": "given"}),
+    "2 + 2 servers, ping-pong": (4, {"parallel.servers": "2", **PING_PONG}),
+    "dp2, three micro-batches": (2, {"parallel.micro_batches": "3"}),
+}
+
+
+def run(world: World, ranks: int, out: Path, **settings: str) -> list[dict[str, Any]]:
+    chosen = [f"{name}={value}" for name, value in {**TINY, **settings}.items()]
+    return world(ranks).run(fit, [*chosen, f"out={out}"], ranks=ranks)[0]
+
+
+def losses(records: list[dict[str, Any]]) -> list[float]:
+    return [record["loss"] for record in records]
+
+
+@pytest.fixture(scope="module")
+def alone(world: World, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run(world, 1, tmp_path_factory.mktemp("alone"), **ALONE)
+
+
+def check_curve(world: World, mesh: tuple[int, dict[str, str]], out: Path, right: Any) -> None:
+    ranks, settings = mesh
+    found = run(world, ranks, out, **settings)
+    assert losses(found) == pytest.approx(losses(right), rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_the_curve_is_that_of_one_rank(world: World, mesh: str, tmp_path: Path, alone: Any) -> None:
+    check_curve(world, MESHES[mesh], tmp_path, alone)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", OTHERS)
+def test_the_curve_on_other_meshes(world: World, mesh: str, tmp_path: Path, alone: Any) -> None:
+    check_curve(world, OTHERS[mesh], tmp_path, alone)
+
+
+def test_it_learns_and_writes_it_down(tmp_path: Path, world: World, alone: Any) -> None:
+    assert np.mean(losses(alone)[-3:]) < losses(alone)[0] - 0.02
+    records = run(world, 1, tmp_path, **{"train.steps": "3"})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == records
+    assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 3
+    assert records[0]["tokens"] == 900
+    assert records[-1]["lr"] == pytest.approx(0.003)
+
+
+def test_another_world_goes_on_where_the_first_stopped(
+    world: World, tmp_path: Path, alone: Any
+) -> None:
+    saving = {"train.checkpoint_every": "4"}
+    first = run(world, 2, tmp_path, **saving, **{"train.steps": "20", "stop_after": "8"})
+    assert losses(first) == pytest.approx(losses(alone)[:8], rel=1e-4)
+    rest = run(world, 1, tmp_path, **saving)
+    assert [record["step"] for record in rest] == list(range(8, 20))
+    assert losses(rest) == pytest.approx(losses(alone)[8:], rel=1e-4)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(20))
+
+
+def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> None:
+    settings = {"train.steps": "2", "train.eval_every": "2", "train.eval_tokens": "2000"}
+    one = run(world, 1, tmp_path / "one", **settings)[-1]
+    two = run(world, 2, tmp_path / "two", **settings, **PING_PONG)[-1]
+    three = run(world, 3, tmp_path / "three", **settings, **SERVED)[-1]
+    names = [name for name in one if name.startswith("eval_loss")]
+    assert len(names) > 1  # in all, and by length
+    for other in (two, three):
+        assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+def test_frozen_layers(world: World, mesh: str, tmp_path: Path) -> None:
+    ranks, settings = MESHES[mesh]
+    frozen = {"train.frozen": '["seams.0.*", "seams.1.after.*"]', "train.steps": "3"}
+    right = run(world, 1, tmp_path / "right", **frozen)
+    found = run(world, ranks, tmp_path / "found", **frozen, **settings)
+    assert losses(found) == pytest.approx(losses(right), rel=1e-4)
+
+
+def test_a_pattern_that_fits_nothing_is_told(world: World, tmp_path: Path) -> None:
+    answers = world(1).answers(
+        fit, [*(f"{k}={v}" for k, v in TINY.items()), 'train.frozen=["layers.*"]'], ranks=1
+    )
+    assert "fits no parameter; names look like seams.0" in str(answers[0][0])
