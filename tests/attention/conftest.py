@@ -15,7 +15,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def pool(world: World) -> RankPool:
     """Four ranks of a gloo world; bodies get a group of the first few."""
     return world(4)
