@@ -13,11 +13,11 @@ from train.runs import fit
 
 TINY = {
     "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
-    "data.sources": '["lognormal:60:1.2"]',
+    "data.sources": '["lognormal:120:1.6"]',
     "data.tokenizer": '"ids:61"',
-    "data.context": "400",
+    "data.context": "1200",
     "data.held_out": "0.05",
-    "train.tokens_per_step": "900",
+    "train.tokens_per_step": "2400",
     "train.steps": "20",
     "train.lr": "0.003",
     "train.warmup": "3",
@@ -59,6 +59,8 @@ def check_curve(world: World, mesh: tuple[int, dict[str, str]], out: Path, right
     ranks, settings = mesh
     found = run(world, ranks, out, **settings)
     assert losses(found) == pytest.approx(losses(right), rel=1e-4)
+    if ranks > 1 and settings is not COLOCATED:
+        assert sum(record["bytes"] > 0 for record in found) > len(found) / 2  # they do exchange
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -78,7 +80,7 @@ def test_it_learns_and_writes_it_down(tmp_path: Path, world: World, alone: Any) 
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in lines] == records
     assert json.loads((tmp_path / "config.json").read_text())["train"]["steps"] == 3
-    assert records[0]["tokens"] == 900
+    assert records[0]["tokens"] == 2400
     assert records[-1]["lr"] == pytest.approx(0.003)
 
 
@@ -120,3 +122,18 @@ def test_a_pattern_that_fits_nothing_is_told(world: World, tmp_path: Path) -> No
         fit, [*(f"{k}={v}" for k, v in TINY.items()), 'train.frozen=["layers.*"]'], ranks=1
     )
     assert "fits no parameter; names look like seams.0" in str(answers[0][0])
+
+
+def test_a_trace_shows_all_ranks(world: World, tmp_path: Path) -> None:
+    run(world, 2, tmp_path, **{"train.steps": "2", "train.trace": "1"})
+    events = json.loads((tmp_path / "traces" / "trace.json").read_text())["traceEvents"]
+    ranks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert ranks == {"rank 0", "rank 1"}
+    exchanges = [event for event in events if "alltoall" in event["name"].replace("_", "")]
+    assert {event["pid"].split(".")[0] for event in exchanges} == {"0", "1"}
+
+
+def test_compiling_on_a_cpu_is_refused(world: World, tmp_path: Path) -> None:
+    settings = [*(f"{k}={v}" for k, v in TINY.items()), "parallel.compile=true"]
+    (answer,) = world(1).answers(fit, settings, ranks=1)
+    assert "compile = true on a CPU" in str(answer[0])

@@ -35,11 +35,16 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
-def parallelize(model: Llama, seat: Seat, precision: Precision) -> None:
+def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool = False) -> None:
     """In place, on a model without memory yet (``on_meta``)."""
     check(model.config, seat.parallel.tp)
+    if compile and seat.device.type != "cuda":
+        raise ValueError("compile = true on a CPU: it pays on GPUs only; leave it out")
     if seat.tp_mesh is not None:
         _split(model, seat.tp_mesh)
+    for seam in model.in_order if compile else ():
+        for module in filter(None, (seam.before, seam.after)):
+            module.compile()  # before sharding, so that gathering stays outside
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     shard_mesh = seat.shard_mesh
     first, *inner, last = model.in_order

@@ -74,6 +74,7 @@ class TrainSection:
     checkpoint_every: int = 0
     keep: int = 2
     deterministic: bool = False
+    trace: int = -1  # the step of which a timeline over all ranks is written; -1 for none
 
 
 @dataclass(frozen=True)

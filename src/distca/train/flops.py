@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from distca.model.config import ModelConfig
 from distca.planning.costs import BACKWARD_FLOPS
 from distca.planning.masks import pairs
 from distca.planning.spans import Ints, as_ints
+
+
+# Dense bfloat16 of the data sheets, by a part of the device's name.
+PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """What an MFU is a share of; None for devices that are not listed."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((1e12 * peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
 def step_flops(config: ModelConfig, lengths: Ints) -> float:

@@ -12,7 +12,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -33,10 +33,11 @@ from distca.train import setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
-from distca.train.flops import step_flops
+from distca.train.flops import peak_flops, step_flops
 from distca.train.memory import Memory, available, check, estimate
 from distca.train.metrics import Record, Records
 from distca.train.optimizer import adamw, clip, freeze, learning_rate
+from distca.train.trace import tracing
 
 Show = Callable[[Record], None]
 
@@ -76,7 +77,8 @@ class Trainer:
         ahead = Ahead(self.loader, self.recipe.plan)
         with _on_sigterm(self._ask_to_stop):
             for step in range(self.first_step, train.steps):
-                record = self._step(step, ahead.next())
+                with self._tracing(step):
+                    record = self._step(step, ahead.next())
                 last = step + 1 == train.steps or record["stopped"]
                 if train.eval_every and ((step + 1) % train.eval_every == 0 or last):
                     record |= self.evaluate()
@@ -85,13 +87,14 @@ class Trainer:
                     taken.append(record)
                 if self._show is not None and self.seat.rank == 0:
                     self._show(record)
-                if train.checkpoint_every and ((step + 1) % train.checkpoint_every == 0 or last):
+                due = train.checkpoint_every and ((step + 1) % train.checkpoint_every == 0 or last)
+                if due or record["stopped"]:
                     self._save(step + 1)
                 if record["stopped"]:
                     break
-        ahead.close()
-        if self.model is not None:
-            self.checkpoints.wait()
+            ahead.close()
+            if self.model is not None:
+                self.checkpoints.wait()  # a signal must not end it either
         if records is not None:
             records.close()
         return taken
@@ -107,7 +110,8 @@ class Trainer:
     def _build(self) -> None:
         config, train = self.config, self.config.train
         self.model = on_meta(self.model_config)
-        parallelize(self.model, self.seat, setup.precision_of(config, self.device))
+        precision = setup.precision_of(config, self.device)
+        parallelize(self.model, self.seat, precision, compile=config.parallel.compile)
         if config.model.path:
             load(self.model, Path(config.model.path), device=self.device)
         else:
@@ -195,7 +199,8 @@ class Trainer:
         losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
         plans = [half.plans for halves in prepared.plan.micro_batches for half in halves]
         flops = step_flops(self.model_config, prepared.batch.lengths)
-        wall = float(seconds.max())
+        wall, peak = float(seconds.max()), peak_flops(self.device)
+        rate = flops / wall / len(everyone)
         return {
             "step": step,
             "loss": float(losses.sum()),
@@ -204,7 +209,8 @@ class Trainer:
             "seconds": wall,
             "tokens": prepared.batch.num_tokens,
             "tokens_per_s": prepared.batch.num_tokens / wall,
-            "tflops_per_rank": flops / wall / len(everyone) / 1e12,
+            "tflops_per_rank": rate / 1e12,
+            "mfu": rate / peak if peak else None,
             "imbalance_before": max(layers[0].imbalance_before for layers in plans),
             "imbalance_planned": max(layers[0].imbalance for layers in plans),
             "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
@@ -215,6 +221,11 @@ class Trainer:
             "memory_bytes": int(bytes_.max()),
             "stopped": bool(stops.max()),
         }
+
+    def _tracing(self, step: int) -> AbstractContextManager[None]:
+        if step != self.config.train.trace:
+            return nullcontext()
+        return tracing(self.folder / "traces", self.seat.everyone)
 
     def _learning_layers(self) -> int:
         """Layers whose attention goes backward: those above the first weight that learns."""

@@ -1,0 +1,52 @@
+"""One step as a timeline over all ranks, for Perfetto or chrome://tracing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+
+@contextmanager
+def tracing(folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
+    """Records what happens inside on every rank of the group; rank 0 merges to ``trace.json``."""
+    folder.mkdir(parents=True, exist_ok=True)
+    activities = [ProfilerActivity.CPU]
+    if torch.cuda.is_available():
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        yield
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
+    dist.barrier(group=group)
+    if rank == 0:
+        merge([folder / f"rank-{number}.json" for number in range(ranks)], folder / "trace.json")
+
+
+def merge(paths: list[Path], out: Path) -> None:
+    """Puts every rank's events on a process of its own, named after the rank.
+
+    Each file counts from a base of its own; clocks of one host agree, so the bases line them up.
+    """
+    traces = [json.loads(path.read_text()) for path in paths]
+    bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]
+    events = []
+    for rank, (trace, base) in enumerate(zip(traces, bases, strict=True)):
+        shift_us = (base - bases[0]) / 1e3
+        names: dict[object, str] = {}
+        for event in trace["traceEvents"]:
+            number = names.setdefault(event.get("pid"), f"{rank}.{len(names)}")
+            moved = {**event, "pid": number}
+            if "ts" in event:
+                moved["ts"] = event["ts"] + shift_us
+            if event.get("name") != "process_name":
+                events.append(moved)
+        for number in names.values():
+            label = {"name": f"rank {rank}"}
+            events.append({"ph": "M", "name": "process_name", "pid": number, "args": label})
+    out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
