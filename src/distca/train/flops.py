@@ -10,7 +10,6 @@ from distca.planning.costs import BACKWARD_FLOPS
 from distca.planning.masks import pairs
 from distca.planning.spans import Ints, as_ints
 
-
 # Dense bfloat16 of the data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
