@@ -26,8 +26,8 @@ check: $(READY) ## lint, format and types
 test: $(READY) ## the tests; ARGS="-m slow" or any other pytest argument
 	$(BIN)/pytest $(ARGS)
 
-train: $(READY) ## train (not there yet)
-	@echo "There is no trainer yet. What there is: a plan. Try '$(BIN)/distca plan --help'."
+train: $(READY) ## a small model, colocated and disaggregated; ARGS="CONFIG.toml" or any option
+	$(BIN)/distca train --compare $(ARGS)
 
 clean: ## remove everything that was made here
 	rm -rf .venv build dist .hypothesis .mypy_cache .pytest_cache .ruff_cache

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
-__all__ = ["CoreAttention", "Layout", "Placement", "Plan", "__version__", "plan"]
+__all__ = [
+    "Config",
+    "CoreAttention",
+    "Layout",
+    "Placement",
+    "Plan",
+    "Trainer",
+    "__version__",
+    "plan",
+]
 
 if TYPE_CHECKING:
     from distca.attention.core import CoreAttention
@@ -17,12 +26,16 @@ if TYPE_CHECKING:
     from distca.planning.api import plan
     from distca.planning.placement import Placement
     from distca.planning.plan import Plan
+    from distca.train.config import Config
+    from distca.train.trainer import Trainer
 else:  # hidden from type checkers, which would otherwise accept any name at all
     _HOMES = {
+        "Config": "distca.train.config",
         "CoreAttention": "distca.attention.core",
         "Layout": "distca.dispatch.layout",
         "Placement": "distca.planning.placement",
         "Plan": "distca.planning.plan",
+        "Trainer": "distca.train.trainer",
         "plan": "distca.planning.api",
     }
 

@@ -11,6 +11,9 @@ import typer
 
 from distca import __version__
 from distca.cli.plan import plan
+from distca.cli.selftest import selftest
+from distca.cli.train import train
+from distca.runtime.launch import RankFailedError
 
 app = typer.Typer(
     name="distca",
@@ -19,6 +22,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 app.command()(plan)
+app.command()(train)
+app.command()(selftest)
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
 
@@ -42,13 +47,17 @@ def _root(
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0; 2 with one sentence for bad input; 130 on Ctrl-C."""
+    """Runs the command line and exits: 0; 130 on Ctrl-C; with one sentence 2 for bad input and 1
+    for a rank that failed."""
     given = list(sys.argv[1:] if args is None else args)
     try:
         status = app(given or ["--help"], prog_name="distca", standalone_mode=False)
     except (ValueError, OSError, _USAGE_ERROR) as error:
         typer.echo(f"distca: {_sentence(error)}", err=True)
         status = 2
+    except RankFailedError as error:
+        typer.echo(f"distca: {_sentence(error)}", err=True)
+        status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = 130
     sys.exit(status or 0)

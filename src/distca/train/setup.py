@@ -42,6 +42,8 @@ def join_world() -> torch.device:
 def parallel_of(config: Config, world_size: int) -> Parallel:
     """The axes' sizes; dp takes the ranks that the others leave."""
     p = config.parallel
+    if p.pp > 1:
+        raise ValueError(f"parallel.pp = {p.pp}: pipelines are not there yet; use pp = 1")
     if p.dp:
         return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers)
     others = prod((p.pp, p.cp, p.tp))

@@ -1,0 +1,72 @@
+"""Training runs as pictures. matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.report import units
+from distca.report.plots import AFTER, BEFORE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Records = Sequence[Mapping[str, Any]]
+
+
+def draw_comparison(
+    colocated: Records, disaggregated: Records, compared: Mapping[str, Any], path: Path
+) -> None:
+    """Losses of both over the steps, one on the other where they agree, and tokens per second.
+
+    compared: what ``report.training.comparison`` makes of both.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.2), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    losses, speeds = figure.subplots(1, 2)
+    sides = (("colocated", colocated, BEFORE), ("disaggregated", disaggregated, AFTER))
+    for name, records, colour in sides:
+        steps = [record["step"] + 1 for record in records]
+        below = name == "colocated"  # drawn wide, so that both are seen where they are equal
+        losses.plot(
+            steps,
+            [record["loss"] for record in records],
+            color=colour,
+            linewidth=5 if below else 1.6,
+            alpha=0.7 if below else 1,
+            solid_capstyle="round",
+            label=name,
+        )
+        speeds.plot(
+            steps,
+            [record["tokens_per_s"] for record in records],
+            color=colour,
+            marker="o",
+            markersize=4,
+            linewidth=1,
+            label=name,
+        )
+        speeds.axhline(compared[name]["tokens_per_s"], color=colour, linestyle="--", linewidth=1)
+    apart = f"largest difference {compared['loss_difference']:.0e}"
+    _finish(losses, "Loss", apart)
+    losses.legend(frameon=False, loc="upper right")
+    gain = f"{units.ratio(compared['speed_up'])} by the medians (dashed)"
+    _finish(speeds, "Tokens per second", gain)
+    speeds.set_ylim(bottom=0)
+    speeds.legend(frameon=False, loc="lower right")
+    figure.savefig(path)
+
+
+def _finish(axes: Axes, title: str, said: str) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set_title(said, loc="right", fontsize=10)
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)

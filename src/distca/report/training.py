@@ -1,0 +1,182 @@
+"""Training as people watch it: what will run, a bar or lines while it does, and what it came to.
+
+Input is plain records, as ``metrics.jsonl`` has them, one for each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from statistics import fmean, median
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from distca.report import units
+
+WARM_UP = 2  # steps that are left out of speeds: memory is found, kernels are chosen
+Record = Mapping[str, Any]
+
+
+def facts(rows: Mapping[str, str]) -> Table:
+    """Names and values below each other."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+class Watch:
+    """Shows each step: a bar on a terminal, a line anywhere else."""
+
+    def __init__(self, console: Console, title: str, steps: int) -> None:
+        self._console, self._title, self._steps = console, title, steps
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                TextColumn("{task.description}"),
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.fields[said]}"),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+            )
+
+    def __call__(self, record: Record) -> None:
+        if self._bar is not None:
+            if self._task is None:  # a run that goes on does not begin at 0
+                self._task = self._bar.add_task(
+                    self._title, total=self._steps, completed=record["step"], said=""
+                )
+            self._bar.update(self._task, completed=record["step"] + 1, said=said(record))
+            return
+        step = f"{record['step'] + 1:{len(str(self._steps))}}/{self._steps}"
+        self._console.print(f"{self._title} {step}  {said(record)}", soft_wrap=True)
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def said(record: Record) -> str:
+    """One step in one line."""
+    words = (
+        f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
+        f"  imbalance {units.ratio(record['imbalance_measured'])}"
+    )
+    return words + (f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else "")
+
+
+def summary(records: Sequence[Record]) -> dict[str, Any]:
+    """What a run came to; speeds are medians over the steps after the first two."""
+    if not records:
+        return {"steps_taken": 0}
+    steady = records[WARM_UP:] or records
+    evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
+    return {
+        "steps_taken": len(records),
+        "step": records[-1]["step"] + 1,
+        "loss": records[-1]["loss"],
+        **({"eval_loss": evaluated[-1]} if evaluated else {}),
+        "tokens": sum(record["tokens"] for record in records),
+        "tokens_per_s": median(record["tokens_per_s"] for record in steady),
+        "seconds": sum(record["seconds"] for record in records),
+        **{
+            name: fmean(record[name] for record in steady)
+            for name in ("imbalance_before", "imbalance_planned", "imbalance_measured")
+        },
+        "bytes_per_step": fmean(record["bytes"] for record in records),
+        "exposed_s": fmean(record["exposed_s"] for record in steady),
+        "stopped": records[-1]["stopped"],
+    }
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """A run in one sentence. result: its ``summary``, with steps, metrics and checkpoint."""
+    steps, found = result["steps"], result["checkpoint"]
+    if not result["steps_taken"]:
+        return f"all {steps} steps were done already ({found}): raise train.steps, or use --fresh"
+    if result["stopped"]:
+        return (
+            f"stopped after step {result['step']} of {steps}: saved in {found}; the same command"
+            " goes on from there"
+        )
+    return (
+        f"done: loss {result['loss']:.4f}, {result['tokens_per_s']:,.0f} tokens/s;"
+        f" records in {result['metrics']}" + (f", saved in {found}" if found else "")
+    )
+
+
+def comparison(
+    colocated: Sequence[Record], disaggregated: Sequence[Record], tolerance: float
+) -> dict[str, Any]:
+    """Two runs over the same documents, side by side."""
+    sides = {"colocated": summary(colocated), "disaggregated": summary(disaggregated)}
+    apart = [
+        abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
+        for theirs, ours in zip(colocated, disaggregated, strict=True)
+    ]
+    return sides | {
+        "speed_up": sides["disaggregated"]["tokens_per_s"] / sides["colocated"]["tokens_per_s"],
+        "loss_difference": max(apart),
+        "loss_tolerance": tolerance,
+        "losses_agree": max(apart) <= tolerance,  # not so where one is no number
+    }
+
+
+def comparison_table(compared: Mapping[str, Any]) -> Table:
+    before, after = compared["colocated"], compared["disaggregated"]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.add_column("", no_wrap=True)
+    table.add_column("colocated", justify="right", style="yellow", no_wrap=True)
+    table.add_column("disaggregated", justify="right", style="cyan", no_wrap=True)
+    for name, key, show in (
+        ("tokens/s", "tokens_per_s", "{:,.0f}".format),
+        ("imbalance, planned", "imbalance_planned", units.ratio),
+        ("imbalance, measured", "imbalance_measured", units.ratio),
+        ("bytes exchanged per step (as bf16)", "bytes_per_step", units.size),
+        ("seconds waited for them per step", "exposed_s", units.seconds),
+        ("last loss", "loss", "{:.5f}".format),
+    ):
+        table.add_row(name, show(before[key]), show(after[key]))
+    table.add_section()
+    table.add_row("speed-up", "", units.ratio(compared["speed_up"]))
+    table.add_row("largest difference of losses", "", f"{compared['loss_difference']:.1e}")
+    return table
+
+
+def verdict(compared: Mapping[str, Any]) -> str:
+    steps = units.several(compared["colocated"]["steps_taken"], "step")
+    if compared["losses_agree"]:
+        return (
+            f"The losses of all {steps} agree (relative difference at most"
+            f" {compared['loss_tolerance']:g})."
+        )
+    return (
+        f"The losses do NOT agree: they differ by up to {compared['loss_difference']:.1e} of their"
+        f" size, where {compared['loss_tolerance']:g} is allowed."
+    )

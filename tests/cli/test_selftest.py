@@ -1,0 +1,68 @@
+"""``distca selftest``: what it says where all is well, and where it is not."""
+
+import json
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.cli import exactness, main
+from distca.cli.exactness import exact
+from distca.cli.selftest import all_pass
+
+
+def test_two_ranks_pass(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+    ran = subprocess.run(
+        [*command, "selftest", f"--out={tmp_path}", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    record = json.loads(ran.stdout)
+    assert (record["ranks"], record["device"]) == (2, "cpu")
+    assert [row["passed"] for row in record["checks"]] == [True] * 12
+    assert {"error", "bytes_per_s"} <= set().union(*record["checks"])
+    assert json.loads((tmp_path / "selftest.json").read_text()) == record
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_what_is_not_exact_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In this process, as under torchrun, with a reference that is off by a thousandth."""
+    right = exactness.dense
+    monkeypatch.setattr(exactness, "dense", lambda *args: right(*args) * 1.001)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit) as exited:
+        main(["selftest", f"--out={tmp_path}"])
+    said = capsys.readouterr().out
+    assert exited.value.code == 1
+    assert said.count("FAIL") == 7  # all but the checkpoint and what needs two ranks
+    assert said.count("left out") == 4
+
+
+@pytest.mark.parametrize(
+    ("passed", "expected"), [([True, None], True), ([True, False], False), ([], True)]
+)
+def test_what_was_left_out_does_not_count(passed: list[bool | None], expected: bool) -> None:
+    rows: list[dict[str, Any]] = [{"passed": one} for one in passed]
+    assert all_pass(rows) is expected
+
+
+def test_a_nan_passes_nothing() -> None:
+    one, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
+    assert exact([(one, one), (one, one)], 0.0)["passed"]
+    assert not exact([(nan, one), (one, one)], 1.0)["passed"]
+    assert not exact([(one, one), (nan, one)], 1.0)["passed"]
+    assert not exact([(one, 2 * one)], 0.1)["passed"]

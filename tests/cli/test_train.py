@@ -1,0 +1,314 @@
+"""``distca train`` as people call it: in processes of its own, on one rank and on two."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distca.cli import main
+from distca.report.training import comparison, verdict
+
+COMMAND = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+TINY = (
+    "model.sizes={layers=1,hidden=64,heads=2,kv_heads=1,head_dim=32,ffn=64}",
+    "train.tokens_per_step=512",
+    "data.context=256",
+    "data.overlong=drop",
+)
+KEYS = {
+    "out", "steps", "steps_taken", "step", "loss", "tokens", "tokens_per_s", "imbalance_before",
+    "imbalance_planned", "imbalance_measured", "bytes_per_step", "stopped", "metrics", "checkpoint",
+}  # fmt: skip
+
+
+def command(out: Path, *settings: str) -> list[str]:
+    return [*COMMAND, "train", f"--out={out}", *(f"--set={s}" for s in (*TINY, *settings))]
+
+
+def run(
+    out: Path, *settings: str, options: tuple[str, ...] = (), status: int = 0
+) -> tuple[str, str]:
+    ran = subprocess.run(
+        [*command(out, *settings), *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == status, ran.stdout + ran.stderr
+    return ran.stdout, ran.stderr
+
+
+def metrics(out: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_two_ranks_with_a_checkpoint_and_then_more_steps_on_one(tmp_path: Path) -> None:
+    out, err = run(tmp_path, "train.steps=3", "train.checkpoint_every=3")
+    assert err == ""
+    assert "2 on the CPU: pp 1 x dp 2 x cp 1 x tp 1" in out
+    assert "3 of 512 tokens" in out
+    assert "step 3/3  loss " in out
+    assert f"saved in {tmp_path}/checkpoints/step-00000003" in out
+    assert "\x1b" not in out  # neither bars nor colours in a pipe
+    first = metrics(tmp_path)
+
+    printed, err = run(tmp_path, "train.steps=5", options=("--ranks=1", "--json"))
+    assert err == ""
+    result = json.loads(printed)
+    assert result.keys() >= KEYS
+    assert (result["steps_taken"], result["step"], result["stopped"]) == (2, 5, False)
+    assert [record["step"] for record in metrics(tmp_path)] == [0, 1, 2, 3, 4]
+    assert metrics(tmp_path)[:3] == first
+
+
+@pytest.mark.slow
+def test_compare_on_two_ranks(tmp_path: Path) -> None:
+    out, err = run(tmp_path, "train.steps=3", options=("--compare",))
+    assert err == ""
+    assert "colocated, then disaggregated" in out
+    assert "The losses of all 3 steps agree (relative difference at most 0.001)." in out
+    sides = [metrics(tmp_path / name) for name in ("colocated", "disaggregated")]
+    for before, after in zip(*sides, strict=True):
+        assert after["loss"] == pytest.approx(before["loss"], rel=1e-4)
+        assert before["bytes"] == 0
+
+
+def start(out: Path, *settings: str) -> subprocess.Popen[str]:
+    """A run without end, that has done a step."""
+    process = subprocess.Popen(
+        command(out, "train.steps=1000000", *settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not (out / "metrics.jsonl").exists() or not metrics(out):
+        assert time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    return process
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    found = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text()
+    return [int(pid) for pid in found.split()]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
+def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
+    process = start(tmp_path)
+    began = time.monotonic()
+    ranks = children(process)
+    os.kill(ranks[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=30)
+    assert time.monotonic() - began < 15
+    assert process.returncode == 1
+    assert err == (
+        "distca: rank 1 was killed by SIGKILL, so all ranks were ended; what it wrote is in"
+        f" {tmp_path}/logs/rank-1.log\n"
+    )
+    assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
+
+
+def stop(out: Path, number: signal.Signals, status: int) -> int:
+    """How many steps were done."""
+    process = start(out)
+    process.send_signal(number)
+    said, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (status, "")
+    done = len(metrics(out))
+    assert said.splitlines()[-1] == (
+        f"stopped after step {done} of 1000000: saved in {out}/checkpoints/step-{done:08d}; the"
+        " same command goes on from there"
+    )
+    return done
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_too(tmp_path: Path) -> None:
+    stop(tmp_path, signal.SIGINT, status=130)
+
+
+@pytest.mark.slow
+def test_a_mistake_that_only_ranks_see_gets_one_sentence_too(tmp_path: Path) -> None:
+    settings = ("train.frozen=nope.*", "train.steps=2")
+    out, err = run(tmp_path, *settings, options=("--json",), status=2)
+    assert out == ""
+    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """The command in this process, as the only rank that torchrun has started."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "100")
+    handler = signal.getsignal(signal.SIGINT)
+
+    def call(out: Path, *args: str, status: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as exited:
+            main(["train", f"--out={out}", *(f"--set={s}" for s in TINY), *args])
+        said = capsys.readouterr()
+        assert exited.value.code == status, said.err
+        return said.out, said.err
+
+    yield call
+    signal.signal(signal.SIGINT, handler)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path, as_rank: Any) -> None:
+    """Two ranks are stopped, and one goes on."""
+    done = stop(tmp_path, signal.SIGTERM, status=0)
+    first = metrics(tmp_path)
+    printed, _ = as_rank(tmp_path, f"--set=train.steps={done + 2}", "--json")
+    result = json.loads(printed)
+    assert result.keys() >= KEYS
+    assert (result["steps_taken"], result["step"], result["stopped"]) == (2, done + 2, False)
+    assert [record["step"] for record in metrics(tmp_path)] == [*range(done + 2)]
+    assert metrics(tmp_path)[:done] == first
+
+
+def test_compare_is_one_table_and_one_picture(tmp_path: Path, as_rank: Any) -> None:
+    out, _ = as_rank(tmp_path, "--set=train.steps=2", "--compare")
+    for words in ("tokens/s", "imbalance, planned", "imbalance, measured", "speed-up"):
+        assert words in out
+    assert "The losses of all 2 steps agree (relative difference at most 0.001)." in out
+    assert f"records: {tmp_path}/*/metrics.jsonl, picture: {tmp_path}/compare.png" in out
+    assert "to train for real: distca train " in out
+    assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
+    printed, _ = as_rank(tmp_path, "--set=train.steps=2", "--compare", "--json")
+    assert json.loads(printed)["losses_agree"]
+
+
+def test_a_config_file_and_settings_over_it(tmp_path: Path, as_rank: Any) -> None:
+    path = tmp_path / "run.toml"
+    path.write_text(
+        "[train]\nsteps = 2\nseed = 3\ncheckpoint_every = 2\n[parallel]\npolicy = 'colocated'\n"
+    )
+    run = tmp_path / "out"
+    said, _ = as_rank(run, "--set=train.seed=4", str(path))
+    assert "1 on the CPU: pp 1 x dp 1 x cp 1 x tp 1" in said
+    assert "colocated, balanced placement" in said
+    assert "step 2/2  loss " in said
+    assert f"records in {run}/metrics.jsonl, saved in {run}/checkpoints/step-00000002" in said
+    saved = json.loads((run / "config.json").read_text())
+    assert (saved["train"]["steps"], saved["train"]["seed"]) == (2, 4)
+    assert saved["parallel"]["policy"] == "colocated"
+
+    again, _ = as_rank(run, "--set=train.seed=4", str(path))
+    assert "all 2 steps were done already" in again
+    anew, _ = as_rank(run, "--set=train.seed=4", "--fresh", "--json", str(path))
+    assert json.loads(anew)["steps_taken"] == 2
+
+
+def test_a_rank_says_what_is_wrong(tmp_path: Path, as_rank: Any) -> None:
+    _, err = as_rank(tmp_path, "--set=train.frozen=nope.*", status=2)
+    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    _, err = as_rank(tmp_path, "--ranks=2", status=2)
+    assert err == "distca: --ranks 2, but 1 ranks were started: leave out --ranks\n"
+
+
+def test_losses_that_differ_are_said_to() -> None:
+    record = {"step": 0, "loss": 2.0, "tokens": 8, "tokens_per_s": 4.0, "seconds": 2.0, "bytes": 0}
+    record |= dict.fromkeys(("imbalance_before", "imbalance_planned", "imbalance_measured"), 1.0)
+    record |= {"exposed_s": 0.0, "stopped": False}
+    for other, agree in ((2.001, True), (2.01, False), (float("nan"), False)):
+        compared = comparison([record], [record | {"loss": other}], 1e-3)
+        assert compared["losses_agree"] is agree
+        assert ("do NOT agree" in verdict(compared)) is not agree
+
+
+@pytest.fixture
+def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
+    """What is said before anything is started."""
+
+    def call(*args: str) -> str:
+        with pytest.raises(SystemExit) as exited:
+            main(["train", f"--out={tmp_path}/out", *args])
+        out, err = capsys.readouterr()
+        assert (exited.value.code, out) == (2, "")
+        assert err.startswith("distca: ")
+        assert err.count("\n") == 1
+        assert not (tmp_path / "out").exists()
+        return err
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("train.stepps=3", "train.stepps is unknown: did you mean steps?"),
+        ("trian.steps=3", "trian is unknown: did you mean train?"),
+        ("parallel.zzz=1", "parallel.zzz is unknown: there are dp, cp"),
+        ("train.steps=0", "train.steps = 0: it must be at least 1"),
+        ("train.steps=many", "train.steps = 'many': it must be a whole number"),
+        ("train.lr=-1", "train.lr = -1.0: it must be at least 0"),
+        ("train", "--set train: write it as section.name=value"),
+        ("data.overlong=cut", "data.overlong = 'cut' is unknown: choose split or drop"),
+        ("data.context=65536", "is below data.context = 65536"),
+        ("data.tokenizer=nope", "nope"),
+        ("model.name=nope", "model 'nope' is unknown: choose one of debug"),
+        ("model.sizes={depth=3}", "model.sizes: "),
+        ("model.sizes={heads=3}", "3 heads over 4 kv heads"),
+        ("parallel.placement=x", "parallel.placement = 'x' is unknown"),
+        ("parallel.dp=3", "pp 1 x dp 3 x cp 1 x tp 1 and 0 servers need 3 ranks, but 2 were"),
+        ("parallel.servers=2", "2 ranks less 2 servers cannot be divided by pp x cp x tp = 1"),
+        ("parallel.tp=3", "cannot be divided by pp x cp x tp = 3"),
+    ],
+)
+def test_wrong_settings_get_one_sentence(refused: Any, setting: str, said: str) -> None:
+    assert said in refused("--ranks=2", f"--set={setting}")
+
+
+def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:
+    bad = tmp_path / "bad.toml"
+    bad.write_text("[train\n")
+    assert "bad.toml is not TOML" in refused(str(bad))
+    bad.write_text("[train]\nstep = 3\n")
+    assert "train.step is unknown: did you mean steps?" in refused(str(bad))
+    assert "nope.toml cannot be read" in refused("nope.toml")
+    assert "0 ranks: start 1 or more" in refused("--ranks=0")
+    assert "--compare starts both sides anew" in refused("--compare", "--resume")
+    assert "--nope" in refused("--nope")
+
+
+def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    for option in ("--set", "--ranks", "--out", "--fresh", "--compare", "--json"):
+        assert option in said
+
+
+@pytest.mark.slow
+def test_under_torchrun_nothing_is_launched(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    ran = subprocess.run(
+        [*torchrun, *command(tmp_path, "train.steps=2", "parallel.ping_pong=true"), "--compare"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        timeout=100,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("The losses of all 2 steps agree") == 1
+    assert ran.stdout.count("2 on the CPU") == 1
+    assert not (tmp_path / "logs").exists()

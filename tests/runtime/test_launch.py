@@ -1,0 +1,173 @@
+"""Local ranks: their environment, whose failure is told, and that none is ever left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from distca.runtime.launch import RankFailedError, launch, local_ranks
+
+START = (
+    "import os, signal, sys, time; from distca.runtime.launch import reporting;"
+    " rank = int(os.environ['RANK'])\n"
+)
+
+
+def program(body: str) -> list[str]:
+    """A rank that does ``body``, which knows ``rank``."""
+    indented = "".join(f"    {line}\n" for line in body.splitlines())
+    return [sys.executable, "-c", f"{START}with reporting():\n{indented}"]
+
+
+def test_ranks_get_what_torchrun_would_give(tmp_path: Path) -> None:
+    body = "import json\nprint(json.dumps(dict(os.environ)))"
+    assert launch(program(body), 3, tmp_path / "logs") is None
+    found = [json.loads((tmp_path / f"logs/rank-{n}.log").read_text()) for n in (1, 2)]
+    for number, environment in enumerate(found, 1):
+        assert environment["RANK"] == environment["LOCAL_RANK"] == str(number)
+        assert environment["WORLD_SIZE"] == "3"
+        assert environment["MASTER_ADDR"] == "127.0.0.1"
+        assert environment["OMP_NUM_THREADS"] == os.environ.get("OMP_NUM_THREADS", "1")
+    assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
+
+
+def test_only_what_rank_0_prints_is_shown(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "print('out', rank)\nprint('err', rank, file=sys.stderr)"
+    launch(program(body), 2, tmp_path)
+    assert capfd.readouterr() == ("out 0\n", "")
+    assert (tmp_path / "rank-0.log").read_text() == "err 0\n"
+    assert sorted((tmp_path / "rank-1.log").read_text().split("\n")) == ["", "err 1", "out 1"]
+
+
+def test_a_mistake_keeps_its_sentence(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"^lr = -1: give more$"):
+        launch(program("raise ValueError('lr = -1: give more')"), 2, tmp_path)
+
+
+def test_the_first_failure_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
+    """Rank 0 fails too, a moment later; rank 2 would sleep, and does not want to be ended."""
+    body = (
+        "if rank == 1: raise KeyError('first')\n"
+        "if rank == 0: time.sleep(0.5); raise KeyError('later')\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "time.sleep(60)"
+    )
+    start = time.monotonic()
+    with pytest.raises(RankFailedError, match=r"rank 1 failed with KeyError: 'first'; all is in "):
+        launch(program(body), 3, tmp_path)
+    assert time.monotonic() - start < 15
+    assert "Traceback" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_a_rank_that_dies_without_words(tmp_path: Path) -> None:
+    kill = "if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
+    with pytest.raises(RankFailedError, match=r"rank 1 was killed by SIGKILL, so all ranks were"):
+        launch(program(kill), 2, tmp_path)
+    with pytest.raises(RankFailedError, match=r"rank 0 ended with status 7"):
+        launch(program("os._exit(7)"), 1, tmp_path)
+
+
+def test_words_that_are_far_too_long_are_told_all_the_same(tmp_path: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"xxxx"):
+        launch(program("raise RuntimeError('x' * 100_000)"), 1, tmp_path)
+
+
+def launcher(tmp_path: Path, body: str) -> subprocess.Popen[str]:
+    """A launcher of two ranks that write down their process ids; waits until they have."""
+    body = f"open({str(tmp_path)!r} + f'/pid-{{rank}}', 'w').write(str(os.getpid()))\n{body}"
+    code = (
+        "from pathlib import Path; from distca.runtime.launch import launch;"
+        f" print(launch({program(body)!r}, 2, Path({str(tmp_path)!r})))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    pids = [tmp_path / f"pid-{rank}" for rank in (0, 1)]
+    until(lambda: all(path.exists() and path.read_text() for path in pids))
+    return process
+
+
+def until(true: Callable[[], bool], most_s: float = 20) -> None:
+    deadline = time.monotonic() + most_s
+    while not true():
+        assert time.monotonic() < deadline, "in vain"
+        time.sleep(0.05)
+
+
+def are_gone(tmp_path: Path) -> bool:
+    for path in tmp_path.glob("pid-*"):
+        try:  # a zombie is gone, whether or not somebody has taken note
+            stat = Path(f"/proc/{path.read_text()}/stat").read_text()
+        except OSError:
+            continue
+        if stat.rpartition(")")[2].split()[0] != "Z":
+            return False
+    return True
+
+
+SAVES = (
+    "asked = []\n"
+    "signal.signal(signal.SIGTERM, lambda *_: asked.append(1))\n"
+    "while not asked: time.sleep(0.02)\n"
+    "time.sleep(0.3)\n"
+    "print('saved', rank, flush=True)"
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+    process = launcher(tmp_path, SAVES)
+    time.sleep(0.2)  # for the handlers of the ranks
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert err == ""
+    assert f"signal=<Signals.{number.name}" in out
+    assert "early=False" in out
+    assert "saved 0" in out
+    assert "saved 1" in (tmp_path / "rank-1.log").read_text()
+    assert are_gone(tmp_path)
+
+
+def test_a_signal_before_ranks_can_react(tmp_path: Path) -> None:
+    process = launcher(tmp_path, "time.sleep(60)")
+    process.terminate()
+    out, _ = process.communicate(timeout=30)
+    assert "early=True" in out
+    assert are_gone(tmp_path)
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
+    process = launcher(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode
+    assert are_gone(tmp_path)
+
+
+def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
+    process = launcher(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
+    assert not are_gone(tmp_path)
+    process.kill()
+    until(lambda: are_gone(tmp_path), most_s=5)
+    process.communicate()
+
+
+def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert [local_ranks(None), local_ranks(5)] == [2, 5]
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert [local_ranks(None), local_ranks(3)] == [4, 3]
+    with pytest.raises(ValueError, match=r"^5 ranks on 4 GPUs: .* start at most 4"):
+        local_ranks(5)
+    with pytest.raises(ValueError, match=r"^0 ranks: start 1 or more"):
+        local_ranks(0)
