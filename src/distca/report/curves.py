@@ -54,7 +54,7 @@ def draw_comparison(
     apart = f"largest difference {compared['loss_difference']:.0e}"
     _finish(losses, "Loss", apart)
     losses.legend(frameon=False, loc="upper right")
-    gain = f"{units.ratio(compared['speed_up'])} by the medians (dashed)"
+    gain = f"{units.ratio(compared['speed_up'])} over all steps (dashed)"
     _finish(speeds, "Tokens per second", gain)
     speeds.set_ylim(bottom=0)
     speeds.legend(frameon=False, loc="lower right")

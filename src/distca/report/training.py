@@ -6,7 +6,7 @@ Input is plain records, as ``metrics.jsonl`` has them, one for each step.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from statistics import fmean, median
+from statistics import fmean
 from types import TracebackType
 from typing import Any
 
@@ -92,7 +92,10 @@ def said(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """What a run came to; speeds are medians over the steps after the first two."""
+    """What a run came to; speed over all steps but the first two, which warm up.
+
+    All tokens over all seconds, since steps differ: a median would leave out the long ones.
+    """
     if not records:
         return {"steps_taken": 0}
     steady = records[WARM_UP:] or records
@@ -103,7 +106,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "loss": records[-1]["loss"],
         **({"eval_loss": evaluated[-1]} if evaluated else {}),
         "tokens": sum(record["tokens"] for record in records),
-        "tokens_per_s": median(record["tokens_per_s"] for record in steady),
+        "tokens_per_s": sum(r["tokens"] for r in steady) / sum(r["seconds"] for r in steady),
         "seconds": sum(record["seconds"] for record in records),
         **{
             name: fmean(record[name] for record in steady)

@@ -28,6 +28,7 @@ CPU_RANKS = 2  # without GPUs ranks are there to be tried, not to be many
 CHANNEL = "DISTCA_CHANNEL"  # the launcher's own variable: which file descriptor the socket has
 STOPS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 3.0  # between asking a rank to end and ending it
+KILLED_S = 0.5  # how long a killed rank may take to be gone
 _NOTE_BYTES = 1 << 16
 
 
@@ -152,9 +153,8 @@ def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs:
         "MASTER_PORT": str(port),
         CHANNEL: str(theirs.fileno()),
     }
-    environment.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # ranks that all want all cores hinder each other
+    # Ranks that all want all cores hinder each other.
+    environment.setdefault("OMP_NUM_THREADS", "1")
     with theirs, path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -177,6 +177,8 @@ def _watch(ranks: Sequence[_Rank], asked: Sequence[signal.Signals]) -> Stop | No
             # A death that explains the others' trouble may be seen in the same moment.
             for rank, note in sorted(heard, key=lambda one: one[1] is not None):
                 if note is not None:
+                    if not note["mistake"] and (killed := _killed(ranks)):
+                        _fail_without_words(killed, killed.process.returncode)
                     _fail(rank, note)
                 selector.unregister(rank.channel)
                 code = _code(rank)
@@ -185,6 +187,17 @@ def _watch(ranks: Sequence[_Rank], asked: Sequence[signal.Signals]) -> Stop | No
                 if code:
                     _fail_without_words(rank, code)
     return Stop(asked[0], early=False) if asked else None
+
+
+def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
+    """A rank that a signal has ended. Peers may complain of its absence before it is quite gone."""
+    deadline = time.monotonic() + KILLED_S
+    while time.monotonic() < deadline:
+        for rank in ranks:
+            if (rank.process.poll() or 0) < 0:
+                return rank
+        time.sleep(0.01)
+    return None
 
 
 def _hear(rank: _Rank) -> Mapping[str, Any] | None:
