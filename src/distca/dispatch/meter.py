@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import torch
 
+PENDING = 512  # events that are kept at most, roughly: nobody may ever ask
+
 
 class Meter:
     """Sums of spans by name, since they were last taken."""
@@ -27,6 +29,8 @@ class Meter:
             yield
             stop.record()
             self._events.append((name, start, stop))
+            if len(self._events) > PENDING:
+                self._fold()
         else:
             begin = time.perf_counter()
             yield
@@ -34,11 +38,21 @@ class Meter:
 
     def take(self) -> dict[str, float]:
         """Seconds by name; waits for the device, and starts anew."""
-        for name, start, stop in self._events:
-            stop.synchronize()
-            self._add(name, float(start.elapsed_time(stop)) / 1e3)
-        taken, self._seconds, self._events = self._seconds, {}, []
+        if self._events:
+            self._events[-1][2].synchronize()
+        self._fold()
+        taken, self._seconds = self._seconds, {}
         return taken
+
+    def _fold(self) -> None:
+        """Adds up what is over already, without waiting for the rest."""
+        pending = []
+        for name, start, stop in self._events:
+            if stop.query():  # type: ignore[no-untyped-call]
+                self._add(name, float(start.elapsed_time(stop)) / 1e3)
+            else:
+                pending.append((name, start, stop))
+        self._events = pending
 
     def _add(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

@@ -1,0 +1,38 @@
+"""Spans add up by name, are taken once, and are never kept without end."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+
+from distca.dispatch.meter import PENDING, Meter
+
+CPU = torch.device("cpu")
+
+
+def test_spans_add_up_and_are_taken_once() -> None:
+    meter = Meter()
+    for _ in range(2):
+        with meter.span("attention", CPU):
+            time.sleep(0.01)
+    with meter.span("exposed", CPU):
+        pass
+    taken = meter.take()
+    assert taken.keys() == {"attention", "exposed"}
+    assert taken["attention"] >= 0.02 > taken["exposed"]
+    assert meter.take() == {}
+
+
+@pytest.mark.gpu
+def test_events_of_a_gpu_do_not_pile_up() -> None:
+    meter, device = Meter(), torch.device("cuda")
+    for _ in range(3 * PENDING):
+        with meter.span("attention", device):
+            torch.cuda._sleep(1000)
+        if len(meter._events) >= PENDING:
+            torch.cuda.synchronize()
+    assert len(meter._events) <= PENDING + 1
+    assert meter.take()["attention"] > 0
+    assert not meter._events
