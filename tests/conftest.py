@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,9 @@ from hypothesis import HealthCheck, settings
 
 if TYPE_CHECKING:
     from ranks import RankPool, World
+
+# Cases are tiny, and threads would mostly wait for each other. Read by torch when it is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Test files are imported one by one (importlib mode), so what they share needs a place on the path.
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,3 +45,9 @@ def world() -> Iterator[World]:
     yield ask
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def pool(world: World) -> RankPool:
+    """Four ranks of a gloo world; bodies get a group of the first few."""
+    return world(4)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from attention.tokens import SCALE, Tokens, assert_exact
+from recorded import exposed
 from strategies import Batch
 from torch import Tensor
 
@@ -113,19 +114,6 @@ def train_step(
         for half, qkv in leaves.items()
     }
     return results, forward, events
-
-
-def exposed(events: list[tuple[str, str]]) -> list[int]:
-    """Which exchanges, in order of their start, have no compute of the other half inside."""
-    found, number = [], 0
-    for at, (what, half) in enumerate(events):
-        if what != "start":
-            continue
-        end = next(i for i in range(at, len(events)) if events[i] == ("wait", half))
-        if not any(e[0] == "compute" and e[1] != half for e in events[at:end]):
-            found.append(number)
-        number += 1
-    return found
 
 
 @pytest.fixture(scope="module")

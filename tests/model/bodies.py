@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from model.plain import attention, positions_of
+from recorded import Collectives
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -21,7 +22,6 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from distca.model import Arriving, Leaving, Llama, ModelConfig, Seam, on_meta, plainly
@@ -114,17 +114,6 @@ def weights(group: dist.ProcessGroup, config: ModelConfig, shape: tuple[int, ...
         assert isinstance(parameter, DTensor), name
         found[name] = parameter.full_tensor().detach()
     return found
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def sharded_step(

@@ -7,7 +7,8 @@ from model.plain import attention, positions_of, tiny
 from ranks import RankPool
 from torch import Tensor
 
-from distca.model import IGNORE, Arriving, Leaving, Llama, ModelConfig, RopeScaling, plainly
+from distca.data.documents import IGNORE
+from distca.model import Arriving, Leaving, Llama, ModelConfig, RopeScaling, plainly
 from distca.model.initialize import initialize
 from distca.model.layers import frequencies, rotate
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from distca.model import IGNORE, cross_entropy
+from distca.data.documents import IGNORE
+from distca.model import cross_entropy
 
 
 def draw(

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recorded import Collectives, Events
 from runtime.bodies import Case, seat_of
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.attention.backend import Attended, Gradients
 from distca.attention.core import CoreAttention
@@ -24,8 +24,6 @@ from distca.model.llama import on_meta
 from distca.planning.plan import Plan
 from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import Crossing
-
-Events = list[tuple[str, int]]  # what, half
 
 
 class RecordingTransport(DistributedTransport):
@@ -66,17 +64,6 @@ class RecordingAttention(CoreAttention):
 
     def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> Execution:
         return replace(super()._execution(q, k, plan), backend=self.recording)
-
-
-class Collectives(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.counts[func._opname] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def recorded_step(

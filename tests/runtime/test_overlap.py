@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import pytest
 from ranks import World
+from recorded import exposed
 from runtime.bodies import TINY, Case, batch_of
-from runtime.recording import Events, recorded_step
+from runtime.recording import recorded_step
 
 from distca.runtime.mesh import Parallel
 
 LAYERS = TINY.layers
-
-
-def exposed(events: Events) -> list[int]:
-    """Which exchanges, in order of their start, have no compute of the other half inside."""
-    found, number = [], 0
-    for at, (what, half) in enumerate(events):
-        if what != "start":
-            continue
-        end = next(i for i in range(at, len(events)) if events[i] == ("wait", half))
-        if not any(e[0] == "compute" and e[1] != half for e in events[at:end]):
-            found.append(number)
-        number += 1
-    return found
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -3,11 +3,10 @@
 from distca.model.config import ModelConfig, RopeScaling
 from distca.model.layers import QKV
 from distca.model.llama import Arriving, Leaving, Llama, Seam, on_meta, plainly
-from distca.model.loss import IGNORE, Loss, cross_entropy
+from distca.model.loss import Loss, cross_entropy
 from distca.model.sizes import model_config
 
 __all__ = [
-    "IGNORE",
     "QKV",
     "Arriving",
     "Leaving",

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from distca.attention.backend import wide
-
-IGNORE = -100  # the label of a token that has no target
+from distca.data.documents import IGNORE
 
 
 class Loss(NamedTuple):
