@@ -8,6 +8,8 @@ whatever else the machine does strikes both. Lengths are fixed below. *Uneven*: 
 long document, the other short ones. *Even*: both have documents of one length, where there is
 nothing to gain and should be nothing to lose.
 
+Plans are made with a cost model fitted to kernel calls timed at the start, on both ranks at once.
+
 Predicted: the step's linear seconds plus the mean of the ranks' attention seconds, over the same
 with the worst rank's, all measured on the colocated side: what perfect balance and free traffic
 would give.
@@ -33,10 +35,17 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from distca.attention.backend import Packed
+from distca.attention.sdpa import Sdpa
 from distca.data.documents import Batch, Document
+from distca.dispatch.layout import Call
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
+from distca.planning.calibration import TimedCall, calibrated
+from distca.planning.costs import AnalyticCost
+from distca.planning.masks import Mask
+from distca.planning.spans import Ints
 from distca.runtime.batches import Recipe, StepPlan
 from distca.runtime.mesh import Parallel, Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
@@ -86,23 +95,65 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     crossing = Crossing.of(seat)
     batch = batch_of(LENGTHS[name])
     masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
+    cost = measured_cost(seat)
     plans = {
-        side: Recipe(parallel, MODEL.shape, masks, options={"cost": "cpu"}, **way).plan(batch)
+        side: Recipe(parallel, MODEL.shape, masks, options={"cost": cost}, **way).plan(batch)
         for side, way in SIDES.items()
     }
     times: dict[str, list[list[float]]] = {
         side: [] for side in plans
     }  # seconds, attention, exposed
     losses: dict[str, float] = {}
+    turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
     for number in range(steps + 2):
-        for side, plan in plans.items():
-            taken, losses[side] = step(model, crossing, plan, seat)
+        for side in turns.permutation(list(plans)).tolist():
+            taken, losses[side] = step(model, crossing, plans[side], seat)
             if number >= 2:
                 times[side].append(taken)
     if rank == 0:
         result = summary(times, plans, batch) | {"losses": losses}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def measured_cost(seat: Seat) -> AnalyticCost:
+    """Fitted to whole documents and to ends of long ones, as plans cut them; one for all ranks."""
+    shapes = [(n, n) for n in (64, 256, 1024, 4096)]
+    shapes += [(n, m) for m in (2048, 4096) for n in (128, 512, 1024)]
+    dist.barrier(group=seat.everyone)
+    times = torch.tensor([timed(queries, keys) for queries, keys in shapes])
+    dist.all_reduce(times, group=seat.everyone)
+    calls = [
+        TimedCall(*count(queries, keys), *taken)
+        for (queries, keys), taken in zip(shapes, (times / 2).tolist(), strict=True)
+    ]
+    return calibrated(MODEL.shape, calls, "measured", tile=1)
+
+
+def count(queries: int, keys: int) -> tuple[Ints, Ints, Ints]:
+    """Queries, keys and pairs of a call: as many tasks of one shape as make 4,096 rows."""
+    tasks = np.ones(4096 // keys, np.int64)
+    return tasks * queries, tasks * keys, tasks * (queries * keys - queries * (queries - 1) // 2)
+
+
+def timed(queries: int, keys: int) -> tuple[float, float]:
+    """Median seconds forward and backward."""
+    num_queries, num_keys, _ = count(queries, keys)
+    offsets = [np.concatenate([[0], np.cumsum(sizes)]) for sizes in (num_queries, num_keys)]
+    rows = [np.arange(ends[-1]) for ends in offsets]
+    packed = Packed.of(Call(Mask.parse("causal"), *rows, *offsets), "cpu")
+    q, grad = torch.randn(2, len(rows[0]), MODEL.heads, MODEL.head_dim)
+    k, v = torch.randn(2, len(rows[1]), MODEL.kv_heads, MODEL.head_dim)
+    scale, backend = MODEL.head_dim**-0.5, Sdpa()
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        done = backend.forward(q, k, v, packed, scale)
+        middle = time.perf_counter()
+        backend.backward(grad, q, k, v, *done, packed, scale)
+        times.append((middle - start, time.perf_counter() - middle))
+    forward, backward = zip(*times[1:], strict=True)
+    return median(forward), median(backward)
 
 
 def batch_of(lengths: list[int]) -> Batch:

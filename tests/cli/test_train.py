@@ -263,7 +263,8 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("train.lr=-1", "train.lr = -1.0: it must be at least 0"),
         ("train", "--set train: write it as section.name=value"),
         ("data.overlong=cut", "data.overlong = 'cut' is unknown: choose split or drop"),
-        ("data.context=65536", "is below data.context = 65536"),
+        ("data.context=65536", "is below 1 x data.context = 65536"),
+        ("parallel.micro_batches=9", "is below 9 x data.context"),
         ("data.tokenizer=nope", "nope"),
         ("model.name=nope", "model 'nope' is unknown: choose one of debug"),
         ("model.sizes={depth=3}", "model.sizes: "),
@@ -276,6 +277,14 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
 )
 def test_wrong_settings_get_one_sentence(refused: Any, setting: str, said: str) -> None:
     assert said in refused("--ranks=2", f"--set={setting}")
+
+
+def test_two_halves_that_cannot_be_packed_are_refused(refused: Any) -> None:
+    """Each must hold a document of full length, whatever the batch."""
+    settings = ("data.context=3072", "train.tokens_per_step=4096", "parallel.ping_pong=true")
+    said = refused(*(f"--set={setting}" for setting in settings))
+    assert "4096 is below 2 x data.context = 6144" in said
+    assert "in each of 2 micro-batches or halves of them" in said
 
 
 def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:

@@ -72,11 +72,12 @@ def _start_on_stream(send: Tensor, recv: Tensor, seconds: float) -> Wait:
     with torch.cuda.stream(copying):
         _drain(send)
         _fill(recv)
+    done = copying.record_event(), waiting.record_event()  # what is started later is not waited for
 
     def wait() -> None:
         now = torch.cuda.current_stream(send.device)
-        now.wait_stream(copying)
-        now.wait_stream(waiting)
+        for event in done:
+            now.wait_event(event)
 
     return wait
 

@@ -103,10 +103,12 @@ class Config:
                 f"data.weights has {len(d.weights)} values for {len(d.sources)} sources: give one"
                 " each, or none"
             )
-        if t.tokens_per_step < d.context:
+        sets = p.micro_batches * (1 + p.ping_pong)
+        if t.tokens_per_step < sets * d.context:
+            parts = f" in each of {sets} micro-batches or halves of them" if sets > 1 else ""
             raise ValueError(
-                f"train.tokens_per_step = {t.tokens_per_step} is below data.context = {d.context}:"
-                " a step must hold a document of full length"
+                f"train.tokens_per_step = {t.tokens_per_step} is below {sets} x data.context ="
+                f" {sets * d.context}: a step must hold a document of full length{parts}"
             )
 
     @classmethod

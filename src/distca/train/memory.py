@@ -56,12 +56,12 @@ def estimate(
     ends = model.vocab_size * model.hidden
     qkvo = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     kept = model.hidden + qkvo  # between seams: x, q, k, v and what was attended
-    inside = 0 if recompute else 3 * model.hidden + 3 * model.ffn
-    per_token = (kept + inside) * width // parallel.tp * model.layers
+    inside = 3 * model.hidden + 3 * model.ffn  # of a seam, at once or one after the other
+    per_token = (kept * model.layers + inside * (1 if recompute else model.layers)) * width
     return Memory(
         state=STATE_BYTES * model.num_parameters // share,
         gathered=(3 * max(matrices, ends) // parallel.tp) * width,
-        activations=tokens * per_token,
+        activations=tokens * per_token // parallel.tp,
         logits=2 * min(tokens, LOSS_CHUNK) * model.vocab_size * 4,
         exchange=2 * tokens * (qkvo + model.heads * model.head_dim) * width // parallel.tp,
     )

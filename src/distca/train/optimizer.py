@@ -40,7 +40,10 @@ def adamw(model: nn.Module, config: TrainSection) -> torch.optim.AdamW:
         {"params": [p for p in learning if p.ndim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, foreach=True)
+    fused = all(p.is_cuda for p in learning)  # there it needs no temporary copies
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=config.betas, fused=fused, foreach=not fused
+    )
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
