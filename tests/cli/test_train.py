@@ -53,12 +53,19 @@ def metrics(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 def test_two_ranks_with_a_checkpoint_and_then_more_steps_on_one(tmp_path: Path) -> None:
-    out, err = run(tmp_path, "train.steps=3", "train.checkpoint_every=3")
+    out, err = run(tmp_path, "train.steps=3", "train.checkpoint_every=3", options=("--trace=2",))
     assert err == ""
     assert "2 on the CPU: pp 1 x dp 2 x cp 1 x tp 1" in out
     assert "3 of 512 tokens" in out
     assert "step 3/3  loss " in out
     assert f"saved in {tmp_path}/checkpoints/step-00000003" in out
+    assert "GiB on a rank: state " in out
+    assert f"timeline in {tmp_path}/traces/trace.json" in out
+    events = json.loads((tmp_path / "traces" / "trace.json").read_text())["traceEvents"]
+    assert {event["args"]["name"] for event in events if event["name"] == "process_name"} == {
+        "rank 0",
+        "rank 1",
+    }
     assert "\x1b" not in out  # neither bars nor colours in a pipe
     first = metrics(tmp_path)
 

@@ -13,6 +13,7 @@ import typer
 from typer import Argument, Option
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from distca.runtime.launch import Stop
@@ -86,6 +87,14 @@ def train(
             rich_help_panel=_RUN,
         ),
     ] = False,
+    trace: Annotated[
+        int | None,
+        Option(
+            metavar="STEP",
+            help="Write a timeline of this step over all ranks, for ui.perfetto.dev.",
+            rich_help_panel=_SHOW,
+        ),
+    ] = None,
     as_json: Annotated[
         bool, Option("--json", help="One JSON object, for machines.", rich_help_panel=_SHOW)
     ] = False,
@@ -98,7 +107,8 @@ def train(
     """
     from distca.runtime.launch import is_launched, is_rank, reporting
 
-    asked = _Asked(config, tuple(settings or ()), out, resume, compare, as_json)
+    wishes = [*(settings or ()), *([] if trace is None else [f"train.trace={trace}"])]
+    asked = _Asked(config, tuple(wishes), out, resume, compare, as_json)
     if not is_rank():
         _start(asked, ranks)
         return
@@ -194,8 +204,6 @@ def check(config: "Config", num_ranks: int) -> None:
 
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
-    import torch
-
     from distca.report import units
     from distca.report.training import facts
     from distca.train import setup
@@ -206,7 +214,10 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     if sizes.servers:
         axes.append(units.several(sizes.servers, "dedicated server"))
     p, t, out = config.parallel, config.train, Path(config.out)
-    where = "GPUs" if torch.cuda.is_available() else "the CPU"
+    device = _device()
+    where = "GPUs" if device.type == "cuda" else "the CPU"
+    *parts, total = setup.memory_of(config, sizes, model, device).table().items()
+    memory = ", ".join(f"{name} {gib:.2g}" for name, gib in parts)
     how = "colocated, then disaggregated" if compare else f"{p.policy}, {p.placement} placement"
     rows = {
         "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
@@ -215,6 +226,7 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
         "attention": how + (", ping-pong" if p.ping_pong else ""),
         "data": f"{', '.join(config.data.sources)}; documents of up to"
         f" {units.count(config.data.context)} tokens",
+        "memory": f"about {total[1]:.2g} GiB on a rank: {memory}",
         "steps": f"{units.count(t.steps)} of {units.count(t.tokens_per_step)} tokens",
         "records": f"{out}/{'*/' if compare else ''}metrics.jsonl, logs in {out}/logs",
     }
@@ -234,6 +246,8 @@ def _train(config: "Config", as_json: bool) -> None:
     result = {"out": config.out, "steps": config.train.steps} | summary(records)
     result["metrics"] = f"{config.out}/metrics.jsonl"
     result["checkpoint"] = None if found is None else str(found)
+    if any(record["step"] == config.train.trace for record in records):
+        result["trace"] = f"{config.out}/traces/trace.json"
     if as_json:
         typer.echo(json.dumps(result))
     else:
@@ -297,12 +311,15 @@ def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | 
 
 
 def _precision(config: "Config") -> str:
-    import torch
-
     from distca.train import setup
 
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    return str(setup.precision_of(config, device).compute).removeprefix("torch.")
+    return str(setup.precision_of(config, _device()).compute).removeprefix("torch.")
+
+
+def _device() -> "torch.device":
+    import torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _console() -> "Console":

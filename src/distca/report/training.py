@@ -128,9 +128,12 @@ def outcome(result: Mapping[str, Any]) -> str:
             f"stopped after step {result['step']} of {steps}: saved in {found}; the same command"
             " goes on from there"
         )
+    places = [f"records in {result['metrics']}"]
+    places += [f"saved in {found}"] if found else []
+    places += [f"timeline in {result['trace']}"] if "trace" in result else []
     return (
         f"done: loss {result['loss']:.4f}, {result['tokens_per_s']:,.0f} tokens/s;"
-        f" records in {result['metrics']}" + (f", saved in {found}" if found else "")
+        f" {', '.join(places)}"
     )
 
 

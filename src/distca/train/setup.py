@@ -20,6 +20,7 @@ from distca.runtime.batches import Recipe
 from distca.runtime.mesh import Parallel
 from distca.runtime.parallelize import Precision
 from distca.train.config import Config
+from distca.train.memory import Memory, estimate
 
 
 def join_world() -> torch.device:
@@ -117,3 +118,17 @@ def precision_of(config: Config, device: torch.device) -> Precision:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return Precision(compute=getattr(torch, name), reduce=torch.float32)
+
+
+def memory_of(
+    config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
+) -> Memory:
+    """What a worker will take."""
+    p = config.parallel
+    return estimate(
+        model,
+        parallel,
+        precision_of(config, device),
+        tokens=config.train.tokens_per_step // (parallel.placing * p.micro_batches),
+        recompute=p.recompute,
+    )

@@ -34,7 +34,7 @@ from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import Memory, available, check, estimate
+from distca.train.memory import Memory, available, check
 from distca.train.metrics import Record, Records
 from distca.train.optimizer import adamw, clip, freeze, learning_rate
 from distca.train.trace import tracing
@@ -125,13 +125,9 @@ class Trainer:
 
     def _check_memory(self, parallel: Parallel) -> Memory:
         """The estimate for a worker; refuses what cannot fit."""
-        config = self.config
-        tokens = config.train.tokens_per_step // (parallel.placing * config.parallel.micro_batches)
-        precision = setup.precision_of(config, self.device)
-        recompute = config.parallel.recompute
-        memory = estimate(self.model_config, parallel, precision, tokens, recompute=recompute)
+        memory = setup.memory_of(self.config, parallel, self.model_config, self.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        check(memory, available(self.device, local, config.parallel.memory_gib))
+        check(memory, available(self.device, local, self.config.parallel.memory_gib))
         return memory
 
     def _agree_on_start(self) -> None:
