@@ -26,6 +26,7 @@ from torch import Tensor
 from distca.attention import Backend, Packed, Traits, backends
 from distca.attention.core import CoreAttention
 from distca.attention.reference import Reference
+from distca.attention.route import TensorKind
 from distca.attention.steps import BackwardPass, ForwardPass
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Call, Layout
@@ -308,7 +309,7 @@ def replay_ranks(plan: Plan, backend: Backend, servers: Sequence[int]) -> Record
         q, k, v, grad = (
             noise(tokens, heads, number) for heads, number in ((32, 0), (8, 0), (8, 1), (32, 1))
         )
-        execution = attention._execution(q, k, plan)
+        execution = attention.execution(TensorKind.of(q, k), plan, plan)
         attended = ForwardPass(execution, q, k, v).finish()
 
         def forward(execution=execution, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]

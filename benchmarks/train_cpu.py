@@ -46,9 +46,10 @@ from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs import AnalyticCost
 from distca.planning.masks import Mask
 from distca.planning.spans import Ints
-from distca.runtime.batches import Recipe, StepPlan
+from distca.runtime.batches import StepPlan
 from distca.runtime.mesh import Parallel, Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
 MODEL = ModelConfig(  # heads wider than the model, in the proportions of Qwen3-0.6B
@@ -165,9 +166,7 @@ def step(model: Llama, crossing: Crossing, plan: StepPlan, seat: Seat) -> tuple[
     """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
     dist.barrier(group=seat.everyone)
     start = time.perf_counter()
-    (halves,) = plan.micro_batches
-    loss = torch.stack([x.total for x in crossing.losses(model, halves)]).sum() / plan.num_targets
-    loss.backward()
+    loss = crossing.learn(model, plan)
     model.zero_grad()
     dist.barrier(group=seat.everyone)
     wall = time.perf_counter() - start
@@ -202,7 +201,7 @@ def summary(
             side: [median(row[3 + rank] for row in rows) for rank in (0, 1)]
             for side, rows in times.items()
         },
-        "imbalance_before": plans["colocated"].micro_batches[0][0].plans[0].imbalance_before,
+        "imbalance_before": plans["colocated"].imbalance_before,
     }
 
 

@@ -39,9 +39,10 @@ from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam, Walk, on_meta
 from distca.model.sizes import model_config
-from distca.runtime.batches import Half, Recipe
+from distca.runtime.batches import StepPlan
 from distca.runtime.mesh import Parallel, Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
@@ -111,19 +112,23 @@ def steps(rounds: int, only_layers: int) -> Iterator[Record]:
 def compare(
     model: Llama, optimizer: torch.optim.Optimizer, seat: Seat, lengths: list[int], rounds: int
 ) -> Record:
-    crossing, walk = Crossing.of(seat, recompute=True), bare_walk(lengths)
-    (halves,) = recipe(model.config, Parallel()).plan(batch_of(lengths)).micro_batches
+    crossing = Crossing.of(seat, recompute=True, dtype=BF16.compute)
+    walk, step = bare_walk(lengths), recipe(model.config, Parallel()).plan(batch_of(lengths))
+    ((half,),) = step.micro_batches
     losses: dict[str, Tensor] = {}
 
     def distca() -> None:
-        (loss,) = crossing.losses(model, halves)
-        losses["distca"] = finish(loss.total, optimizer)
+        losses["distca"] = crossing.learn(model, step)
+        change(optimizer)
 
     def bare() -> None:
-        rows = halves[0].rows(0)
+        rows = half.rows(0)
         tokens, positions, labels = (t.to(DEVICE, non_blocking=True) for t in rows[:3])
         (leaving,) = model([Arriving(tokens, positions, labels=labels)], walk)
-        losses["bare"] = finish(leaving.loss.total, optimizer)
+        mean = leaving.loss.total / step.num_targets
+        mean.backward()
+        losses["bare"] = mean.detach()
+        change(optimizer)
 
     torch.cuda.reset_peak_memory_stats()
     times = measure({"bare": bare, "distca": distca}, rounds)
@@ -136,15 +141,13 @@ def compare(
         "distca MFU": flops / times["distca"],
         "peak GiB": torch.cuda.max_memory_allocated() / GIB,
         "estimated GiB": estimated(model.config) / GIB,
-        "last losses": [float(losses[side]) / TOKENS for side in ("bare", "distca")],
+        "last losses": [float(losses[side]) for side in ("bare", "distca")],
     }
 
 
-def finish(loss: Tensor, optimizer: torch.optim.Optimizer) -> Tensor:
-    (loss / TOKENS).backward()
+def change(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     optimizer.zero_grad()
-    return loss.detach()
 
 
 def bare_walk(lengths: list[int]) -> Walk:
@@ -199,12 +202,12 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
     batch, parallel = batch_of(lengths.tolist()), Parallel(dp=RANKS)
     for placement in ("given", "balanced"):
         plans = {
-            ping_pong: recipe(config, parallel, placement=placement, ping_pong=ping_pong)
-            .plan(batch)
-            .micro_batches[0]
+            ping_pong: recipe(config, parallel, placement=placement, ping_pong=ping_pong).plan(
+                batch
+            )
             for ping_pong in (False, True)
         }
-        traffic = plans[False][0].plans[0].traffic
+        traffic = plans[False].slots[0][0][0].traffic
         load = np.maximum(traffic.send, traffic.recv)
         order = np.argsort(load)
         for what, rank in (("median", int(order[RANKS // 2])), ("busiest", int(order[-1]))):
@@ -234,20 +237,21 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
 class Replayed:
     """Forward and backward of one rank of many."""
 
-    def __init__(
-        self, model: Llama, rank: int, halves: tuple[Half, ...], bytes_per_s: float
-    ) -> None:
-        seat: Any = SimpleNamespace(device=DEVICE, plan_rank=rank, tp_mesh=None)
-        attentions = tuple(
-            CoreAttention(transport=ThrottledTransport(rank, RANKS, bytes_per_s)) for _ in halves
+    def __init__(self, model: Llama, rank: int, step: StepPlan, bytes_per_s: float) -> None:
+        parallel = Parallel(dp=RANKS)
+        seat: Any = SimpleNamespace(
+            device=DEVICE, parallel=parallel, stage=0, worker=rank, tp_mesh=None, ends=None
         )
-        self.crossing = Crossing(seat, attentions, recompute=True)
-        self.model, self.halves = model, halves
+        attentions = tuple(
+            CoreAttention(transport=ThrottledTransport(rank, RANKS, bytes_per_s))
+            for _ in step.micro_batches[0]
+        )
+        self.crossing = Crossing(seat, attentions, recompute=True, dtype=BF16.compute)
+        self.model, self.step = model, step
         self._exposed: list[float] = []
 
     def __call__(self) -> None:
-        losses = [loss.total for loss in self.crossing.losses(self.model, self.halves)]
-        torch.stack(losses).sum().backward()
+        self.crossing.learn(self.model, self.step)
         self.model.zero_grad()
         spent = [attention.meter.take() for attention in self.crossing.attentions]
         self._exposed.append(sum(seconds.get("exposed", 0.0) for seconds in spent))

@@ -67,8 +67,8 @@ class RecordedAttention(CoreAttention):
         super().__init__(transport=Recording(transport, half, events), scale=SCALE)
         self.recording = RecordingBackend(half, events)
 
-    def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> Execution:
-        return replace(super()._execution(q, k, plan), backend=self.recording)
+    def execution(self, *args: Any) -> Execution:
+        return replace(super().execution(*args), backend=self.recording)
 
 
 class Seam(torch.autograd.Function):

@@ -11,6 +11,7 @@ from distca.data.documents import IGNORE
 from distca.model import Arriving, Leaving, Llama, ModelConfig, RopeScaling, plainly
 from distca.model.initialize import initialize
 from distca.model.layers import frequencies, rotate
+from distca.model.llama import EMBEDDING
 
 LENGTHS = bodies.LENGTHS
 FAMILIES = {
@@ -182,9 +183,19 @@ def test_a_stage_outside_the_model_is_refused(start: int, stop: int) -> None:
         Llama(tiny(), start, stop)
 
 
-def test_tied_ends_must_share_a_stage() -> None:
-    with pytest.raises(ValueError, match="tied embedding must lie in one stage"):
-        Llama(tiny(tied=True), 0, 2)
+def test_tied_ends_in_two_stages_are_the_same_parameter_twice() -> None:
+    config = tiny(tied=True)
+    first, last = Llama(config, 0, 2), Llama(config, 2)
+    for stage in (first, last):
+        initialize(stage, seed=0)
+    ends = (EMBEDDING, f"seams.{config.layers}.head.output.weight")
+    assert [stage.whole_name(end) for stage, end in zip((first, last), ends, strict=True)] == [
+        EMBEDDING,
+        EMBEDDING,
+    ]
+    assert torch.equal(first.get_parameter(ends[0]), last.get_parameter(ends[1]))
+    names = {stage.whole_name(n) for stage in (first, last) for n, _ in stage.named_parameters()}
+    assert names == {name for name, _ in Llama(config).named_parameters()}
 
 
 def test_rotation_turns_pairs_by_position() -> None:

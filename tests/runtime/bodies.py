@@ -16,9 +16,9 @@ from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Llama, on_meta, plainly
 from distca.planning.masks import CAUSAL
-from distca.runtime.batches import Recipe
 from distca.runtime.mesh import Parallel, Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
 TINY = ModelConfig(vocab_size=61, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=48)
@@ -39,6 +39,7 @@ class Case:
     policy: str = "distca"
     micro_batches: int = 1
     recompute: bool = False
+    stage_layers: tuple[int, ...] = ()
     frozen: int = 0  # layers from the first on whose weights, and the embedding's, do not learn
 
     def recipe(self) -> Recipe:
@@ -50,6 +51,8 @@ class Case:
             ping_pong=self.ping_pong,
             placement=self.placement,
             policy=self.policy,
+            layers=self.stage_layers,
+            first_part=2 * self.frozen + 1 if self.frozen else 0,
             options={"tile": 8, "min_shard": 8, "cost": "pairs"},
         )
 
@@ -72,24 +75,19 @@ def one_step(
     crossing = Crossing.of(
         seat, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
     )
-    step = case.recipe().plan(batch)
-    if seat.serves_only:
-        for halves in step.micro_batches:
-            crossing.serve(halves, backward=case.config.layers - case.frozen)
+    recipe = case.recipe()
+    model = None
+    if seat.stage is not None:
+        model = on_meta(case.config, *recipe.stages[seat.stage])
+        parallelize(model, seat, Precision())
+        initialize(model, seed=0)
+        freeze(model, case.frozen)
+    total = crossing.learn(model, recipe.plan(batch))
+    dist.all_reduce(total, group=seat.everyone)
+    if model is None:
         return None
-    model = on_meta(case.config)
-    parallelize(model, seat, Precision())
-    initialize(model, seed=0)
-    freeze(model, case.frozen)
-    total = torch.zeros(())
-    for number, halves in enumerate(step.micro_batches):
-        last = number + 1 == len(step.micro_batches)
-        model.set_requires_gradient_sync(last)  # type: ignore[operator]
-        losses = [loss.total / step.num_targets for loss in crossing.losses(model, halves)]
-        torch.stack(losses).sum().backward()
-        total += torch.stack([loss.detach() for loss in losses]).sum()
-    dist.all_reduce(total, group=seat.workers)
-    return total.item(), {name: whole(p.grad) for name, p in model.named_parameters()}
+    grads = {model.whole_name(name): whole(p.grad) for name, p in model.named_parameters()}
+    return total.item(), grads
 
 
 def freeze(model: Llama, layers: int) -> None:

@@ -21,7 +21,6 @@ from distca.data.documents import Batch
 from distca.dispatch.transport import DistributedTransport, Wait
 from distca.model.initialize import initialize
 from distca.model.llama import on_meta
-from distca.planning.plan import Plan
 from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import Crossing
 
@@ -62,8 +61,8 @@ class RecordingAttention(CoreAttention):
         super().__init__(transport=RecordingTransport(group, control, half, events))
         self.recording = RecordingBackend(half, events)
 
-    def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> Execution:
-        return replace(super()._execution(q, k, plan), backend=self.recording)
+    def execution(self, *args: Any) -> Execution:
+        return replace(super().execution(*args), backend=self.recording)
 
 
 def recorded_step(
@@ -74,21 +73,24 @@ def recorded_step(
     attentions = tuple(
         RecordingAttention(seat.attention, seat.control, half, events) for half in (0, 1)
     )
-    crossing = Crossing(seat, attentions, recompute=case.recompute)
+    crossing = Crossing(
+        seat,
+        attentions,
+        recompute=case.recompute,
+        observe=lambda number, _: events.append(("tick", number)),
+    )
     model = on_meta(case.config)
     parallelize(model, seat, Precision())
     initialize(model, seed=0)
     for seam in model.in_order:
         _record_parts(seam, events)
-    (halves,) = case.recipe().plan(batch).micro_batches
-    torch.stack([x.total for x in crossing.losses(model, halves)]).sum().backward()  # warm-up
+    step = case.recipe().plan(batch)
+    crossing.learn(model, step)  # warm-up
     events.clear()
     with Collectives() as collectives:
-        loss = torch.stack([x.total for x in crossing.losses(model, halves)]).sum()
-        forward = list(events)
-        events.clear()
-        loss.backward()
-    return forward, events, collectives.counts
+        crossing.learn(model, step)
+    tick = events.index(("tick", 0))
+    return events[:tick], events[tick + 1 : -1], collectives.counts
 
 
 def _record_parts(seam: Any, events: Events) -> None:

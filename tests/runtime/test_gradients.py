@@ -48,19 +48,65 @@ CASES: dict[str, Case] = {
 }
 
 
+FOUR = replace(TINY, layers=4)
+MIXED = replace(TINY, layers=4, window=20, window_pattern=2)
+PIPELINES: dict[str, Case] = {
+    "pp2": Case(Parallel(pp=2), micro_batches=3),
+    "pp2, ping-pong": Case(Parallel(pp=2), micro_batches=3, **PING_PONG),
+    "pp2, ping-pong, recomputed": Case(
+        Parallel(pp=2), micro_batches=2, recompute=True, **PING_PONG
+    ),
+    "pp2, fewer micro-batches than stages": Case(Parallel(pp=2)),
+    "pp2, colocated": Case(Parallel(pp=2), micro_batches=3, policy="colocated"),
+    "pp2, windows": Case(Parallel(pp=2), MIXED, micro_batches=3, **PING_PONG),
+    "pp2, uneven layers": Case(Parallel(pp=2), FOUR, micro_batches=3, stage_layers=(1, 3)),
+    "pp2, uneven layers, windows, ping-pong": Case(
+        Parallel(pp=2), MIXED, micro_batches=2, stage_layers=(3, 1), **PING_PONG
+    ),
+    "pp2, tied": Case(Parallel(pp=2), replace(TINY, tied=True), micro_batches=2),
+    "pp2, a part of the first stage frozen": Case(
+        Parallel(pp=2), FOUR, micro_batches=3, frozen=1, **PING_PONG
+    ),
+    "pp2, the first stage frozen": Case(Parallel(pp=2), FOUR, micro_batches=3, frozen=2),
+    "pp2, more than the first stage frozen": Case(Parallel(pp=2), FOUR, micro_batches=3, frozen=3),
+    "pp4": Case(Parallel(pp=4), FOUR, micro_batches=4),
+    "pp4, ping-pong": Case(Parallel(pp=4), FOUR, micro_batches=3, **PING_PONG),
+    "pp2 x dp2": Case(Parallel(pp=2, dp=2), micro_batches=3),
+    "pp2 x dp2, ping-pong, balanced": Case(
+        Parallel(pp=2, dp=2), micro_batches=2, **PING_PONG, **BALANCED
+    ),
+    "pp2 x dp2, tied": Case(Parallel(pp=2, dp=2), replace(TINY, tied=True), micro_batches=2),
+    "pp2 x cp2": Case(Parallel(pp=2, cp=2), micro_batches=2),
+    "pp2 x tp2": Case(Parallel(pp=2, tp=2), micro_batches=3),
+    "pp2 x tp2, ping-pong, tied": Case(
+        Parallel(pp=2, tp=2), replace(TINY, tied=True), micro_batches=2, **PING_PONG
+    ),
+    "pp2 x dp2 + 1 server": Case(Parallel(pp=2, dp=2, servers=1), micro_batches=2),
+    "pp2 x dp2 + 1 server, ping-pong": Case(
+        Parallel(pp=2, dp=2, servers=1), micro_batches=2, **PING_PONG
+    ),
+}
+CASES |= PIPELINES
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_is_that_of_a_plain_loop(world: World, name: str) -> None:
     case, batch = CASES[name], batch_of()
     loss, right = plain_loop(case, batch)
     ranks = case.parallel.num_ranks
+    seen: set[str] = set()
     for answer in world(ranks).run(one_step, case, batch, ranks=ranks):
         if answer is None:
             continue
         found_loss, grads = answer
         assert found_loss == pytest.approx(loss, rel=1e-5)
-        assert grads.keys() == right.keys()
-        for parameter, grad in right.items():
-            assert grads[parameter].shape == grad.shape, parameter
-            error = (grads[parameter] - grad).norm() / grad.norm().clamp_min(1e-6)
+        for parameter, found in grads.items():
+            grad = right[parameter]
+            assert found.shape == grad.shape, parameter
+            error = (found - grad).norm() / grad.norm().clamp_min(1e-6)
             assert torch.isfinite(error), parameter
             assert error < 1e-5, f"{parameter} is off by {error:.1e}"
+        seen |= grads.keys()
+        if case.parallel.pp == 1:
+            assert grads.keys() == right.keys()
+    assert seen == right.keys()

@@ -15,7 +15,7 @@ TINY = {
     "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
     "data.sources": '["lognormal:120:1.6"]',
     "data.tokenizer": '"ids:61"',
-    "data.context": "1200",
+    "data.context": "600",
     "data.held_out": "0.05",
     "train.tokens_per_step": "2400",
     "train.steps": "20",
@@ -25,11 +25,13 @@ TINY = {
 ALONE: dict[str, str] = {}
 COLOCATED = {"parallel.policy": "colocated", "parallel.placement": "given"}
 PING_PONG = {"parallel.ping_pong": "true", "parallel.recompute": "true"}
+PIPELINE = {"parallel.pp": "2", "parallel.micro_batches": "4"}
 SERVED = {"parallel.servers": "1", "parallel.placement": "given"}
 MESHES: dict[str, tuple[int, dict[str, str]]] = {
     "dp2, colocated": (2, COLOCATED),
     "dp2, ping-pong": (2, PING_PONG),
     "2 + 1 server": (3, SERVED),
+    "pp2 x dp2": (4, PIPELINE),
 }
 OTHERS: dict[str, tuple[int, dict[str, str]]] = {
     "cp2": (2, {"parallel.cp": "2", "parallel.placement": "given"}),
@@ -38,6 +40,9 @@ OTHERS: dict[str, tuple[int, dict[str, str]]] = {
     "dp2 x cp2": (4, {"parallel.cp": "2", "parallel.placement": "given"}),
     "2 + 2 servers, ping-pong": (4, {"parallel.servers": "2", **PING_PONG}),
     "dp2, three micro-batches": (2, {"parallel.micro_batches": "3"}),
+    "pp2, ping-pong": (2, {"parallel.pp": "2", "parallel.micro_batches": "2", **PING_PONG}),
+    "pp2 x tp2": (4, {"parallel.tp": "2", **PIPELINE}),
+    "pp2 x dp2 + 1 server": (5, {"parallel.servers": "1", **PIPELINE}),
 }
 
 
@@ -97,14 +102,35 @@ def test_another_world_goes_on_where_the_first_stopped(
     assert [json.loads(line)["step"] for line in lines] == list(range(20))
 
 
+@pytest.mark.parametrize("tied", ["false", "true"])
+def test_stages_go_on_where_one_stage_stopped_and_back(
+    world: World, tmp_path: Path, tied: str
+) -> None:
+    model = {"model.sizes": TINY["model.sizes"].replace("}", f", tied={tied}}}")}
+    settings = {**model, "train.steps": "9", "train.checkpoint_every": "3"}
+    right = run(world, 1, tmp_path / "whole", **settings)
+    out = tmp_path / "turns"
+    turns = [(2, PIPELINE, "3"), (1, {}, "6"), (2, PIPELINE, "9")]
+    found = [
+        record
+        for ranks, way, stop in turns
+        for record in run(world, ranks, out, **settings, **way, stop_after=stop)
+    ]
+    assert [record["step"] for record in found] == list(range(9))
+    assert losses(found) == pytest.approx(losses(right), rel=1e-4)
+    norms = [[record["grad_norm"] for record in records] for records in (found, right)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+
+
 def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> None:
     settings = {"train.steps": "2", "train.eval_every": "2", "train.eval_tokens": "2000"}
     one = run(world, 1, tmp_path / "one", **settings)[-1]
     two = run(world, 2, tmp_path / "two", **settings, **PING_PONG)[-1]
     three = run(world, 3, tmp_path / "three", **settings, **SERVED)[-1]
+    stages = run(world, 2, tmp_path / "stages", **settings, **PIPELINE)[-1]
     names = [name for name in one if name.startswith("eval_loss")]
     assert len(names) > 1  # in all, and by length
-    for other in (two, three):
+    for other in (two, three, stages):
         assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
 
 
@@ -125,7 +151,8 @@ def test_a_pattern_that_fits_nothing_is_told(world: World, tmp_path: Path) -> No
 
 
 def test_a_trace_shows_all_ranks(world: World, tmp_path: Path) -> None:
-    run(world, 2, tmp_path, **{"train.steps": "2", "train.trace": "1"})
+    settings = {"train.steps": "2", "train.trace": "1", "parallel.placement": "given"}
+    run(world, 2, tmp_path, **settings)
     events = json.loads((tmp_path / "traces" / "trace.json").read_text())["traceEvents"]
     ranks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert ranks == {"rank 0", "rank 1"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -30,14 +29,6 @@ class _Ready(NamedTuple):
     handle: int
     execution: steps.Execution
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
-
-
-class Served(NamedTuple):
-    """What a rank without tokens runs, and its empty tensors."""
-
-    execution: steps.Execution
-    q: Tensor
-    k: Tensor
 
 
 class CoreAttention:
@@ -75,7 +66,7 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
-        self._served: WeakKeyDictionary[Plan, dict[bool, Served]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, steps.Execution]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -95,14 +86,19 @@ class CoreAttention:
         Runs ``layers`` forward exchanges and then ``backward`` of them the other way: all by
         default, fewer where the first layers are frozen, 0 where the others are in no_grad.
         """
-        serve_turns([[(self, plan)]] * layers, layers if backward is None else backward)
-
-    def join(self, plan: Plan, *, grad_mode: bool, complaint: str = "") -> Served:
-        """What a rank without tokens runs; agreed with the others at the plan's first turn."""
+        backward = layers if backward is None else backward
+        complaint = ""
+        if not 0 <= backward <= layers:
+            complaint = f"{backward} of {layers} layers backward: serve from none to all of them"
         known = self._served.setdefault(plan, {})
-        if grad_mode not in known:
-            known[grad_mode] = self._join(plan, grad_mode, complaint)
-        return known[grad_mode]
+        learning = backward != 0
+        if complaint or learning not in known:
+            known[learning] = self._join(plan, learning, complaint)
+        served = known[learning]
+        for _ in range(layers):
+            steps.serve_forward([served])
+        for _ in range(backward):
+            steps.serve_backward([served])
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
         """Known already, or agreed upon now; raises on all ranks where one of them cannot."""
@@ -112,7 +108,7 @@ class CoreAttention:
             execution, complaint = None, ""
             try:
                 _check(q, k, v, plan, self.transport)
-                execution = self._execution(q, k, plan)
+                execution = self.execution(TensorKind.of(q, k), plan, plan)
             except ValueError as error:
                 complaint = str(error)
             heads, kv_heads, size = (q.shape[1], k.shape[1], q.shape[2]) if execution else (0, 0, 0)
@@ -133,7 +129,7 @@ class CoreAttention:
             known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> Served:
+    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> steps.Execution:
         """A server takes the terms of those that bring tensors."""
         rank, execution = self.transport.rank, None
         if tokens := _tokens(plan, rank):
@@ -142,16 +138,20 @@ class CoreAttention:
         terms = agree(self.transport, mine).terms
         if terms["heads"] is None:
             raise DisagreementError("every rank serves and none brings tensors: there is no work")
-        like = {"dtype": getattr(torch, terms["dtype"]), "device": terms["device"]}
-        q = torch.empty(0, terms["heads"], terms["head_size"], **like)
-        k = torch.empty(0, terms["kv_heads"], terms["head_size"], **like)
+        kind = TensorKind(
+            heads=terms["heads"],
+            kv_heads=terms["kv_heads"],
+            head_dim=terms["head_size"],
+            dtype=getattr(torch, terms["dtype"]),
+            device=torch.empty(0, device=terms["device"]).device,  # with its number
+        )
         try:
-            execution = self._execution(q, k, plan)
+            execution = self.execution(kind, plan, plan)
         except ValueError as error:
             complaint = str(error)
         agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
         assert execution is not None  # without one there was a complaint
-        return Served(execution, q, k)
+        return execution
 
     def _agree(self, terms: Terms) -> Agreed:
         agreed = agree(self.transport, terms)
@@ -159,13 +159,21 @@ class CoreAttention:
             agree(self.transport, Terms(terms.plan))
         return agreed
 
-    def _execution(self, q: Tensor, k: Tensor, plan: Plan) -> steps.Execution:
-        rank, kind = self.transport.rank, TensorKind.of(q, k)
-        masks = [Mask(reach) for reach in sorted(set(plan.reach.tolist()))]
+    def execution(
+        self, kind: TensorKind, forward: Plan | None, backward: Plan | None
+    ) -> steps.Execution:
+        """This rank's part of a plan for each direction, which may be the same.
+
+        Nothing is agreed here: the caller knows that all ranks run the same.
+        """
+        rank, (q, k, _) = self.transport.rank, kind.no_rows()
+        reaches = {int(r) for plan in (forward, backward) if plan for r in plan.reach}
+        masks = [Mask(reach) for reach in sorted(reaches)]
         traits = Traits.of(q, k, masks, deterministic=self.deterministic)
         execution = steps.Execution(
-            forward=Route.of(plan, rank, kind, backward=False),
-            backward=Route.of(plan, rank, kind, backward=True),
+            forward=Route.of(forward, rank, kind, backward=False) if forward else None,
+            backward=Route.of(backward, rank, kind, backward=True) if backward else None,
+            kind=kind,
             transport=self.transport,
             buffers=self.buffers,
             backend=choose(self.backend, traits),
@@ -173,42 +181,11 @@ class CoreAttention:
             deterministic=self.deterministic,
             meter=self.meter,
         )
-        for route in (execution.forward, execution.backward):
+        for route in filter(None, (execution.forward, execution.backward)):
             for message in filter(None, (route.itinerary.out, route.itinerary.back)):
                 self.buffers.check("send", message.outbox.num_bytes)
                 self.buffers.check("receive", message.inbox.num_bytes)
         return execution
-
-
-def serve_turns(
-    turns: Sequence[Sequence[tuple[CoreAttention, Plan]]], backward: int | None = None
-) -> None:
-    """Serves layer after layer, each with one half or with ping and pong, then backward.
-
-    The order of exchanges is that of ranks with a model: all halves are sent, then computed in
-    turn; backward the same in reverse.
-    """
-    backward = len(turns) if backward is None else backward
-    complaint = ""
-    if not 0 <= backward <= len(turns):
-        complaint = f"{backward} of {len(turns)} layers backward: serve from none to all of them"
-    for halves in turns:
-        flying = []
-        for attention, plan in halves:
-            execution, q, k = attention.join(plan, grad_mode=backward != 0, complaint=complaint)
-            flying.append(steps.ForwardPass(execution, q, k, k))
-        for part in flying:
-            part.attend()
-        attended = [part.finish() for part in flying][-1]  # empty, and all alike
-    for halves in reversed(turns[len(turns) - backward :]):
-        returning = []
-        for attention, plan in reversed(halves):
-            execution, q, k = attention.join(plan, grad_mode=True)
-            returning.append(steps.BackwardPass(execution, q, q, k, k, attended))
-        for way_back in returning:
-            way_back.attend()
-        for way_back in returning:
-            way_back.finish()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:

@@ -36,6 +36,12 @@ class TensorKind:
     def of(cls, q: Tensor, k: Tensor) -> TensorKind:
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
 
+    def no_rows(self) -> tuple[Tensor, Tensor, Tensor]:
+        """q, k and v of a rank without tokens."""
+        q = torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
+        k = torch.empty(0, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
+        return q, k, k
+
 
 @dataclass(frozen=True, eq=False)
 class RoutedCall:

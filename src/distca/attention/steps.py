@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distca.attention.backend import Attended, Backend, Gradients, wide
-from distca.attention.route import Route, RoutedCall
+from distca.attention.route import Route, RoutedCall, TensorKind
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
 from distca.dispatch.roundtrip import RoundTrip
@@ -26,10 +26,11 @@ from distca.dispatch.transport import Transport
 
 @dataclass(frozen=True, eq=False)
 class Execution:
-    """One plan on one rank, ready to run layer after layer."""
+    """One plan on one rank, ready to run layer after layer; None where it never goes that way."""
 
-    forward: Route
-    backward: Route
+    forward: Route | None
+    backward: Route | None
+    kind: TensorKind
     transport: Transport
     buffers: Buffers
     backend: Backend
@@ -58,6 +59,7 @@ class ForwardPass:
 
     @torch.no_grad()
     def __init__(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> None:
+        assert execution.forward is not None, "this execution only goes backward"
         self._execution, self._route = execution, execution.forward
         self._qkv = (q, k, v)
         self._result: Attended | None = None
@@ -124,6 +126,7 @@ class BackwardPass:
         v: Tensor,
         attended: Attended,
     ) -> None:
+        assert execution.backward is not None, "this execution only goes forward"
         self._execution, self._route = execution, execution.backward
         # In the order of the message. Kernels want rows in one piece; autograd does not promise it.
         self._rows = (q, k, v, attended.out, attended.lse, grad_out.contiguous())
@@ -186,6 +189,29 @@ class BackwardPass:
             return x.backend.backward(
                 grad_out, q, k, v, out, lse, call.packed, x.scale, x.deterministic
             )
+
+
+def serve_forward(halves: Sequence[Execution]) -> None:
+    """One layer on a rank without tokens, in the order of ranks with some: all halves are sent,
+    then computed in turn."""
+    flying = [ForwardPass(execution, *execution.kind.no_rows()) for execution in halves]
+    for half in flying:
+        half.attend()
+    for half in flying:
+        half.finish()
+
+
+def serve_backward(halves: Sequence[Execution]) -> None:
+    """The same in reverse: the last half comes first."""
+    returning = []
+    for execution in reversed(halves):
+        q, k, v = execution.kind.no_rows()
+        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        returning.append(BackwardPass(execution, q, q, k, v, Attended(q, lse)))
+    for half in returning:
+        half.attend()
+    for half in returning:
+        half.finish()
 
 
 class _Sums:

@@ -159,7 +159,7 @@ def _step(seat: "Seat", ping_pong: bool) -> Row:
     from distca.data.documents import Batch, Document
     from distca.model.initialize import initialize
     from distca.model.llama import Arriving, on_meta, plainly
-    from distca.runtime.batches import Recipe
+    from distca.runtime.recipe import Recipe
     from distca.runtime.step import Crossing
 
     config = _tiny()
@@ -171,12 +171,8 @@ def _step(seat: "Seat", ping_pong: bool) -> Row:
         seat.parallel, config.shape, masks, ping_pong=ping_pong, placement="balanced", options=GRAIN
     )
     step = recipe.plan(batch)
-    (halves,) = step.micro_batches
     model = _sharded(seat, config)
-    losses = Crossing.of(seat, halves=len(halves)).losses(model, halves)
-    mean = torch.stack([loss.total for loss in losses]).sum() / step.num_targets
-    mean.backward()  # type: ignore[no-untyped-call]
-    total = mean.detach().cpu()
+    total = Crossing.of(seat, halves=1 + ping_pong).learn(model, step).cpu()
     dist.all_reduce(total, group=seat.everyone)
 
     def attend(layer: int, q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":

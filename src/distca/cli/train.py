@@ -200,7 +200,9 @@ def check(config: "Config", num_ranks: int) -> None:
 
     parallel = setup.parallel_of(config, num_ranks)
     parallel.check(num_ranks)
-    parallelize.check(setup.model_of(config, setup.tokenizer_of(config)), parallel.tp)
+    model = setup.model_of(config, setup.tokenizer_of(config))
+    parallelize.check(model, parallel.tp)
+    setup.recipe_of(config, parallel, model, _device())
 
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:

@@ -73,7 +73,7 @@ def load(model: Llama, folder: Path | str, *, device: torch.device | str | None 
     files = _files(folder)
     _check_names(model.config, files)
     materialize(model, device)
-    parameters = {hf_name(name): p for name, p in model.named_parameters()}
+    parameters = {hf_name(model.whole_name(name)): p for name, p in model.named_parameters()}
     for name, tensor in _tensors(folder, {name: files[name] for name in parameters}):
         parameter = parameters[name]
         if tensor.shape != parameter.shape:

@@ -33,7 +33,8 @@ def initialize(model: Llama, seed: int, *, device: torch.device | str | None = N
             fill(parameter, torch.ones(parameter.shape, device=parameter.device))
             continue
         std = STD * (2 * model.config.layers) ** -0.5 if name.endswith(INTO_RESIDUAL) else STD
-        generator = torch.Generator(parameter.device).manual_seed(_seed_of(seed, name))
+        number = _seed_of(seed, model.whole_name(name))
+        generator = torch.Generator(parameter.device).manual_seed(number)
         drawn = torch.empty(parameter.shape, dtype=torch.float32, device=parameter.device)
         fill(parameter, drawn.normal_(0.0, std, generator=generator))
 
@@ -42,8 +43,7 @@ def materialize(model: Llama, device: torch.device | str | None = None) -> None:
     """Gives memory, uninitialised, to a model on meta; others stay as they are."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device or "cpu")
-        if model.config.tied:
-            model.tie()  # to_empty makes two of one
+        model.tie()  # to_empty makes two of one
 
 
 @torch.no_grad()

@@ -42,6 +42,7 @@ class Leaving(NamedTuple):
     loss: Loss | None = None
 
 
+EMBEDDING = "seams.0.embed.weight"
 Part = Callable[[Arriving], Leaving]  # a seam's work on one half
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v -> [T, H, D]
 Walk = Callable[[Sequence["Seam"], list[Arriving]], list[Leaving]]
@@ -127,16 +128,15 @@ class Llama(nn.Module):
             enters = number > start or number == 0
             leaves = number < stop or number == config.layers
             self.seams[str(number)] = Seam(config, number, enters=enters, leaves=leaves)
-        if config.tied:
-            self.tie()
+        self.tie()
 
     def tie(self) -> None:
-        """Makes the output head's weight the embedding's, again after parameters were replaced."""
-        if not self.is_whole:
-            raise ValueError(
-                f"layers [{self.start}, {self.stop}) of {self.config.layers}: a tied embedding"
-                " must lie in one stage with the output head; use no pipeline, or tied = False"
-            )
+        """Makes a tied output head's weight the embedding's, again after parameters were replaced.
+
+        Where they lie in two stages each has a copy, and whoever trains them adds their gradients.
+        """
+        if not self.config.tied or not self.is_whole:
+            return
         first, last = self.in_order[0], self.in_order[-1]
         assert first.embed is not None
         assert last.head is not None
@@ -145,6 +145,15 @@ class Llama(nn.Module):
     @property
     def is_whole(self) -> bool:
         return self.start == 0 and self.stop == self.config.layers
+
+    def whole_name(self, name: str) -> str:
+        """What a parameter of this stage is called in the whole model: a tied head's weight is the
+        embedding's."""
+        return EMBEDDING if self.config.tied and name == self.output_name else name
+
+    @property
+    def output_name(self) -> str:
+        return f"seams.{self.config.layers}.head.output.weight"
 
     @property
     def in_order(self) -> list[Seam]:

@@ -35,6 +35,14 @@ class CostModel(Protocol):
         """What no task goes below, forward; for lower bounds."""
         ...
 
+    @property
+    def least_backward_ps_per_pair(self) -> float: ...
+
+    @property
+    def linear_tflops(self) -> float:
+        """The rate of linear layers beside the attention."""
+        ...
+
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints: ...
 
     def backward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints: ...
@@ -46,6 +54,8 @@ class PairsCost:
 
     name: str = "pairs"
     least_forward_ps_per_pair: float = 2.0
+    least_backward_ps_per_pair: float = 5.0
+    linear_tflops: float = float("inf")  # no seconds here, so linear layers take none
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return 2 * pairs
@@ -78,6 +88,7 @@ class AnalyticCost:
     backward: KernelRate
     name: str = "analytic"
     tile: int = TILE  # query rows that are computed together, full or not
+    linear_tflops: float = 610.0
 
     @classmethod
     def of(cls, shape: ModelShape) -> AnalyticCost:
@@ -97,11 +108,16 @@ class AnalyticCost:
             backward=KernelRate(tflops=0.098, row_keys=50.0, key_queries=0.0, task_s=2.1e-6),
             name="cpu",
             tile=1,
+            linear_tflops=0.06,
         )
 
     @property
     def least_forward_ps_per_pair(self) -> float:
         return self.flops_per_pair / self.forward.tflops
+
+    @property
+    def least_backward_ps_per_pair(self) -> float:
+        return BACKWARD_FLOPS * self.flops_per_pair / self.backward.tflops
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return self._ps(self.forward, 1.0, queries, keys, pairs)
@@ -132,6 +148,7 @@ class TableCost:
     keys: Floats
     forward_ps_per_pair: Floats
     backward_ps_per_pair: Floats
+    linear_tflops: float = 610.0
 
     @classmethod
     def from_profile(cls, profile: Mapping[str, Any], shape: ModelShape) -> TableCost:
@@ -161,6 +178,10 @@ class TableCost:
     def least_forward_ps_per_pair(self) -> float:
         return float(self.forward_ps_per_pair.min())
 
+    @property
+    def least_backward_ps_per_pair(self) -> float:
+        return float(self.backward_ps_per_pair.min())
+
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return self._ps(self.forward_ps_per_pair, queries, keys, pairs)
 
@@ -173,6 +194,37 @@ class TableCost:
         low = table[i, j] * (1 - v) + table[i, j + 1] * v
         high = table[i + 1, j] * (1 - v) + table[i + 1, j + 1] * v
         return np.rint(pairs * (low * (1 - u) + high * u)).astype(np.int64)
+
+
+@dataclass(frozen=True)
+class OneWay:
+    """A model for a pass in one direction alone, which is then all that a plan must even out."""
+
+    model: CostModel
+    backward: bool
+
+    @property
+    def name(self) -> str:
+        return self.model.name
+
+    @property
+    def linear_tflops(self) -> float:
+        return self.model.linear_tflops
+
+    @property
+    def least_forward_ps_per_pair(self) -> float:
+        model = self.model
+        return (
+            model.least_backward_ps_per_pair if self.backward else model.least_forward_ps_per_pair
+        )
+
+    least_backward_ps_per_pair = least_forward_ps_per_pair
+
+    def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        price = self.model.backward_ps if self.backward else self.model.forward_ps
+        return price(queries, keys, pairs)
+
+    backward_ps = forward_ps
 
 
 def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:

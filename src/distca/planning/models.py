@@ -46,6 +46,12 @@ class ModelShape:
         """Forward, one layer: two products of head_dim multiply-adds for each head."""
         return 4 * self.heads * self.head_dim
 
+    @property
+    def linear_flops_per_token(self) -> int:
+        """Forward, one layer: the products with its matrices."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return 2 * (attention + 3 * self.hidden * self.ffn)
+
 
 _SHAPES = (
     ModelShape("llama3-8b", 32, 8, 128, layers=32, hidden=4096, ffn=14336),

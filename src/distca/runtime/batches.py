@@ -1,27 +1,23 @@
-"""A global batch -> micro-batches -> halves, placed and planned, and one worker's rows of them.
-
-Everything here follows from the batch alone, so every rank makes the same plans by itself.
-"""
+"""What a step runs on: halves of micro-batches, a worker's rows of them, the plans of each tick."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from distca.data.documents import IGNORE, Batch, Document
-from distca.planning.api import plan as make_plan
-from distca.planning.masks import Mask
-from distca.planning.models import ModelShape
-from distca.planning.packing import by_group, filled, split
+from distca.data.documents import IGNORE, Document
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.schedule import FORWARD, Schedule
 from distca.planning.spans import Ints
-from distca.runtime.mesh import Parallel
+from distca.planning.stages import Layers, gradient_enters, learning_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,14 +25,10 @@ class Half:
     """Documents that are placed and planned together; a micro-batch has one, or ping and pong."""
 
     documents: tuple[Document, ...]
-    plans: tuple[Plan, ...]  # by layer; layers of one mask share one, and all one placement
-
-    @property
-    def placement(self) -> Placement:
-        return self.plans[0].placement
+    placement: Placement  # on the workers of one pipeline stage, the same in each
 
     def rows(self, worker: int) -> Rows:
-        """What one worker holds, packed; fillers are zeros that nobody learns from."""
+        """What one worker of a stage holds, packed; fillers are zeros that nobody learns from."""
         placement = self.placement
         columns: list[list[Ints]] = [[], [], [], []]
         for shard in np.flatnonzero(placement.worker == worker).tolist():
@@ -65,68 +57,65 @@ class Rows(NamedTuple):
     lengths: Tensor  # of their documents
 
 
+Slot = tuple[Plan, ...]  # one attention of all stages at once, for each half
+
+
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One optimizer step: micro-batches of one or two halves."""
+    """One optimizer step: micro-batches of one or two halves, through all stages, tick by tick."""
 
+    schedule: Schedule
     micro_batches: tuple[tuple[Half, ...], ...]
+    slots: tuple[tuple[Slot, ...], ...]  # of each tick, in order
+    stages: tuple[Layers, ...]
+    first_part: int  # of the model that learns
     num_targets: int  # of the global batch: the loss is a mean over these
     num_tokens: int
 
+    @cached_property
+    def going_back(self) -> tuple[int, ...]:
+        """Slots of a backward tick that each stage takes for layers of its own."""
+        return tuple(learning_layers(stage, self.first_part) for stage in self.stages)
 
-@dataclass(frozen=True)
-class Recipe:
-    """How batches are split, placed and planned."""
+    def gradient_enters(self, stage: int) -> bool:
+        """Whether a stage sends a gradient to the one before it."""
+        return gradient_enters(self.stages[stage], self.first_part)
 
-    parallel: Parallel
-    shape: ModelShape  # the whole model's heads
-    masks: tuple[Mask, ...]  # by layer
-    micro_batches: int = 1
-    ping_pong: bool = False
-    placement: str = "given"
-    policy: str = "distca"
-    options: Mapping[str, Any] = field(default_factory=dict)  # others of ``distca.plan``
+    @property
+    def passes(self) -> Iterator[tuple[Plan, bool]]:
+        """Every plan as often as it runs, and whether backward."""
+        for tick, slots in zip(self.schedule.ticks, self.slots, strict=True):
+            for slot in slots:
+                yield from ((plan, tick.phase != FORWARD) for plan in slot)
 
-    def plan(self, batch: Batch) -> StepPlan:
-        halves_of = 2 if self.ping_pong else 1
-        lengths = batch.lengths
-        sets = split(lengths, self.micro_batches)
-        micro_batches = tuple(
-            tuple(
-                self._half([batch.documents[i] for i in chosen[half].tolist()])
-                for half in split(lengths[chosen], halves_of)
-            )
-            for chosen in sets
+    @property
+    def num_bytes(self) -> int:
+        return sum(
+            (plan.backward_traffic if backward else plan.traffic).total
+            for plan, backward in self.passes
         )
-        return StepPlan(micro_batches, batch.num_targets, batch.num_tokens)
 
-    def _half(self, documents: Sequence[Document]) -> Half:
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
-        widest, *others = sorted(set(self.masks), key=lambda mask: mask.reach, reverse=True)
-        main = self._plan(self._given(lengths), widest, self.placement)
-        even = filled(main.placement, self.parallel.tp)
-        if even is not main.placement:  # a placement of ours may leave odd counts
-            main = self._plan(even, widest, "given")
-        plans = {widest: main} | {mask: self._plan(even, mask, "given") for mask in others}
-        return Half(tuple(documents), tuple(plans[mask] for mask in self.masks))
+    @property
+    def imbalance(self) -> float:
+        """Attention's worst rank over the mean, all passes one after the other."""
+        worst = mean = 0.0
+        for plan, backward in self.passes:
+            work = plan.backward_work_ps if backward else plan.forward_work_ps
+            worst += float(plan.servers.seconds_ps(work).max())
+            mean += plan.servers.mean_ps(int(work.sum()))
+        return worst / mean if mean else 1.0
 
-    def _given(self, lengths: Ints) -> Placement:
-        return by_group(lengths, self.parallel.dp, self.parallel.cp, multiple=self.parallel.tp)
+    @property
+    def imbalance_before(self) -> float:
+        """The same with every task at home."""
+        work = [float(plan.forward_work_ps.sum()) for plan, _ in self.passes]
+        before = [plan.imbalance_before for plan, _ in self.passes]
+        return float(np.average(before, weights=work)) if sum(work) else 1.0
 
-    def _plan(self, tokens: Placement, mask: Mask, placement: str) -> Plan:
-        tp = self.parallel.tp
-        shape = ModelShape(
-            self.shape.name,
-            heads=self.shape.heads // tp,
-            kv_heads=self.shape.kv_heads // tp,
-            head_dim=self.shape.head_dim,
-        )
-        return make_plan(
-            tokens,
-            model=shape,
-            mask=mask,
-            placement=placement,
-            policy=self.policy,
-            servers=self.parallel.servers // tp,
-            **self.options,
-        )
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on two ranks exactly when they hold the same plans."""
+        digest = hashlib.sha256(str(self.schedule).encode())
+        for plan, _ in self.passes:
+            digest.update(plan.fingerprint.encode())
+        return digest.hexdigest()

@@ -81,6 +81,7 @@ class Seat:
     everyone: dist.ProcessGroup  # all ranks, over the host
     workers: dist.ProcessGroup | None  # all workers, over the host
     saving: dist.ProcessGroup | None  # the same again, for checkpoints that are written meanwhile
+    ends: dist.ProcessGroup | None  # this place in the first and the last stage, if it is in one
 
     @property
     def serves_only(self) -> bool:
@@ -90,6 +91,27 @@ class Seat:
     def plan_rank(self) -> int:
         """This rank in a plan."""
         return dist.get_rank(self.attention)
+
+    @property
+    def stage(self) -> int | None:
+        """Of the pipeline; None on a rank that only serves."""
+        return None if self.mesh is None else self.mesh.get_local_rank("pp")
+
+    @property
+    def worker(self) -> int:
+        """This rank among the workers of its stage and tp index."""
+        return self.plan_rank % self.parallel.placing
+
+    def of_stage(self, stage: int) -> int:
+        """The rank at this place in another stage."""
+        assert self.stage is not None
+        return self.rank + (stage - self.stage) * self.parallel.placing * self.parallel.tp
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup:
+        """The ranks at this place in all stages."""
+        assert self.mesh is not None
+        return self.mesh.get_group("pp")
 
     @property
     def shard_mesh(self) -> DeviceMesh:
@@ -115,6 +137,11 @@ def take_seat(parallel: Parallel, device: torch.device) -> Seat:
         groups = [dist.new_group(members), dist.new_group(members, backend="gloo")]
         if rank in members:
             attention, control = groups
+    ends = None
+    for place in range(parallel.placing * parallel.tp if parallel.pp > 1 else 0):
+        members = ranks.view(parallel.pp, -1)[[0, -1], place].tolist()
+        group = dist.new_group(members)
+        ends = group if rank in members else ends
     everyone = dist.new_group(backend="gloo")
     over_host, saving = (dist.new_group(list(range(workers)), backend="gloo") for _ in range(2))
     assert attention is not None
@@ -129,4 +156,5 @@ def take_seat(parallel: Parallel, device: torch.device) -> Seat:
         everyone=everyone,
         workers=over_host if rank < workers else None,
         saving=saving if rank < workers else None,
+        ends=ends,
     )

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -23,7 +24,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from distca.model.config import ModelConfig
-from distca.model.llama import Llama
+from distca.model.llama import EMBEDDING, Llama
 from distca.runtime.mesh import Seat
 
 
@@ -49,16 +50,47 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
     shard_mesh = seat.shard_mesh
     first, *inner, last = model.in_order
     # A tied embedding belongs to both ends, so they are gathered as one.
-    units: list[list[nn.Module]] = [[first, last]] if model.config.tied else [[first], [last]]
+    tied = model.config.tied and model.is_whole
+    units: list[list[nn.Module]] = [[first, last]] if tied else [[first], [last]]
     units += [[seam] for seam in inner]
+    units.append([model])
+    # Of a stage, parameters stay gathered through the step, for all its micro-batches.
+    keep = False if seat.parallel.pp > 1 else None
     for unit in units:
-        fully_shard(unit, mesh=shard_mesh, mp_policy=policy)
-    fully_shard(model, mesh=shard_mesh, mp_policy=policy)
+        fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=keep)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed: the loss is divided by the targets of all ranks already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+
+
+def last_backward(model: Llama, seat: Seat, last: bool) -> None:
+    """Before a backward: gradients are reduced in the ``last`` one of a step, and a stage that has
+    kept its parameters gathered lets go of them there."""
+    model.set_requires_gradient_sync(last)  # type: ignore[operator]
+    if seat.parallel.pp > 1:
+        model.set_is_last_backward(last)  # type: ignore[operator]
+        model.set_reshard_after_backward(last)  # type: ignore[operator]
+
+
+def reshard(model: Llama, seat: Seat) -> None:
+    """After passes without a backward, which leave a stage gathered; others are so already."""
+    if seat.parallel.pp > 1:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def add_tied(model: Llama, seat: Seat) -> None:
+    """Gradients of a tied embedding that lies in two stages: both get the sum."""
+    if not model.config.tied or model.is_whole or seat.ends is None:
+        return
+    name = EMBEDDING if model.start == 0 else model.output_name
+    parameter = model.get_parameter(name)
+    if parameter.requires_grad:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad.to_local(), group=seat.ends)  # type: ignore[attr-defined]
 
 
 def check(config: ModelConfig, tp: int) -> None:
@@ -94,8 +126,7 @@ def _split(model: Llama, mesh: DeviceMesh) -> None:
     for seam in model.in_order:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {name: plan[name] for name in plan if name in present})
-    if model.config.tied:
-        model.tie()  # each module's weight was split on its own
+    model.tie()  # each module's weight was split on its own
 
 
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:

@@ -1,7 +1,14 @@
-"""One micro-batch through the model, forward, with one half or with ping and pong.
+"""One step on this rank, tick by tick: its own micro-batches, and the attention of all stages.
+
+In every tick all stages go the same way. A stage with a micro-batch takes it through its layers; in
+each layer's slot all ranks exchange and attend, whoever has no layer left, no micro-batch or no
+model only with what others sent. How many slots a tick has is written in the plan, so no rank
+depends on what another one's autograd happens to visit.
+
+Inside a tick, with two halves:
 
     seam 0     part(ping) launch(ping)  part(pong) launch(pong)
-    layer 0    compute(ping)  compute(pong)
+    slot 0     compute(ping)  compute(pong)
     seam 1     wait(ping) part(ping) launch(ping)  wait(pong) part(pong) launch(pong)
     ...
 
@@ -16,29 +23,41 @@ checkpointed; ``wait`` and ``launch`` stand outside of it, or they would exchang
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from distca.attention.core import CoreAttention, serve_turns
+from distca.attention.agreement import Terms, agree
+from distca.attention.core import CoreAttention
 from distca.attention.flight import Flight
+from distca.attention.route import TensorKind
+from distca.attention.steps import Execution, serve_backward, serve_forward
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
 from distca.model.loss import Loss
-from distca.runtime.batches import Half
+from distca.planning.plan import Plan
+from distca.planning.schedule import BACKWARD, FORWARD, Phase, Tick
+from distca.runtime.batches import Slot, StepPlan
 from distca.runtime.mesh import Seat
+from distca.runtime.neighbours import Neighbours
+from distca.runtime.parallelize import add_tied, last_backward, reshard
+
+Observe = Callable[[int, Tick], None]
 
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """What it takes to bring halves through the layers on this rank."""
+    """What it takes to bring micro-batches through the layers on this rank."""
 
     seat: Seat
     attentions: tuple[CoreAttention, ...]  # one for each half: their exchanges overlap
     recompute: bool = False  # checkpoint the parts of seams
+    dtype: torch.dtype = torch.float32  # of what travels
+    observe: Observe | None = None  # called after each tick
 
     @classmethod
     def of(
@@ -49,6 +68,7 @@ class Crossing:
         recompute: bool = False,
         backend: str = "auto",
         deterministic: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> Crossing:
         attentions = (
             CoreAttention(
@@ -56,25 +76,31 @@ class Crossing:
             )
             for _ in range(halves)
         )
-        return cls(seat, tuple(attentions), recompute)
+        return cls(seat, tuple(attentions), recompute, dtype)
 
-    def losses(self, model: Llama, halves: Sequence[Half]) -> list[Loss]:
-        """Of each half; this rank's share of the tokens."""
-        device = self.seat.device
-        arriving = []
-        for half in halves:
-            rows = half.rows(self.seat.plan_rank)
-            tokens, positions = (t.to(device, non_blocking=True) for t in rows[:2])
-            labels = self.own(rows.labels).to(device, non_blocking=True)
-            arriving.append(Arriving(tokens, positions, labels=labels))
-        leaving = model(arriving, _Walk(self, halves))
-        return [half.loss for half in leaving if half.loss is not None]
+    def learn(self, model: Llama | None, step: StepPlan) -> Tensor:
+        """Gradients of all micro-batches; this rank's part of the mean loss over all targets.
 
-    def serve(self, halves: Sequence[Half], backward: int) -> None:
-        """The same turns without a model; ``backward`` of the layers go the other way too."""
-        layers = zip(*(half.plans for half in halves), strict=True)
-        turns = [list(zip(self.attentions, plans, strict=False)) for plans in layers]
-        serve_turns(turns, backward)
+        ``model``: this rank's stage, or None where it only serves.
+        """
+        run = _Run(self, model, step)
+        run()
+        total = torch.zeros((), device=self.seat.device)
+        for losses in run.losses.values():
+            total += run.mean(losses).detach()
+        if model is not None:
+            add_tied(model, self.seat)
+            reshard(model, self.seat)  # where everything is frozen no backward has
+        return total
+
+    @torch.no_grad()
+    def losses(self, model: Llama | None, step: StepPlan) -> dict[int, list[Loss]]:
+        """Of each micro-batch and half, without gradients; nothing but on the last stage."""
+        run = _Run(self, model, step)
+        run()
+        if model is not None:
+            reshard(model, self.seat)
+        return run.losses
 
     def own(self, rows: Tensor) -> Tensor:
         """This rank's share of a worker's rows: tensor parallelism splits them at the loss."""
@@ -82,20 +108,167 @@ class Crossing:
         return rows if mesh is None else rows.chunk(mesh.size())[mesh.get_local_rank()]
 
 
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What the backward of a micro-batch starts from, and where its gradient leaves."""
+
+    arriving: list[Arriving]
+    leaving: list[Leaving]
+
+
+class _Run:
+    """One step under way."""
+
+    def __init__(self, crossing: Crossing, model: Llama | None, step: StepPlan) -> None:
+        self.crossing, self.model, self.step = crossing, model, step
+        self.losses: dict[int, list[Loss]] = {}  # by micro-batch, on the last stage
+        self._stage = crossing.seat.stage
+        self._held: dict[int, _Held] = {}
+        self._neighbours = Neighbours(crossing.seat, crossing.dtype)
+        self._executions: dict[tuple[int, Plan | None, Plan | None], Execution] = {}
+        self._agree()
+
+    def __call__(self) -> None:
+        for number, tick in enumerate(self.step.schedule.ticks):
+            mine = None if self._stage is None else tick.micro_batches[self._stage]
+            title = "serves" if self._stage is None else tick.cell(self._stage)
+            with record_function(f"tick {number} {tick.phase}: {title}"):
+                go = self._forward if tick.phase == FORWARD else self._backward
+                done = 0 if mine is None else go(number, mine)
+                for slot in self.step.slots[number][done:]:
+                    self._serve(tick, slot)
+            if self.crossing.observe is not None:
+                self.crossing.observe(number, tick)
+        self._neighbours.finish()
+
+    def mean(self, losses: Sequence[Loss]) -> Tensor:
+        """One number for both halves, so that they take turns in backward too."""
+        targets = max(self.step.num_targets, 1)  # a batch of prompts alone has none
+        return torch.stack([loss.total for loss in losses]).sum() / targets
+
+    def execution(self, half: int, forward: Plan | None, backward: Plan | None) -> Execution:
+        key = (half, forward, backward)
+        if key not in self._executions:
+            shape = next(plan for plan in (forward, backward) if plan is not None).shape
+            crossing = self.crossing
+            kind = TensorKind(
+                shape.heads, shape.kv_heads, shape.head_dim, crossing.dtype, crossing.seat.device
+            )
+            self._executions[key] = crossing.attentions[half].execution(kind, forward, backward)
+        return self._executions[key]
+
+    def layer(self, micro_batch: int, layer: int, half: int) -> Execution:
+        """Of this stage, there and back; a layer that nothing below learns from stays there."""
+        assert self.model is not None
+        assert self._stage is not None
+        there = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
+        number, back = self.model.stop - 1 - layer, None
+        if self.step.schedule.learns and number < self.step.going_back[self._stage]:
+            back = self._slots(BACKWARD, micro_batch)[number][half]
+        return self.execution(half, there, back)
+
+    def _slots(self, phase: Phase, micro_batch: int) -> Sequence[Slot]:
+        """Of the tick in which a micro-batch goes through this stage."""
+        assert self._stage is not None
+        for tick, slots in zip(self.step.schedule.ticks, self.step.slots, strict=True):
+            if (tick.phase, tick.micro_batches[self._stage]) == (phase, micro_batch):
+                return slots
+        raise AssertionError(f"no tick takes {phase}{micro_batch} through stage {self._stage}")
+
+    def _agree(self) -> None:
+        """With all ranks, once a step: on all plans, and that everybody can run them."""
+        complaint = ""
+        try:
+            for tick, slots in zip(self.step.schedule.ticks, self.step.slots, strict=True):
+                for slot in slots:
+                    for half, plan in enumerate(slot):
+                        self._served(tick, half, plan)
+        except ValueError as error:
+            complaint = str(error)
+        terms = Terms(
+            plan=self.step.fingerprint,
+            dtype=str(self.crossing.dtype).removeprefix("torch."),
+            grad_mode=torch.is_grad_enabled(),
+            complaint=complaint,
+        )
+        agree(self.crossing.attentions[0].transport, terms)
+
+    def _served(self, tick: Tick, half: int, plan: Plan) -> Execution:
+        both = (plan, None) if tick.phase == FORWARD else (None, plan)
+        return self.execution(half, *both)
+
+    def _serve(self, tick: Tick, slot: Sequence[Plan]) -> None:
+        executions = [self._served(tick, half, plan) for half, plan in enumerate(slot)]
+        (serve_forward if tick.phase == FORWARD else serve_backward)(executions)
+
+    def _forward(self, tick: int, micro_batch: int) -> int:
+        """Through this stage's layers; how many slots of the tick that took."""
+        assert self.model is not None
+        arriving = self._arriving(micro_batch)
+        leaving = self.model(arriving, _Walk(self, micro_batch))
+        if leaving[0].loss is not None:
+            self.losses[micro_batch] = [half.loss for half in leaving if half.loss is not None]
+        else:
+            self._neighbours.send_on([half.x for half in leaving])
+        if self.step.schedule.learns:
+            self._held[micro_batch] = _Held(arriving, leaving)
+        return self.model.stop - self.model.start
+
+    def _arriving(self, micro_batch: int) -> list[Arriving]:
+        assert self.model is not None
+        seat, device = self.crossing.seat, self.crossing.seat.device
+        arriving = []
+        for half in self.step.micro_batches[micro_batch]:
+            rows = half.rows(seat.worker)
+            tokens, positions = (t.to(device, non_blocking=True) for t in rows[:2])
+            labels = self.crossing.own(rows.labels).to(device, non_blocking=True)
+            arriving.append(Arriving(tokens, positions, labels=labels))
+        if self._stage:
+            sizes = [len(half.x) // seat.parallel.tp for half in arriving]
+            found = self._neighbours.take_on(sizes, self.model.config.hidden)
+            learns = self.step.schedule.learns and self.step.gradient_enters(self._stage)
+            arriving = [
+                half._replace(x=x.requires_grad_(learns))
+                for half, x in zip(arriving, found, strict=True)
+            ]
+        return arriving
+
+    def _backward(self, tick: int, micro_batch: int) -> int:
+        assert self.model is not None
+        assert self._stage is not None
+        held, stage = self._held.pop(micro_batch), self._stage
+        last = micro_batch + 1 == self.step.schedule.num_micro_batches
+        last_backward(self.model, self.crossing.seat, last)
+        if micro_batch in self.losses:
+            ends, grads = [self.mean(self.losses[micro_batch])], None
+        else:
+            ends, grads = [half.x for half in held.leaving], None
+            if self.step.gradient_enters(stage + 1):
+                grads = self._neighbours.take_back(ends)
+        if any(end.requires_grad for end in ends):
+            torch.autograd.backward(ends, grads)
+        if self.step.gradient_enters(stage):
+            self._neighbours.send_back([_grad(half.x) for half in held.arriving])
+        return self.step.going_back[stage]
+
+
+def _grad(x: Tensor) -> Tensor:
+    return torch.zeros_like(x) if x.grad is None else x.grad
+
+
 class _Walk:
     """One pass: calls every seam once, with all halves, and attends in between."""
 
-    def __init__(self, crossing: Crossing, halves: Sequence[Half]) -> None:
-        self._crossing, self._halves = crossing, halves
-        self._flights: list[Flight | None] = [None] * len(halves)
+    def __init__(self, run: _Run, micro_batch: int) -> None:
+        self._run, self._micro_batch = run, micro_batch
+        self._flights: dict[int, Flight] = {}
 
     def __call__(self, seams: Sequence[Seam], arriving: list[Arriving]) -> list[Leaving]:
         leaving: list[Leaving] = []
         for seam in seams:
             leaving = seam(arriving, partial(self._cross, seam.number))
-            for flight in self._flights:
-                if flight is not None:
-                    flight.compute()
+            for flight in self._flights.values():
+                flight.compute()
             arriving = [
                 before._replace(x=after.x) for before, after in zip(arriving, leaving, strict=True)
             ]
@@ -104,18 +277,16 @@ class _Walk:
     def _cross(self, layer: int, part: Part, number: int, arriving: Arriving) -> Leaving:
         """One half through one seam. What it returns holds q, k and v: FSDP waits for their
         gradients to gather the seam again."""
-        flight, self._flights[number] = self._flights[number], None
-        if flight is not None:
-            arriving = arriving._replace(attended=flight.wait())
-        leaving = self._run(part, arriving)
+        if number in self._flights:
+            arriving = arriving._replace(attended=self._flights.pop(number).wait())
+        leaving = self._recomputed(part, arriving)
         if leaving.qkv is not None:
-            plan = self._halves[number].plans[layer]
-            attention = self._crossing.attentions[number]
-            self._flights[number] = attention.launch(*leaving.qkv, plan)
+            execution = self._run.layer(self._micro_batch, layer, number)
+            self._flights[number] = Flight(execution, *leaving.qkv)
         return leaving
 
-    def _run(self, part: Part, arriving: Arriving) -> Leaving:
-        if not self._crossing.recompute or not torch.is_grad_enabled():
+    def _recomputed(self, part: Part, arriving: Arriving) -> Leaving:
+        if not self._run.crossing.recompute or not torch.is_grad_enabled():
             return part(arriving)
         leaving: Leaving = checkpoint(part, arriving, use_reentrant=False)
         return leaving

@@ -126,16 +126,18 @@ class Checkpoints:
             raise RuntimeError(
                 f"{path} is damaged ({_words(error)}): load an earlier checkpoint"
             ) from error
-        set_model_state_dict(
-            self._model, {name.removeprefix(_MODEL): state[name] for name in weights}
-        )
+        here = {name: state[_MODEL + self._model.whole_name(name)] for name in self._names()}
+        set_model_state_dict(self._model, here)
         self._give_moments({key: value for key, value in state.items() if key not in weights})
         return extra
 
     def _weights(self) -> dict[str, Any]:
         """By name; these are the model's own tensors, not copies."""
         weights = get_model_state_dict(self._model)
-        return {_MODEL + name: weight for name, weight in weights.items()}
+        return {_MODEL + self._model.whole_name(name): weight for name, weight in weights.items()}
+
+    def _names(self) -> list[str]:
+        return list(get_model_state_dict(self._model))
 
     # Moments are handled here, not by ``get_optimizer_state_dict``: where there are none yet, that
     # makes a step with gradients of zero, after which AdamW counts one step too many.
@@ -179,7 +181,7 @@ class Checkpoints:
         given = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
         places = {parameter: place for place, parameter in enumerate(given)}
         return {
-            name: (places[parameter], parameter)
+            self._model.whole_name(name): (places[parameter], parameter)
             for name, parameter in self._model.named_parameters()
             if parameter in places and parameter.requires_grad
         }
@@ -192,8 +194,8 @@ class Checkpoints:
             raise ValueError(
                 f"{path / COMPLETE} is damaged ({error}): load an earlier checkpoint"
             ) from None
-        whole = on_meta(self._model.config).state_dict()
-        here = {name: list(weight.shape) for name, weight in whole.items()}
+        whole = on_meta(self._model.config).named_parameters()
+        here = {name: list(weight.shape) for name, weight in whole}
         there = {
             key.removeprefix(_MODEL): list(value.size)
             for key, value in saved.items()

@@ -43,6 +43,7 @@ class ParallelSection:
     cp: int = 1
     tp: int = 1
     pp: int = 1
+    stage_layers: tuple[int, ...] = ()  # of each of the pp stages; an even split by default
     servers: int = 0
     policy: str = "distca"
     placement: str = "balanced"

@@ -47,20 +47,32 @@ def estimate(
     tokens: int,
     *,
     recompute: bool,
+    layers: int | None = None,
+    in_flight: int = 1,
 ) -> Memory:
-    """``tokens``: of one worker in one micro-batch, both halves together."""
+    """``tokens``: of one worker in one micro-batch, both halves together.
+
+    Of a pipeline, a stage with so many ``layers`` and one end of the model, which holds up to
+    ``in_flight`` micro-batches, and its weights and gradients gathered through the step.
+    """
     width = precision.compute.itemsize
     share = parallel.placing * parallel.tp
-    matrices = model.hidden * (model.heads + 2 * model.kv_heads) * model.head_dim
-    matrices += model.heads * model.head_dim * model.hidden + 3 * model.hidden * model.ffn
+    layers = model.layers if layers is None else layers
+    matrices = model.shape.linear_flops_per_token // 2
     ends = model.vocab_size * model.hidden
+    gathered = 3 * max(matrices, ends) * width
+    parameters = model.num_parameters
+    if parallel.pp > 1:
+        parameters = layers * matrices + ends
+        gathered = parameters * (width + precision.reduce.itemsize)
     qkvo = (2 * model.heads + 2 * model.kv_heads) * model.head_dim
     kept = model.hidden + qkvo  # between seams: x, q, k, v and what was attended
     inside = 3 * model.hidden + 3 * model.ffn  # of a seam, at once or one after the other
-    per_token = (kept * model.layers + inside * (1 if recompute else model.layers)) * width
+    held = layers * in_flight
+    per_token = (kept * held + inside * (1 if recompute else held)) * width
     return Memory(
-        state=STATE_BYTES * model.num_parameters // share,
-        gathered=(3 * max(matrices, ends) // parallel.tp) * width,
+        state=STATE_BYTES * parameters // share,
+        gathered=gathered // parallel.tp,
         activations=tokens * per_token // parallel.tp,
         logits=2 * min(tokens, LOSS_CHUNK) * model.vocab_size * 4,
         exchange=2 * tokens * (qkvo + model.heads * model.head_dim) * width // parallel.tp,

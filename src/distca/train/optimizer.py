@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from distca.model.llama import Llama, on_meta
 from distca.train.config import TrainSection
 
 
-def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Switches learning off for parameters whose name fits a pattern (``seams.0.*``); their names.
+def freeze(model: Llama, patterns: Sequence[str]) -> None:
+    """Switches learning off for parameters whose name fits a pattern (``seams.0.*``).
 
-    A pattern that fits nothing is a mistake, and said to be one.
+    A pattern that fits nothing in the whole model is a mistake, and said to be one.
     """
-    names = [name for name, _ in model.named_parameters()]
+    names = [name for name, _ in on_meta(model.config).named_parameters()]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ValueError(
@@ -28,8 +30,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     if len(frozen) == len(names):
         raise ValueError(f"train.frozen = {list(patterns)} freezes every parameter: leave some out")
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    return sorted(frozen)
+        parameter.requires_grad_(model.whole_name(name) not in frozen)
 
 
 def adamw(model: nn.Module, config: TrainSection) -> torch.optim.AdamW:
@@ -39,8 +40,9 @@ def adamw(model: nn.Module, config: TrainSection) -> torch.optim.AdamW:
         {"params": [p for p in learning if p.ndim > 1], "weight_decay": config.weight_decay},
         {"params": [p for p in learning if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    fused = all(p.is_cuda for p in learning)  # there it needs no temporary copies
+    # A stage in which everything is frozen has one without parameters.
+    groups = [group for group in groups if group["params"]] or groups[:1]
+    fused = bool(learning) and learning[0].is_cuda  # there it needs no temporary copies
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, fused=fused, foreach=not fused
     )
@@ -55,15 +57,21 @@ def learning_rate(step: int, config: TrainSection) -> float:
     return config.min_lr + (config.lr - config.min_lr) * falling
 
 
-def clip(parameters: Iterable[nn.Parameter], most: float) -> float:
+def clip(model: Llama, most: float, stages: dist.ProcessGroup) -> float:
     """The norm of all gradients over all ranks, which are scaled so that it is at most ``most``.
 
-    0 only measures.
+    0 only measures. ``stages``: this rank's place in all of them.
     """
-    learning = [p for p in parameters if p.grad is not None]
-    norm: Tensor = nn.utils.get_total_norm([p.grad for p in learning if p.grad is not None])
+    learning = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    # A tied embedding's copy in the last stage counts in the first.
+    once = [p.grad for name, p in learning.items() if model.whole_name(name) == name]
+    norm: Tensor = nn.utils.get_total_norm([grad for grad in once if grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
+    if dist.get_world_size(stages) > 1:
+        squared = norm.to(next(model.parameters()).device) ** 2
+        dist.all_reduce(squared, group=stages)
+        norm = squared.sqrt()
     if most > 0:
-        nn.utils.clip_grads_with_norm_(learning, most, norm)
+        nn.utils.clip_grads_with_norm_(learning.values(), most, norm)
     return float(norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -15,12 +16,16 @@ from distca.data.sources import open_source
 from distca.data.tokenizers import Tokenizer, open_tokenizer
 from distca.model.checkpoints import read_config
 from distca.model.config import ModelConfig
+from distca.model.llama import on_meta
 from distca.model.sizes import model_config
-from distca.runtime.batches import Recipe
+from distca.planning.schedule import Schedule
+from distca.planning.stages import stage_layers
 from distca.runtime.mesh import Parallel
 from distca.runtime.parallelize import Precision
+from distca.runtime.recipe import Recipe
 from distca.train.config import Config
 from distca.train.memory import Memory, estimate
+from distca.train.optimizer import freeze
 
 
 def join_world() -> torch.device:
@@ -43,8 +48,6 @@ def join_world() -> torch.device:
 def parallel_of(config: Config, world_size: int) -> Parallel:
     """The axes' sizes; dp takes the ranks that the others leave."""
     p = config.parallel
-    if p.pp > 1:
-        raise ValueError(f"parallel.pp = {p.pp}: pipelines are not there yet; use pp = 1")
     if p.dp:
         return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers)
     others = prod((p.pp, p.cp, p.tp))
@@ -109,8 +112,30 @@ def recipe_of(
         ping_pong=p.ping_pong,
         placement=p.placement,
         policy=p.policy,
+        layers=p.stage_layers,
+        first_part=first_part(model, config.train.frozen),
         options={"tolerance": p.tolerance, "cost": cost},
     )
+
+
+def first_part(model: ModelConfig, frozen: Sequence[str]) -> int:
+    """The first part of the model with a parameter that learns (see ``planning.stages``)."""
+    if not frozen:
+        return 0
+    whole = on_meta(model)
+    freeze(whole, frozen)
+    return min(_part(name, model.layers) for name, p in whole.named_parameters() if p.requires_grad)
+
+
+def _part(name: str, layers: int) -> int:
+    """seams.3.before.norm.weight -> 7"""
+    _, seam, kind, *_ = name.split(".")
+    return {
+        "embed": 0,
+        "before": 2 * int(seam) + 1,
+        "after": 2 * int(seam),
+        "head": 2 * layers + 1,
+    }[kind]
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:
@@ -123,12 +148,20 @@ def precision_of(config: Config, device: torch.device) -> Precision:
 def memory_of(
     config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
 ) -> Memory:
-    """What a worker will take."""
+    """What a worker will take, of the stage that takes most."""
     p = config.parallel
-    return estimate(
-        model,
-        parallel,
-        precision_of(config, device),
-        tokens=config.train.tokens_per_step // (parallel.placing * p.micro_batches),
-        recompute=p.recompute,
-    )
+    stages = stage_layers(model.layers, parallel.pp, p.stage_layers)
+    held = Schedule.aligned(parallel.pp, p.micro_batches).in_flight
+    sizes = [
+        estimate(
+            model,
+            parallel,
+            precision_of(config, device),
+            tokens=config.train.tokens_per_step // (parallel.placing * p.micro_batches),
+            recompute=p.recompute,
+            layers=stop - start,
+            in_flight=count,
+        )
+        for (start, stop), count in zip(stages, held, strict=True)
+    ]
+    return max(sizes, key=lambda memory: memory.total)

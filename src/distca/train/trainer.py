@@ -13,7 +13,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.runtime.ahead import Ahead, Prepared
-from distca.runtime.batches import StepPlan
 from distca.runtime.mesh import Parallel, take_seat
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import Crossing
@@ -61,6 +59,7 @@ class Trainer:
             recompute=config.parallel.recompute,
             backend=config.parallel.backend,
             deterministic=config.train.deterministic,
+            dtype=setup.precision_of(config, self.device).compute,
         )
         self.folder = Path(config.out)
         self.first_step = 0
@@ -104,12 +103,12 @@ class Trainer:
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
-        recipe = replace(self.recipe, micro_batches=1, ping_pong=False)
-        return evaluate(self.model, self.crossing, recipe, batches)
+        return evaluate(self.model, self.crossing, self.recipe, batches)
 
     def _build(self) -> None:
         config, train = self.config, self.config.train
-        self.model = on_meta(self.model_config)
+        assert self.seat.stage is not None
+        self.model = on_meta(self.model_config, *self.recipe.stages[self.seat.stage])
         precision = setup.precision_of(config, self.device)
         parallelize(self.model, self.seat, precision, compile=config.parallel.compile)
         if config.model.path:
@@ -152,31 +151,20 @@ class Trainer:
         start = time.perf_counter()
         self._loader_state = prepared.loader_state
         plan = prepared.plan
-        loss, norm = (0.0, 0.0) if self.model is None else self._learn(step, plan)
-        if self.model is None:
-            for halves in plan.micro_batches:
-                self.crossing.serve(halves, self._learning_layers())
+        loss = float(self.crossing.learn(self.model, plan))
+        norm = 0.0 if self.model is None else self._change(step)
         taken = time.perf_counter() - start
         return self._record(step, prepared, loss, norm, taken)
 
-    def _learn(self, step: int, plan: StepPlan) -> tuple[float, float]:
-        """This rank's part of the mean loss, and the norm of all gradients."""
+    def _change(self, step: int) -> float:
+        """The weights, by their gradients; the norm of all of them."""
         assert self.model is not None
-        total = torch.zeros((), device=self.device)
-        targets = max(plan.num_targets, 1)  # a batch of prompts alone has none
-        for number, halves in enumerate(plan.micro_batches):
-            last = number + 1 == len(plan.micro_batches)
-            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]
-            losses = [loss.total / targets for loss in self.crossing.losses(self.model, halves)]
-            mean = torch.stack(losses).sum()  # one backward, so that halves take turns there too
-            mean.backward()  # type: ignore[no-untyped-call]
-            total += mean.detach()
-        norm = clip(self.model.parameters(), self.config.train.clip)
+        norm = clip(self.model, self.config.train.clip, self.seat.pipeline)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.train)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return float(total), norm
+        return norm
 
     def _record(
         self, step: int, prepared: Prepared, loss: float, norm: float, taken: float
@@ -193,7 +181,7 @@ class Trainer:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=self.seat.everyone)
         losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
-        plans = [half.plans for halves in prepared.plan.micro_batches for half in halves]
+        plan = prepared.plan
         flops = step_flops(self.model_config, prepared.batch.lengths)
         wall, peak = float(seconds.max()), peak_flops(self.device)
         rate = flops / wall / len(everyone)
@@ -207,10 +195,10 @@ class Trainer:
             "tokens_per_s": prepared.batch.num_tokens / wall,
             "tflops_per_rank": rate / 1e12,
             "mfu": rate / peak if peak else None,
-            "imbalance_before": max(layers[0].imbalance_before for layers in plans),
-            "imbalance_planned": max(layers[0].imbalance for layers in plans),
+            "imbalance_before": plan.imbalance_before,
+            "imbalance_planned": plan.imbalance,
             "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
-            "bytes": sum(p.traffic.total + p.backward_traffic.total for ps in plans for p in ps),
+            "bytes": plan.num_bytes,
             "exposed_s": float(exposures.max()),
             "planning_s": prepared.planning_s,
             "planning_waited_s": float(waits.max()),
@@ -222,18 +210,6 @@ class Trainer:
         if step != self.config.train.trace:
             return nullcontext()
         return tracing(self.folder / "traces", self.seat.everyone)
-
-    def _learning_layers(self) -> int:
-        """Layers whose attention goes backward: those above the first weight that learns."""
-        return self.model_config.layers if not self.config.train.frozen else self._first_learning()
-
-    def _first_learning(self) -> int:
-        model = on_meta(self.model_config)
-        freeze(model, self.config.train.frozen)
-        for name, parameter in model.named_parameters():  # in the order of the seams
-            if parameter.requires_grad:
-                return self.model_config.layers - int(name.split(".")[1])
-        return 0
 
     def _save(self, step: int) -> None:
         if self.model is not None:

@@ -1,0 +1,363 @@
+"""A pipeline whose attention is one pool, against plain 1F1B: 2 stages on 2 cores.
+
+    python benchmarks/pipeline_cpu.py            about six minutes
+    python benchmarks/pipeline_cpu.py --steps 2  quicker, noisier
+
+One micro-batch is one long document, the others are short ones, equal tokens in each. *1F1B*:
+``Schedule1F1B`` of torch.distributed.pipelining on the same model, with the same attention kernels
+on whole documents. *per stage*: our ticks, every stage with its own attention. *pooled*: our ticks,
+every tick's attention over both ranks. The three take turns in one run.
+
+Predicted from the records of the per-stage side, each stage's linear and attention seconds of each
+micro-batch: 1F1B by its dependencies; pooled as the slower stage's linear seconds of each tick plus
+its attention divided evenly, with free traffic.
+
+*Load*: attention seconds of each rank in each tick, worst over mean, all ticks one after the other.
+*Idle*: the share of a traced step in which a rank runs no operator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.profiler import profile
+from train_cpu import MODEL, batch_of, measured_cost
+
+from distca.attention.backend import Attended, Packed
+from distca.attention.sdpa import Sdpa
+from distca.dispatch.layout import Call
+from distca.model.initialize import initialize
+from distca.model.llama import Arriving, on_meta, plainly
+from distca.planning.masks import Mask
+from distca.planning.schedule import FORWARD, Tick
+from distca.runtime.batches import StepPlan
+from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.recipe import Recipe
+from distca.runtime.step import Crossing
+
+STAGES, LONG, SHORT, SHORTS = 2, 8192, 128, 3
+MICRO_BATCHES = 1 + SHORTS
+LENGTHS = [LONG, *[SHORT] * (SHORTS * LONG // SHORT)]
+RESULTS = Path(__file__).parent / "results"
+Records = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=7, help="of each side, after one to warm up")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (options.steps, folder), nprocs=STAGES)
+        records = json.loads(Path(folder, "result.json").read_text())
+    text = report(records)
+    print(text)
+    options.out.joinpath("pipeline_cpu.md").write_text(text)
+    options.out.joinpath("pipeline_cpu.json").write_text(json.dumps(records, indent=1) + "\n")
+
+
+def _rank(rank: int, steps: int, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES
+    )
+    seat = take_seat(Parallel(pp=STAGES), torch.device("cpu"))
+    cost = measured_cost(seat)
+    batch = batch_of(LENGTHS)
+    masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
+    plans = {
+        side: Recipe(
+            seat.parallel,
+            MODEL.shape,
+            masks,
+            micro_batches=MICRO_BATCHES,
+            policy=policy,
+            options={"cost": cost},
+        ).plan(batch)
+        for side, policy in (("per stage", "colocated"), ("pooled", "distca"))
+    }
+    ours = {side: Ours(seat, plan) for side, plan in plans.items()}
+    sides: dict[str, Callable[[], float]] = {"1F1B": plain_1f1b(seat, plans["pooled"]), **ours}
+    walls: dict[str, list[float]] = {side: [] for side in sides}
+    losses: dict[str, float] = {}
+    turns = np.random.default_rng(0)
+    for number in range(steps + 1):
+        for side in turns.permutation(list(sides)).tolist():
+            wall, losses[side] = timed(sides[side], seat)
+            if number:
+                walls[side].append(wall)
+    idle = {side: traced_idle(run, seat) for side, run in sides.items()}
+    ticks = {side: run.by_tick(seat) for side, run in ours.items()}
+    if rank == 0:
+        result = summary(walls, ticks, plans) | {"losses": losses, "idle": idle}
+        Path(folder, "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def timed(run: Callable[[], float], seat: Seat) -> tuple[float, float]:
+    dist.barrier(group=seat.everyone)
+    start = time.perf_counter()
+    loss = torch.tensor(run())
+    dist.barrier(group=seat.everyone)
+    wall = time.perf_counter() - start
+    dist.all_reduce(loss, group=seat.everyone)
+    return wall, float(loss)
+
+
+def gathered(mine: Any, seat: Seat) -> list[Any]:
+    found: list[Any] = [None] * STAGES
+    dist.all_gather_object(found, mine, group=seat.everyone)
+    return found
+
+
+# -- our ticks ---------------------------------------------------------------------------------
+
+
+class Ours:
+    """A step, with what this rank did in each tick: all its own seconds, and those of attention."""
+
+    def __init__(self, seat: Seat, plan: StepPlan) -> None:
+        self.plan, self.records = plan, [[] for _ in plan.schedule.ticks]
+        self.attention = Crossing.of(seat).attentions
+        self.crossing = Crossing(seat, self.attention, observe=self._observe)
+        start, stop = plan.stages[seat.stage]
+        self.model = on_meta(MODEL, start, stop)
+        parallelize(self.model, seat, Precision())
+        initialize(self.model, seed=0)
+
+    def __call__(self) -> float:
+        self._since = time.thread_time()
+        loss = float(self.crossing.learn(self.model, self.plan))
+        self.model.zero_grad()
+        return loss
+
+    def _observe(self, number: int, _: Tick) -> None:
+        spent = self.attention[0].meter.take()
+        now = time.thread_time()
+        self.records[number].append((now - self._since, spent.get("attention", 0.0)))
+        self._since = now
+
+    def by_tick(self, seat: Seat) -> list[list[list[float]]]:
+        """[ticks][ranks] median (own, attention) seconds."""
+        mine = [
+            [median(values) for values in zip(*record[1:], strict=True)] for record in self.records
+        ]
+        return [list(ranks) for ranks in zip(*gathered(mine, seat), strict=True)]
+
+
+# -- plain 1F1B --------------------------------------------------------------------------------
+
+
+class Attend(torch.autograd.Function):
+    """Whole documents where they are, with the kernels of the other sides."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
+        done = Sdpa().forward(q, k, v, packed, MODEL.head_dim**-0.5)
+        ctx.save_for_backward(q, k, v, *done)
+        ctx.packed = packed
+        return done.out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, *done = ctx.saved_tensors
+        scale = MODEL.head_dim**-0.5
+        return *Sdpa().backward(grad, q, k, v, *Attended(*done), ctx.packed, scale), None
+
+
+class PlainStage(nn.Module):
+    def __init__(self, start: int, stop: int) -> None:
+        super().__init__()
+        self.model = on_meta(MODEL, start, stop)
+        initialize(self.model, seed=0)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        starts = torch.nonzero(positions == 0).flatten().numpy()
+        offsets = np.append(starts, len(positions))
+        rows = np.arange(len(positions))
+        packed = Packed.of(Call(Mask.parse("causal"), rows, rows, offsets, offsets), "cpu")
+
+        def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return Attend.apply(q, k, v, packed)
+
+        (leaving,) = self.model([Arriving(x, positions)], plainly(attend))
+        return leaving.x
+
+
+def plain_1f1b(seat: Seat, plan: StepPlan) -> Callable[[], float]:
+    """The same micro-batches in the same order."""
+    rows = [halves[0].rows(0) for halves in plan.micro_batches]
+    tokens, positions, labels = (
+        torch.cat([getattr(r, name) for r in rows]) for name in rows[0]._fields[:3]
+    )
+    stage = PipelineStage(
+        PlainStage(*plan.stages[seat.stage]), seat.stage, STAGES, seat.device, group=seat.pipeline
+    )
+
+    def loss_of(logits: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits, target, reduction="sum") / plan.num_targets
+
+    schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of, scale_grads=False)
+
+    def step() -> float:
+        losses: list[Tensor] = []
+        if seat.stage == 0:
+            schedule.step(tokens, positions=positions, return_outputs=False)
+        else:
+            schedule.step(target=labels, losses=losses, positions=positions, return_outputs=False)
+        stage.submod.zero_grad()
+        return float(sum(loss.item() for loss in losses))
+
+    return step
+
+
+# -- what they show ----------------------------------------------------------------------------
+
+
+def traced_idle(run: Callable[[], float], seat: Seat) -> list[float]:
+    """Of one traced step on each rank: the share in which no operator ran."""
+    dist.barrier(group=seat.everyone)
+    with profile() as profiler:
+        start = time.perf_counter()
+        run()
+        dist.barrier(group=seat.everyone)
+        wall = time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    spans = sorted(
+        (event["ts"], event["ts"] + event["dur"])
+        for event in events
+        if event.get("cat") == "cpu_op" and event["name"].startswith(("aten::", "distca::"))
+    )
+    busy, end = 0.0, 0.0
+    for first, last in spans:
+        busy += max(last - max(first, end), 0.0)
+        end = max(end, last)
+    return gathered(1 - busy / 1e6 / wall, seat)
+
+
+def summary(
+    walls: dict[str, list[float]],
+    ticks: dict[str, list[list[list[float]]]],
+    plans: dict[str, StepPlan],
+) -> Records:
+    schedule = plans["pooled"].schedule
+    cells: dict[tuple[int, str, int], tuple[float, float]] = {}  # linear and attention seconds
+    for tick, ranks in zip(schedule.ticks, ticks["per stage"], strict=True):
+        for stage, (own, attention) in enumerate(ranks):
+            if (number := tick.micro_batches[stage]) is not None:
+                cells[stage, tick.phase, number] = (own - attention, attention)
+    pooled = sum(
+        max((cells[s, t.phase, m][0] for s, m in enumerate(t.micro_batches) if m is not None))
+        + sum(cells[s, t.phase, m][1] for s, m in enumerate(t.micro_batches) if m is not None)
+        / STAGES
+        for t in schedule.ticks
+    )
+    plain = predicted_1f1b({cell: sum(seconds) for cell, seconds in cells.items()})
+    tokens = plans["pooled"].num_tokens
+    return {
+        "tokens_per_s": {side: tokens / median(taken) for side, taken in walls.items()},
+        "over_1f1b": {
+            side: median(a / b for a, b in zip(walls["1F1B"], taken, strict=True))
+            for side, taken in walls.items()
+        },
+        "predicted": plain / pooled,
+        "predicted_s": {"1F1B": plain, "pooled": pooled},
+        "load": {side: load(found) for side, found in ticks.items()},
+        "planned": {side: plan.imbalance for side, plan in plans.items()},
+        "attention_s": {
+            side: [[attention for _, attention in ranks] for ranks in found]
+            for side, found in ticks.items()
+        },
+        "grid": str(schedule),
+    }
+
+
+def load(ticks: list[list[list[float]]]) -> float:
+    attention = np.array(ticks)[:, :, 1]
+    return float(attention.max(axis=1).sum() / attention.mean(axis=1).sum())
+
+
+def predicted_1f1b(cells: dict[tuple[int, str, int], float]) -> float:
+    """When the last backward ends: each stage takes its passes in order, as soon as it may."""
+    orders = []
+    for stage in range(STAGES):
+        ahead = min(MICRO_BATCHES, STAGES - stage)
+        order = [(FORWARD, m) for m in range(ahead)]
+        for m in range(MICRO_BATCHES):
+            order.append(("B", m))
+            if m + ahead < MICRO_BATCHES:
+                order.append((FORWARD, m + ahead))
+        orders.append(order)
+    done: dict[tuple[int, str, int], float] = {}
+    free = [0.0] * STAGES
+    while any(orders):
+        for stage, order in enumerate(orders):
+            while order:
+                phase, m = order[0]
+                needs = [(stage - 1, FORWARD, m)] if phase == FORWARD else [(stage + 1, "B", m)]
+                needs = [need for need in needs if 0 <= need[0] < STAGES]
+                if not all(need in done for need in needs):
+                    break
+                begin = max([free[stage], *(done[need] for need in needs)])
+                free[stage] = done[stage, phase, m] = begin + cells[stage, phase, m]
+                order.pop(0)
+    return max(done.values())
+
+
+def report(records: Records) -> str:
+    lines = [
+        "# A pipeline on two cores",
+        "",
+        f"`python benchmarks/pipeline_cpu.py`, {date.today()}, {os.cpu_count()} cores,"
+        f" {platform.processor() or platform.machine()}, torch {torch.__version__}, gloo, 2 stages",
+        "with one thread each. Model: width 256, 4 layers, 8 heads of 64 (4 for keys), float32."
+        f" {MICRO_BATCHES} micro-batches of",
+        f"{LONG} tokens: one document of {LONG}, and {SHORTS} times {LONG // SHORT} of {SHORT}.",
+        "",
+        "| side | tokens/s | over 1F1B | predicted | attention per tick, worst / mean (planned) |"
+        " idle (rank 0, 1) |",
+        "|---|---|---|---|---|---|",
+    ]
+    for side, speed in records["tokens_per_s"].items():
+        predicted = f"{records['predicted']:.3f}" if side == "pooled" else "-"
+        loads = "-"
+        if side in records["load"]:
+            loads = f"{records['load'][side]:.3f} ({records['planned'][side]:.3f})"
+        idle = ", ".join(f"{share:.0%}" for share in records["idle"][side])
+        gain = records["over_1f1b"][side]
+        lines.append(f"| {side} | {speed:.0f} | {gain:.3f} | {predicted} | {loads} | {idle} |")
+    lines += ["", f"Losses: {json.dumps(records['losses'])}", "", "```", records["grid"], "```", ""]
+    lines += ["Attention seconds of each tick on each rank:", ""]
+    lines += ["| tick | per stage | pooled |", "|---|---|---|"]
+    for number, (apart, together) in enumerate(
+        zip(*(records["attention_s"][side] for side in ("per stage", "pooled")), strict=True)
+    ):
+        both = (", ".join(f"{seconds:.3f}" for seconds in ranks) for ranks in (apart, together))
+        lines.append(f"| {number} | {' | '.join(both)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()

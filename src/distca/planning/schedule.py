@@ -1,0 +1,290 @@
+"""Pipeline schedules as data: they print, they parse, and a wrong one says which cell is wrong.
+
+A schedule is a row of *ticks*. In a tick all stages go in one direction, so that their attention is
+one pool of tasks; a stage without a micro-batch in a tick only serves the attention of the others.
+
+    tick     0   1   2   3   4   5   6   7   in flight
+    phase    F   F   B   F   B   F   B   B
+    stage 0  F0  F1  .   F2  B0  .   B1  B2  3
+    stage 1  .   F0  B0  F1  B1  F2  B2  .   1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+Phase = Literal["F", "B"]
+FORWARD: Phase = "F"
+BACKWARD: Phase = "B"
+SERVES = "."
+
+_CELL = re.compile(r"\.|[FB][0-9]+")
+
+
+@dataclass(frozen=True)
+class Tick:
+    """One slot of a schedule: the direction of all stages, and the micro-batch of each."""
+
+    phase: Phase
+    micro_batches: tuple[int | None, ...]  # [stages]; None: the stage only serves
+
+    def __post_init__(self) -> None:
+        if self.phase not in (FORWARD, BACKWARD):
+            raise ValueError(f"the phase of a tick is {self.phase!r}: it must be F or B")
+
+    def cell(self, stage: int) -> str:
+        """What the stage does, as it is printed: ``F3``, ``B3``, or ``.`` when it only serves."""
+        micro_batch = self.micro_batches[stage]
+        return SERVES if micro_batch is None else f"{self.phase}{micro_batch}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Every micro-batch once forward and once backward on every stage, or only forward.
+
+    A stage takes its micro-batches in rising order in both directions, since the runtime keeps
+    those that wait for their backward in a queue.
+    """
+
+    ticks: tuple[Tick, ...]
+
+    def __post_init__(self) -> None:
+        if not self.ticks or not self.ticks[0].micro_batches:
+            raise ValueError("the schedule is empty: it needs a tick or more of a stage or more")
+        for number, tick in enumerate(self.ticks):
+            if len(tick.micro_batches) != self.num_stages:
+                raise ValueError(
+                    f"tick {number} has {len(tick.micro_batches)} cells but tick 0 has"
+                    f" {self.num_stages}: every tick needs one for each stage, None where it only"
+                    " serves"
+                )
+        self._validate()
+
+    @classmethod
+    def aligned(cls, stages: int, micro_batches: int) -> Schedule:
+        """One forward, one backward in turns, with all stages in the same direction.
+
+        Stage s is s forward ticks behind the first and ``stages - 1 - s`` backward ticks behind
+        the last. It holds up to min(micro_batches, 2 (stages - 1 - s) + 1) micro-batches in flight:
+        the price of the alignment, as 1F1B without it holds ``stages - s``. On one stage it is
+        plain accumulation of gradients.
+        """
+        _check_sizes(stages, micro_batches)
+        forward = _diagonal(FORWARD, range(stages), micro_batches)
+        backward = _diagonal(BACKWARD, range(stages)[::-1], micro_batches)
+        turns = zip(forward[stages - 1 :], backward[:micro_batches], strict=True)
+        steady = [tick for pair in turns for tick in pair]
+        return cls((*forward[: stages - 1], *steady, *backward[micro_batches:]))
+
+    @classmethod
+    def forward_only(cls, stages: int, micro_batches: int) -> Schedule:
+        """For evaluation: no backward tick, and nothing in flight."""
+        _check_sizes(stages, micro_batches)
+        return cls(tuple(_diagonal(FORWARD, range(stages), micro_batches)))
+
+    @classmethod
+    def parse(cls, text: str) -> Schedule:
+        """Reads what ``grid`` prints, or just its cells: one line for each stage.
+
+        Numbers of ticks and of micro-batches in flight are not read: they follow from the cells,
+        and whoever edits those need not count again. A phase row must agree with the cells.
+        """
+        phases, rows = _read_rows(text)
+        return cls(tuple(_read_tick(number, words, phases) for number, words in enumerate(rows)))
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.ticks[0].micro_batches)
+
+    @cached_property
+    def num_micro_batches(self) -> int:
+        return sum(t.phase == FORWARD and t.micro_batches[0] is not None for t in self.ticks)
+
+    @cached_property
+    def learns(self) -> bool:
+        """Whether there are backward ticks."""
+        return any(tick.phase == BACKWARD for tick in self.ticks)
+
+    @cached_property
+    def in_flight(self) -> tuple[int, ...]:
+        """[stages] most micro-batches at once between a forward and the end of its backward.
+
+        Activations are held for as many. Without backward ticks nothing is held: 0 on every stage.
+        """
+        most = [0] * self.num_stages
+        for _, stage, held in self._held():
+            most[stage] = max(most[stage], held)
+        return tuple(most)
+
+    @cached_property
+    def bubble(self) -> float:
+        """The share of cells in which a stage only serves."""
+        idle = sum(tick.micro_batches.count(None) for tick in self.ticks)
+        return idle / (len(self.ticks) * self.num_stages)
+
+    def check_in_flight(self, limits: Sequence[int]) -> None:
+        """Refuses when a stage holds more micro-batches in flight than its limit."""
+        if len(limits) != self.num_stages:
+            raise ValueError(
+                f"{len(limits)} limits of micro-batches in flight for {self.num_stages} stages:"
+                " give one for each stage"
+            )
+        for number, stage, held in self._held():
+            if held > limits[stage]:
+                raise ValueError(
+                    f"tick {number}, stage {stage}: {self.ticks[number].cell(stage)} makes {held}"
+                    f" micro-batches in flight but the limit is {limits[stage]}: go backward"
+                    " sooner, take fewer stages or micro-batches, or raise the limit"
+                )
+
+    def grid(self) -> str:
+        """A table with a line for each stage and a column for each tick."""
+        stages = range(self.num_stages)
+        rows = [
+            ["tick", *map(str, range(len(self.ticks))), "in flight"],
+            ["phase", *(tick.phase for tick in self.ticks)],
+        ]
+        for stage in stages:
+            cells = (tick.cell(stage) for tick in self.ticks)
+            rows.append([f"stage {stage}", *cells, str(self.in_flight[stage])])
+        head = max(len(row[0]) for row in rows)
+        width = max(len(word) for row in rows for word in row[1 : len(self.ticks) + 1])
+        lines = (
+            "  ".join([row[0].ljust(head), *(word.ljust(width) for word in row[1:])])
+            for row in rows
+        )
+        return "\n".join(line.rstrip() for line in lines)
+
+    def __str__(self) -> str:
+        return self.grid()
+
+    def _held(self) -> Iterator[tuple[int, int, int]]:
+        """(tick, stage, micro-batches in flight there) after each cell; none without backward."""
+        held = [0] * self.num_stages
+        for number, tick in enumerate(self.ticks if self.learns else ()):
+            for stage, micro_batch in enumerate(tick.micro_batches):
+                if micro_batch is not None:
+                    held[stage] += 1 if tick.phase == FORWARD else -1
+                    yield number, stage, held[stage]
+
+    def _validate(self) -> None:
+        """Walks the ticks in order; ``done`` counts the micro-batches of the ticks before."""
+        done = {phase: [0] * self.num_stages for phase in (FORWARD, BACKWARD)}
+        for number, tick in enumerate(self.ticks):
+            for stage in range(self.num_stages):
+                obstacle = _obstacle(tick, stage, done)
+                if obstacle:
+                    raise ValueError(f"tick {number}, stage {stage}: {tick.cell(stage)} {obstacle}")
+            for stage, micro_batch in enumerate(tick.micro_batches):
+                done[tick.phase][stage] += micro_batch is not None
+        if not self.num_micro_batches:
+            raise ValueError("the schedule has no micro-batch: it needs one or more")
+        for phase in (FORWARD, BACKWARD) if self.learns else (FORWARD,):
+            for stage, count in enumerate(done[phase]):
+                if count < self.num_micro_batches:
+                    raise ValueError(
+                        f"stage {stage} has no {phase}{count} in any of {len(self.ticks)} ticks:"
+                        f" all {self.num_micro_batches} micro-batches must pass every stage,"
+                        " forward and backward, or only forward in a schedule for evaluation"
+                    )
+
+
+def _obstacle(tick: Tick, stage: int, done: dict[Phase, list[int]]) -> str | None:
+    """Why the cell cannot run after what is done, or None."""
+    micro_batch = tick.micro_batches[stage]
+    if micro_batch is None:
+        return None
+    due = done[tick.phase][stage]
+    if micro_batch != due:
+        return (
+            f"comes where {tick.phase}{due} is due: a stage takes micro-batches in rising order,"
+            " without holes, each once forward and once backward"
+        )
+    if tick.phase == FORWARD:
+        needs = [(FORWARD, stage - 1)] if stage else []
+    else:
+        needs = [(FORWARD, stage)]
+        if stage + 1 < len(tick.micro_batches):
+            needs.append((BACKWARD, stage + 1))
+    for phase, other in needs:
+        if done[phase][other] <= micro_batch:
+            return f"needs {phase}{micro_batch} of stage {other} in an earlier tick: move it later"
+    return None
+
+
+def _check_sizes(stages: int, micro_batches: int) -> None:
+    if stages < 1 or micro_batches < 1:
+        raise ValueError(
+            f"{stages} stages and {micro_batches} micro-batches: a schedule needs 1 or more of each"
+        )
+
+
+def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[Tick]:
+    """All ticks of one direction, each stage ``delays[stage]`` ticks late."""
+    return [
+        Tick(phase, tuple(k - d if 0 <= k - d < micro_batches else None for d in delays))
+        for k in range(micro_batches + len(delays) - 1)
+    ]
+
+
+def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
+    """The phase row's words, if there is one, and for each tick the stages' words."""
+    phases: list[str] = []
+    stages: list[list[str]] = []
+    for words in filter(None, map(str.split, text.splitlines())):
+        if words[0] == "tick":
+            continue
+        if words[0] == "phase":
+            phases = words[1:]
+            continue
+        if words[0] == "stage":
+            if words[1:2] != [str(len(stages))]:
+                raise ValueError(
+                    f"the line {' '.join(words[:2])!r} comes where stage {len(stages)} is due:"
+                    " write the stages in order, from 0 on"
+                )
+            words = words[2:]
+        stages.append(words[:-1] if words and words[-1].isdecimal() else words)
+    for stage, words in enumerate(stages):
+        if len(words) != len(stages[0]):
+            raise ValueError(
+                f"stage {stage} has {len(words)} cells but stage 0 has {len(stages[0])}: write one"
+                f" for each tick, {SERVES} where the stage only serves"
+            )
+    if phases and stages and len(phases) != len(stages[0]):
+        raise ValueError(
+            f"the phase row has {len(phases)} ticks but stage 0 has {len(stages[0])}: write F or B"
+            " for each tick, or leave the row out"
+        )
+    return phases, list(zip(*stages, strict=True))
+
+
+def _read_tick(number: int, words: Sequence[str], phases: Sequence[str]) -> Tick:
+    """A tick from its column; its direction is the phase row's, or else its first micro-batch's."""
+    for stage, word in enumerate(words):
+        if not _CELL.fullmatch(word):
+            raise ValueError(
+                f"tick {number}, stage {stage}: {word!r} is no cell: write F or B and the number of"
+                f" a micro-batch, or {SERVES} where the stage only serves"
+            )
+    busy = [word for word in words if word != SERVES]
+    if not phases and not busy:
+        raise ValueError(
+            f"tick {number} has no micro-batch, so its direction is unknown: leave the tick out,"
+            " or add a phase row"
+        )
+    phase, witness = (phases[number], "the phase row") if phases else (busy[0][0], busy[0])
+    if phase not in (FORWARD, BACKWARD):
+        raise ValueError(f"tick {number} has {phase!r} in the phase row: write F or B")
+    for stage, word in enumerate(words):
+        if word != SERVES and word[0] != phase:
+            raise ValueError(
+                f"tick {number}, stage {stage}: {word} is in a tick that {witness} makes {phase}:"
+                " all stages of a tick go in one direction"
+            )
+    micro_batches = tuple(None if word == SERVES else int(word[1:]) for word in words)
+    return Tick(FORWARD if phase == FORWARD else BACKWARD, micro_batches)
