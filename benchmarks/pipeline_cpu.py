@@ -1,6 +1,6 @@
 """A pipeline whose attention is one pool, against plain 1F1B: 2 stages on 2 cores.
 
-    python benchmarks/pipeline_cpu.py            about six minutes
+    python benchmarks/pipeline_cpu.py            about seven minutes
     python benchmarks/pipeline_cpu.py --steps 2  quicker, noisier
 
 One micro-batch is one long document, the others are short ones, equal tokens in each. *1F1B*:
@@ -54,7 +54,7 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
-STAGES, LONG, SHORT, SHORTS = 2, 8192, 128, 3
+STAGES, LONG, SHORT, SHORTS = 2, 12288, 128, 2
 MICRO_BATCHES = 1 + SHORTS
 LENGTHS = [LONG, *[SHORT] * (SHORTS * LONG // SHORT)]
 RESULTS = Path(__file__).parent / "results"
@@ -63,7 +63,7 @@ Records = dict[str, Any]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=7, help="of each side, after one to warm up")
+    parser.add_argument("--steps", type=int, default=4, help="of each side, after one to warm up")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -332,7 +332,7 @@ def report(records: Records) -> str:
         "",
         f"`python benchmarks/pipeline_cpu.py`, {date.today()}, {os.cpu_count()} cores,"
         f" {platform.processor() or platform.machine()}, torch {torch.__version__}, gloo, 2 stages",
-        "with one thread each. Model: width 256, 4 layers, 8 heads of 64 (4 for keys), float32."
+        "with one thread each. The debug model (width 256, 4 layers) with 8 heads of 64, float32."
         f" {MICRO_BATCHES} micro-batches of",
         f"{LONG} tokens: one document of {LONG}, and {SHORTS} times {LONG // SHORT} of {SHORT}.",
         "",

@@ -32,7 +32,9 @@ def test_examples_print_what_they_say(page: Path) -> None:
         assert output.getvalue() == printed, f"example {index} of {page.name}"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/planning.md", "docs/attention.md"])
+@pytest.mark.parametrize(
+    "name", ["README.md", "docs/planning.md", "docs/attention.md", "docs/pipeline.md"]
+)
 def test_page_has_examples(name: str) -> None:
     assert any(printed for _, printed in examples(ROOT / name))
 

@@ -26,7 +26,7 @@ def test_two_ranks_pass(tmp_path: Path) -> None:
     assert (ran.returncode, ran.stderr) == (0, "")
     record = json.loads(ran.stdout)
     assert (record["ranks"], record["device"]) == (2, "cpu")
-    assert [row["passed"] for row in record["checks"]] == [True] * 12
+    assert [row["passed"] for row in record["checks"]] == [True] * 13
     assert {"error", "bytes_per_s"} <= set().union(*record["checks"])
     assert json.loads((tmp_path / "selftest.json").read_text()) == record
     assert not (tmp_path / "checkpoints").exists()
@@ -49,7 +49,7 @@ def test_what_is_not_exact_fails(
     said = capsys.readouterr().out
     assert exited.value.code == 1
     assert said.count("FAIL") == 7  # all but the checkpoint and what needs two ranks
-    assert said.count("left out") == 4
+    assert said.count("left out") == 5
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,7 @@ def checks_of(seat: "Seat", out: Path) -> dict[str, Callable[[], Row]]:
     )
     checks["training step, FSDP"] = partial(_step, seat, ping_pong=False)
     checks["training step, FSDP, ping-pong"] = partial(_step, seat, ping_pong=True)
+    checks["training step, pipeline of two stages"] = partial(_pipeline, seat)
     checks["checkpoint, saved and loaded"] = partial(_checkpoint, seat, out / "checkpoints")
     for size in (10**6, 10**7, 10**8) if seat.device.type == "cuda" else (10**5, 10**6, 10**7):
         checks[f"all-to-all, {units.size(size)} to each rank"] = partial(_bandwidth, seat, size)
@@ -150,7 +151,16 @@ def exact(pairs: list[tuple["Tensor", "Tensor"]], limit: float) -> Row:
     return {"passed": worst <= limit, "error": worst, "limit": limit}
 
 
-def _step(seat: "Seat", ping_pong: bool) -> Row:
+def _pipeline(seat: "Seat") -> Row:
+    from distca.runtime.mesh import Parallel, take_seat
+
+    ranks = seat.parallel.num_ranks
+    if ranks % 2:
+        return {"passed": None, "words": "needs an even number of ranks"}
+    return _step(take_seat(Parallel(pp=2, dp=ranks // 2), seat.device), True, micro_batches=2)
+
+
+def _step(seat: "Seat", ping_pong: bool, micro_batches: int = 1) -> Row:
     """Loss and gradients of the sharded model, against one process and document by document."""
     import numpy as np
     import torch
@@ -168,10 +178,17 @@ def _step(seat: "Seat", ping_pong: bool) -> Row:
     batch = Batch(tuple(Document.from_tokens(draw.integers(0, 61, n)) for n in lengths))
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
     recipe = Recipe(
-        seat.parallel, config.shape, masks, ping_pong=ping_pong, placement="balanced", options=GRAIN
+        seat.parallel,
+        config.shape,
+        masks,
+        micro_batches=micro_batches,
+        ping_pong=ping_pong,
+        placement="balanced",
+        options=GRAIN,
     )
     step = recipe.plan(batch)
-    model = _sharded(seat, config)
+    assert seat.stage is not None
+    model = _sharded(seat, config, *recipe.stages[seat.stage])
     total = Crossing.of(seat, halves=1 + ping_pong).learn(model, step).cpu()
     dist.all_reduce(total, group=seat.everyone)
 
@@ -192,7 +209,8 @@ def _step(seat: "Seat", ping_pong: bool) -> Row:
         expected = expected + leaving.loss.total / step.num_targets
     expected.backward()  # type: ignore[no-untyped-call]
     pairs = [(total, expected.detach())]
-    for ours, right in zip(model.parameters(), plain.parameters(), strict=True):
+    for name, ours in model.named_parameters():
+        right = plain.get_parameter(name)
         assert right.grad is not None
         pairs.append((ours.grad.full_tensor(), right.grad))
     return exact(pairs, 1e-4)
@@ -206,12 +224,12 @@ def _tiny() -> "ModelConfig":
     )
 
 
-def _sharded(seat: "Seat", config: "ModelConfig") -> Any:
+def _sharded(seat: "Seat", config: "ModelConfig", start: int = 0, stop: int | None = None) -> Any:
     from distca.model.initialize import initialize
     from distca.model.llama import on_meta
     from distca.runtime.parallelize import Precision, parallelize
 
-    model = on_meta(config)
+    model = on_meta(config, start, stop)
     parallelize(model, seat, Precision())
     initialize(model, seed=0, device=seat.device)
     return model

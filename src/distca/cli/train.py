@@ -206,6 +206,7 @@ def check(config: "Config", num_ranks: int) -> None:
 
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
+    from distca.planning.stages import stage_layers
     from distca.report import units
     from distca.report.training import facts
     from distca.train import setup
@@ -221,10 +222,12 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     *parts, total = setup.memory_of(config, sizes, model, device).table().items()
     memory = ", ".join(f"{name} {gib:.2g}" for name, gib in parts)
     how = "colocated, then disaggregated" if compare else f"{p.policy}, {p.placement} placement"
+    stages = [stop - start for start, stop in stage_layers(model.layers, sizes.pp, p.stage_layers)]
     rows = {
         "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
         f" {units.several(model.layers, 'layer')}, {_precision(config)}",
         "ranks": f"{num_ranks} on {where}: {' x '.join(axes)}",
+        **({"pipeline": _pipeline(stages, p.micro_batches)} if sizes.pp > 1 else {}),
         "attention": how + (", ping-pong" if p.ping_pong else ""),
         "data": f"{', '.join(config.data.sources)}; documents of up to"
         f" {units.count(config.data.context)} tokens",
@@ -235,6 +238,18 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     console = _console()
     console.print(facts(rows))
     console.print()
+
+
+def _pipeline(layers: list[int], micro_batches: int) -> str:
+    from distca.planning.schedule import Schedule
+    from distca.report import units
+
+    held = Schedule.aligned(len(layers), micro_batches).in_flight
+    return (
+        f"stages of {', '.join(map(str, layers))} layers,"
+        f" {units.several(micro_batches, 'micro-batch')}, of which a stage holds up to"
+        f" {', '.join(map(str, held))}"
+    )
 
 
 def _train(config: "Config", as_json: bool) -> None:

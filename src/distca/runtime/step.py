@@ -24,7 +24,7 @@ checkpointed; ``wait`` and ``launch`` stand outside of it, or they would exchang
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -125,7 +125,7 @@ class _Run:
         self._stage = crossing.seat.stage
         self._held: dict[int, _Held] = {}
         self._neighbours = Neighbours(crossing.seat, crossing.dtype)
-        self._executions: dict[tuple[int, Plan | None, Plan | None], Execution] = {}
+        self._ways: dict[tuple[Phase, int, Plan], Execution] = {}
         self._agree()
 
     def __call__(self) -> None:
@@ -134,9 +134,9 @@ class _Run:
             title = "serves" if self._stage is None else tick.cell(self._stage)
             with record_function(f"tick {number} {tick.phase}: {title}"):
                 go = self._forward if tick.phase == FORWARD else self._backward
-                done = 0 if mine is None else go(number, mine)
+                done = 0 if mine is None else go(mine)
                 for slot in self.step.slots[number][done:]:
-                    self._serve(tick, slot)
+                    self._serve(tick.phase, slot)
             if self.crossing.observe is not None:
                 self.crossing.observe(number, tick)
         self._neighbours.finish()
@@ -146,26 +146,16 @@ class _Run:
         targets = max(self.step.num_targets, 1)  # a batch of prompts alone has none
         return torch.stack([loss.total for loss in losses]).sum() / targets
 
-    def execution(self, half: int, forward: Plan | None, backward: Plan | None) -> Execution:
-        key = (half, forward, backward)
-        if key not in self._executions:
-            shape = next(plan for plan in (forward, backward) if plan is not None).shape
-            crossing = self.crossing
-            kind = TensorKind(
-                shape.heads, shape.kv_heads, shape.head_dim, crossing.dtype, crossing.seat.device
-            )
-            self._executions[key] = crossing.attentions[half].execution(kind, forward, backward)
-        return self._executions[key]
-
     def layer(self, micro_batch: int, layer: int, half: int) -> Execution:
-        """Of this stage, there and back; a layer that nothing below learns from stays there."""
+        """Of this stage, there and back; one with nothing to learn from below does not go back."""
         assert self.model is not None
         assert self._stage is not None
-        there = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
-        number, back = self.model.stop - 1 - layer, None
-        if self.step.schedule.learns and number < self.step.going_back[self._stage]:
-            back = self._slots(BACKWARD, micro_batch)[number][half]
-        return self.execution(half, there, back)
+        plan = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
+        there, number = self._way(FORWARD, half, plan), self.model.stop - 1 - layer
+        if not self.step.schedule.learns or number >= self.step.going_back[self._stage]:
+            return there
+        plan = self._slots(BACKWARD, micro_batch)[number][half]
+        return replace(there, backward=self._way(BACKWARD, half, plan).backward)
 
     def _slots(self, phase: Phase, micro_batch: int) -> Sequence[Slot]:
         """Of the tick in which a micro-batch goes through this stage."""
@@ -182,7 +172,7 @@ class _Run:
             for tick, slots in zip(self.step.schedule.ticks, self.step.slots, strict=True):
                 for slot in slots:
                     for half, plan in enumerate(slot):
-                        self._served(tick, half, plan)
+                        self._way(tick.phase, half, plan)
         except ValueError as error:
             complaint = str(error)
         terms = Terms(
@@ -193,15 +183,21 @@ class _Run:
         )
         agree(self.crossing.attentions[0].transport, terms)
 
-    def _served(self, tick: Tick, half: int, plan: Plan) -> Execution:
-        both = (plan, None) if tick.phase == FORWARD else (None, plan)
-        return self.execution(half, *both)
+    def _way(self, phase: Phase, half: int, plan: Plan) -> Execution:
+        """This rank's part of a plan in one direction."""
+        key = (phase, half, plan)
+        if key not in self._ways:
+            shape, dtype, seat = plan.shape, self.crossing.dtype, self.crossing.seat
+            kind = TensorKind(shape.heads, shape.kv_heads, shape.head_dim, dtype, seat.device)
+            both = (plan, None) if phase == FORWARD else (None, plan)
+            self._ways[key] = self.crossing.attentions[half].execution(kind, *both)
+        return self._ways[key]
 
-    def _serve(self, tick: Tick, slot: Sequence[Plan]) -> None:
-        executions = [self._served(tick, half, plan) for half, plan in enumerate(slot)]
-        (serve_forward if tick.phase == FORWARD else serve_backward)(executions)
+    def _serve(self, phase: Phase, slot: Slot) -> None:
+        halves = [self._way(phase, half, plan) for half, plan in enumerate(slot)]
+        (serve_forward if phase == FORWARD else serve_backward)(halves)
 
-    def _forward(self, tick: int, micro_batch: int) -> int:
+    def _forward(self, micro_batch: int) -> int:
         """Through this stage's layers; how many slots of the tick that took."""
         assert self.model is not None
         arriving = self._arriving(micro_batch)
@@ -233,7 +229,7 @@ class _Run:
             ]
         return arriving
 
-    def _backward(self, tick: int, micro_batch: int) -> int:
+    def _backward(self, micro_batch: int) -> int:
         assert self.model is not None
         assert self._stage is not None
         held, stage = self._held.pop(micro_batch), self._stage

@@ -1,0 +1,150 @@
+"""Pipelines: what idle stages get, how often weights are gathered, and what an exception does."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from ranks import World
+from recorded import Collectives
+from runtime.bodies import TINY, Case, batch_of, seat_of
+
+from distca.data.documents import Batch
+from distca.model.initialize import initialize
+from distca.model.llama import on_meta
+from distca.planning.models import ModelShape
+from distca.planning.schedule import FORWARD
+from distca.runtime.launch import RankFailedError, launch
+from distca.runtime.mesh import Parallel
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.recipe import Recipe
+from distca.runtime.step import Crossing
+
+FOUR = replace(TINY, layers=4)
+LONG = (4000, 4000, *[500] * 16)
+
+
+def recipe(**more: object) -> Recipe:
+    shape = ModelShape("wide", heads=8, kv_heads=4, head_dim=64, hidden=512, ffn=1024)
+    options = {"parallel": Parallel(pp=2), "micro_batches": 2, "options": {"cost": "cpu"}}
+    masks = tuple(FOUR.mask_of(layer) for layer in range(4))
+    return Recipe(shape=shape, masks=masks, **(options | more))  # type: ignore[arg-type]
+
+
+def test_a_tick_is_planned_over_all_stages_each_way() -> None:
+    step = recipe().plan(batch_of(LONG))
+    assert [len(slots) for slots in step.slots] == [2] * len(step.schedule.ticks)
+    for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
+        for (plan,) in slots:
+            assert plan.servers.num_ranks == 2
+            assert (plan.placement.tokens > 0).tolist() == [
+                m is not None for m in tick.micro_batches
+            ]
+            work = plan.forward_work_ps if tick.phase == FORWARD else plan.backward_work_ps
+            assert work.max() <= 1.03 * work.mean(), "an idle stage takes its share"
+    assert step.imbalance < 1.03 < step.imbalance_before
+
+
+def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> None:
+    """With two halves its time is free while others run theirs; with one nobody begins before."""
+    step = recipe(ping_pong=True).plan(batch_of(LONG))
+    first, last = step.slots[0][0][0], step.slots[-1][0][0]  # one stage alone has a micro-batch
+    busy = first.servers.busy_s
+    assert busy[0] > 0 == busy[1]
+    assert first.forward_work_ps[1] > 1.2 * first.forward_work_ps[0]
+    assert last.backward_work_ps[1] > 1.2 * last.backward_work_ps[0]
+    assert last.servers.busy_s[0] == pytest.approx(2 * busy[0], rel=0.1)
+
+
+def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
+    step = recipe(parallel=Parallel(pp=2, servers=1)).plan(batch_of(LONG))
+    for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
+        idle = [m is None for m in tick.micro_batches]
+        for (plan,) in slots:
+            assert (plan.forward_work_ps > 0).tolist() == [*idle, True]
+
+
+def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
+    step = recipe(layers=(1, 3), first_part=4).plan(batch_of(LONG))
+    ticks = {(tick.phase, tick.micro_batches): slots
+             for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)}  # fmt: skip
+    both = ticks["F", (1, 0)]
+    assert [(p.placement.tokens > 0).tolist() for (p,) in both] == [
+        [True, True],
+        [False, True],
+        [False, True],
+    ]
+    # What learns first comes after the attention of layer 1: layers 2 and 3 go backward.
+    assert [(p.placement.tokens > 0).tolist() for (p,) in ticks["B", (0, 1)]] == [[False, True]] * 2
+    assert ticks["B", (1, None)] == ()
+    assert step.going_back == (0, 2)
+    assert not step.gradient_enters(1)
+
+
+def test_policies_that_place_tokens_are_refused() -> None:
+    with pytest.raises(ValueError, match="places tokens itself, which stages of a pipeline cannot"):
+        recipe(policy="head_tail")
+    with pytest.raises(ValueError, match="4 layers on 5 stages"):
+        recipe(parallel=Parallel(pp=5))
+
+
+def counted(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[int, Counter[str]]:
+    """Seams of this rank, and the collectives of a step."""
+    seat, plans = seat_of(case.parallel), case.recipe()
+    assert seat.stage is not None
+    model = on_meta(case.config, *plans.stages[seat.stage])
+    parallelize(model, seat, Precision())
+    initialize(model, seed=0)
+    crossing, step = Crossing.of(seat, backend="sdpa"), plans.plan(batch)
+    crossing.learn(model, step)
+    with Collectives() as collectives:
+        crossing.learn(model, step)
+    return len(model.seams), collectives.counts
+
+
+def test_weights_are_gathered_and_reduced_once_a_step(world: World) -> None:
+    case = Case(Parallel(pp=2, dp=2), FOUR, micro_batches=4)
+    answers = world(4).run(counted, case, batch_of(), ranks=4)
+    for seams, counts in answers:
+        assert counts["_allgather_base_"] == seams + 1  # and one to agree on the plans
+        assert counts["_reduce_scatter_base_"] == seams
+    # All ranks are in every exchange of every tick, whatever they have to do.
+    assert len({counts["alltoall_base_"] for _, counts in answers}) == 1
+
+
+BREAKS = """
+import os
+from distca.runtime import step
+if os.environ["RANK"] == "1":
+    whole = step._Run._backward
+    def broken(self, micro_batch):
+        if micro_batch == 1:
+            raise RuntimeError("stage 1 broke in its second backward")
+        return whole(self, micro_batch)
+    step._Run._backward = broken
+from distca.cli import main
+main()
+"""
+
+
+def test_an_exception_in_one_stage_ends_all_ranks_with_its_words(tmp_path: Path) -> None:
+    settings = {
+        "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
+        "data.sources": '["fixed:100"]',
+        "data.tokenizer": '"ids:61"',
+        "data.context": "100",
+        "train.tokens_per_step": "800",
+        "parallel.pp": "2",
+        "parallel.micro_batches": "4",
+    }
+    arguments = [f"--set={name}={value}" for name, value in settings.items()]
+    command = [sys.executable, "-c", BREAKS, "train", *arguments, f"--out={tmp_path}", "--json"]
+    began = time.monotonic()
+    with pytest.raises(RankFailedError, match="stage 1 broke in its second backward"):
+        launch(command, 2, tmp_path / "logs")
+    assert time.monotonic() - began < 60
