@@ -63,19 +63,22 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
             # Gradients are summed: the loss is divided by the targets of all ranks already.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+            if keep is False:
+                module.set_reshard_after_backward(False)
 
 
 def last_backward(model: Llama, seat: Seat, last: bool) -> None:
-    """Before a backward: gradients are reduced in the ``last`` one of a step, and a stage that has
-    kept its parameters gathered lets go of them there."""
+    """Before a backward: gradients are reduced in the ``last`` one of a step."""
     model.set_requires_gradient_sync(last)  # type: ignore[operator]
     if seat.parallel.pp > 1:
         model.set_is_last_backward(last)  # type: ignore[operator]
-        model.set_reshard_after_backward(last)  # type: ignore[operator]
 
 
 def reshard(model: Llama, seat: Seat) -> None:
-    """After passes without a backward, which leave a stage gathered; others are so already."""
+    """After a step: a stage lets go of what it has kept gathered.
+
+    Not in its last backward, where FSDP would gather again what it takes to come next.
+    """
     if seat.parallel.pp > 1:
         for module in model.modules():
             if isinstance(module, FSDPModule):

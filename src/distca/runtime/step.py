@@ -89,8 +89,8 @@ class Crossing:
         for losses in run.losses.values():
             total += run.mean(losses).detach()
         if model is not None:
+            reshard(model, self.seat)
             add_tied(model, self.seat)
-            reshard(model, self.seat)  # where everything is frozen no backward has
         return total
 
     @torch.no_grad()
