@@ -277,6 +277,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("model.sizes={depth=3}", "model.sizes: "),
         ("model.sizes={heads=3}", "3 heads over 4 kv heads"),
         ("parallel.placement=x", "parallel.placement = 'x' is unknown"),
+        ("parallel.policy=x", "policy 'x' is unknown: choose one of distca"),
         ("parallel.dp=3", "pp 1 x dp 3 x cp 1 x tp 1 and 0 servers need 3 ranks, but 2 were"),
         ("parallel.servers=2", "2 ranks less 2 servers cannot be divided by pp x cp x tp = 1"),
         ("parallel.stage_layers=[1,3]", "layer counts [1, 3] are 2 but there are 1 stages"),

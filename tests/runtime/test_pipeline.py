@@ -88,7 +88,7 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
 
 def test_policies_that_place_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="places tokens itself, which stages of a pipeline cannot"):
-        recipe(policy="head_tail")
+        recipe(policy="wlb")
     with pytest.raises(ValueError, match="4 layers on 5 stages"):
         recipe(parallel=Parallel(pp=5))
 

@@ -242,12 +242,11 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
 
 def _pipeline(layers: list[int], micro_batches: int) -> str:
     from distca.planning.schedule import Schedule
-    from distca.report import units
 
     held = Schedule.aligned(len(layers), micro_batches).in_flight
     return (
         f"stages of {', '.join(map(str, layers))} layers,"
-        f" {units.several(micro_batches, 'micro-batch')}, of which a stage holds up to"
+        f" {micro_batches} micro-batches, of which a stage holds up to"
         f" {', '.join(map(str, held))}"
     )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from distca.planning.costs import OneWay
 from distca.planning.greedy import head_tail_greedy
 from distca.planning.placement import Placement
 from distca.planning.problem import Problem, Proposal
@@ -21,7 +22,8 @@ def disaggregated(problem: Problem) -> Proposal:
     placement, servers = problem.placement, problem.servers
     backward = schedule(problem, problem.cost.backward_ps)
     work, _ = backward.work_ps(placement, problem.reach, problem.cost, servers.num_ranks)
-    if servers.imbalance(work) <= 1.0 + problem.tolerance:
+    one_way = isinstance(problem.cost, OneWay)  # then a second set would be the same again
+    if one_way or servers.imbalance(work) <= 1.0 + problem.tolerance:
         return Proposal(placement, backward, backward)
     return Proposal(placement, schedule(problem, problem.cost.forward_ps), backward)
 

@@ -24,7 +24,7 @@ from distca.planning.models import ModelShape
 from distca.planning.packing import by_group, filled, split
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.policies import KEEP_PLACEMENT
+from distca.planning.policies import KEEP_PLACEMENT, POLICIES
 from distca.planning.pooling import masks_of, pooled
 from distca.planning.schedule import FORWARD, Phase, Schedule, Tick
 from distca.planning.servers import Servers
@@ -53,6 +53,10 @@ class Recipe:
 
     def __post_init__(self) -> None:
         stage_layers(len(self.masks), self.parallel.pp, self.layers)
+        if self.policy not in POLICIES:
+            raise ValueError(
+                f"policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}"
+            )
         if self.parallel.pp > 1 and self.policy not in KEEP_PLACEMENT:
             raise ValueError(
                 f"policy {self.policy} places tokens itself, which stages of a pipeline cannot each"
