@@ -93,6 +93,20 @@ def recorded_step(
     return events[:tick], events[tick + 1 : -1], collectives.counts
 
 
+def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[int, Counter[str]]:
+    """Seams of this rank, and the collectives of a step."""
+    seat, plans = seat_of(case.parallel), case.recipe()
+    assert seat.stage is not None
+    model = on_meta(case.config, *plans.stages[seat.stage])
+    parallelize(model, seat, Precision())
+    initialize(model, seed=0)
+    crossing, step = Crossing.of(seat, backend="sdpa"), plans.plan(batch)
+    crossing.learn(model, step)
+    with Collectives() as collectives:
+        crossing.learn(model, step)
+    return len(model.seams), collectives.counts
+
+
 def _record_parts(seam: Any, events: Events) -> None:
     """A seam's work on a half, both ways: its first module is met once by each, ping first."""
     module = seam.embed or seam.after.norm

@@ -4,26 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from ranks import World
-from recorded import Collectives
-from runtime.bodies import TINY, Case, batch_of, seat_of
+from runtime.bodies import TINY, Case, batch_of
+from runtime.recording import counted_step
 
-from distca.data.documents import Batch
-from distca.model.initialize import initialize
-from distca.model.llama import on_meta
 from distca.planning.models import ModelShape
 from distca.planning.schedule import FORWARD
 from distca.runtime.launch import RankFailedError, launch
 from distca.runtime.mesh import Parallel
-from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.recipe import Recipe
-from distca.runtime.step import Crossing
 
 FOUR = replace(TINY, layers=4)
 LONG = (4000, 4000, *[500] * 16)
@@ -93,23 +86,9 @@ def test_policies_that_place_tokens_are_refused() -> None:
         recipe(parallel=Parallel(pp=5))
 
 
-def counted(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[int, Counter[str]]:
-    """Seams of this rank, and the collectives of a step."""
-    seat, plans = seat_of(case.parallel), case.recipe()
-    assert seat.stage is not None
-    model = on_meta(case.config, *plans.stages[seat.stage])
-    parallelize(model, seat, Precision())
-    initialize(model, seed=0)
-    crossing, step = Crossing.of(seat, backend="sdpa"), plans.plan(batch)
-    crossing.learn(model, step)
-    with Collectives() as collectives:
-        crossing.learn(model, step)
-    return len(model.seams), collectives.counts
-
-
 def test_weights_are_gathered_and_reduced_once_a_step(world: World) -> None:
     case = Case(Parallel(pp=2, dp=2), FOUR, micro_batches=4)
-    answers = world(4).run(counted, case, batch_of(), ranks=4)
+    answers = world(4).run(counted_step, case, batch_of(), ranks=4)
     for seams, counts in answers:
         assert counts["_allgather_base_"] == seams
         assert counts["_reduce_scatter_base_"] == seams
