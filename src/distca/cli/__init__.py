@@ -11,6 +11,7 @@ import typer
 
 from distca import __version__
 from distca.cli.plan import plan
+from distca.cli.profile import profile
 from distca.cli.selftest import selftest
 from distca.cli.train import train
 from distca.runtime.launch import RankFailedError
@@ -23,6 +24,7 @@ app = typer.Typer(
 )
 app.command()(plan)
 app.command()(train)
+app.command()(profile)
 app.command()(selftest)
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name

@@ -168,8 +168,8 @@ def _default_cp(workers: int) -> int:
 def _check_countable(problem: Problem) -> None:
     """Picoseconds are counted in 64-bit integers; far longer documents than any would overflow."""
     lengths = problem.placement.lengths.astype(np.float64)
-    sample = np.asarray([1 << 20], dtype=np.int64)
-    ps_per_pair = float(problem.cost.backward_ps(sample, sample, sample * sample)[0]) / 2.0**40
+    sample = np.asarray([1 << 16], dtype=np.int64)  # which itself can be counted at any rate
+    ps_per_pair = float(problem.cost.backward_ps(sample, sample, sample * sample)[0]) / 2.0**32
     total_ps = float(np.sum(lengths * lengths)) * ps_per_pair
     if total_ps > 2.0**62:
         raise ValueError(

@@ -7,21 +7,19 @@ the same on every platform.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distca.planning.models import ModelShape
+from distca.planning.profile import Profile
 from distca.planning.spans import Floats, Ints
 
 PS = 1e12  # picoseconds in a second
 TILE = 128  # query rows that a kernel works on at once
 BACKWARD_FLOPS = 2.5  # of forward: five products where forward has two
+LINEAR_TFLOPS = 610.0  # a layer of Llama-3-8B but for its attention, on an H200
 
 
 class CostModel(Protocol):
@@ -88,7 +86,7 @@ class AnalyticCost:
     backward: KernelRate
     name: str = "analytic"
     tile: int = TILE  # query rows that are computed together, full or not
-    linear_tflops: float = 610.0
+    linear_tflops: float = LINEAR_TFLOPS
 
     @classmethod
     def of(cls, shape: ModelShape) -> AnalyticCost:
@@ -136,64 +134,73 @@ class AnalyticCost:
 
 
 @dataclass(frozen=True)
+class Table:
+    """One direction of a measured kernel; see ``TableCost``."""
+
+    least_ps_per_pair: float
+    overhead: Floats  # [queries, keys], ps for each query times key
+
+
+@dataclass(frozen=True)
 class TableCost:
     """Seconds interpolated from a measured profile over (queries, keys).
 
-    The inverse rate is bilinear in (1/queries, 1/keys): a kernel's overheads are a constant per
-    row and per key tile, so that is the plane measurements lie on.
+    A task takes ``least x pairs + queries x keys x overhead``. Costs per row, per key and per task
+    make the overhead ``b / keys + c / queries + d / (queries x keys)``: bilinear in (1 / queries,
+    1 / keys), which is how it is interpolated between the shapes that were measured. Beyond the
+    table the last overhead holds, so rates stay what they are there.
     """
 
     name: str
     queries: Floats
     keys: Floats
-    forward_ps_per_pair: Floats
-    backward_ps_per_pair: Floats
-    linear_tflops: float = 610.0
+    forward: Table
+    backward: Table
+    tile: int = 1  # rows and keys that are computed together, full or not
+    linear_tflops: float = LINEAR_TFLOPS
 
     @classmethod
-    def from_profile(cls, profile: Mapping[str, Any], shape: ModelShape) -> TableCost:
-        """``profile`` as docs/planning.md describes it; rates are rescaled to ``shape``'s heads."""
+    def from_profile(cls, profile: Profile, shape: ModelShape) -> TableCost:
+        """Rates are rescaled to ``shape``'s heads."""
+        queries, keys = (np.array(g, dtype=np.float64) for g in (profile.queries, profile.keys))
         try:
-            queries = np.asarray(profile["queries"], dtype=np.float64)
-            keys = np.asarray(profile["keys"], dtype=np.float64)
-            tables = [
-                _filled(np.asarray(profile[f"{way}_tflops"], dtype=np.float64), queries, keys)
-                for way in ("forward", "backward")
-            ]
-            name = str(profile["name"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"the profile is not usable ({error}): it needs name, queries, keys, and"
-                " forward_tflops and backward_tflops as one row of rates per query count"
-            ) from None
-        return cls(
-            name=name,
-            queries=queries,
-            keys=keys,
-            forward_ps_per_pair=shape.flops_per_pair / tables[0],
-            backward_ps_per_pair=BACKWARD_FLOPS * shape.flops_per_pair / tables[1],
-        )
+            forward, backward = (
+                _table(np.array(rates, dtype=np.float64), queries, keys, flops)
+                for rates, flops in (
+                    (profile.forward_tflops, shape.flops_per_pair),
+                    (profile.backward_tflops, BACKWARD_FLOPS * shape.flops_per_pair),
+                )
+            )
+        except ValueError as error:
+            raise ValueError(f"the profile is not usable: {error}") from None
+        linear = profile.linear_tflops or LINEAR_TFLOPS
+        return cls(profile.name, queries, keys, forward, backward, profile.tile, linear)
 
     @property
     def least_forward_ps_per_pair(self) -> float:
-        return float(self.forward_ps_per_pair.min())
+        return self.forward.least_ps_per_pair
 
     @property
     def least_backward_ps_per_pair(self) -> float:
-        return float(self.backward_ps_per_pair.min())
+        return self.backward.least_ps_per_pair
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        return self._ps(self.forward_ps_per_pair, queries, keys, pairs)
+        return self._ps(self.forward, queries, keys, pairs)
 
     def backward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        return self._ps(self.backward_ps_per_pair, queries, keys, pairs)
+        return self._ps(self.backward, queries, keys, pairs)
 
-    def _ps(self, table: Floats, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        i, u = _cell(self.queries, queries)
-        j, v = _cell(self.keys, keys)
-        low = table[i, j] * (1 - v) + table[i, j + 1] * v
-        high = table[i + 1, j] * (1 - v) + table[i + 1, j + 1] * v
-        return np.rint(pairs * (low * (1 - u) + high * u)).astype(np.int64)
+    def _ps(self, table: Table, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        n = np.maximum(queries, 1)
+        rows, columns = (-(-size // self.tile) * self.tile for size in (n, np.maximum(keys, n)))
+        j, v = _cell(self.keys, columns)
+        i, u = _cell(self.queries, np.minimum(rows, self.keys[-1]))
+        low = table.overhead[i, j] * (1 - v) + table.overhead[i, j + 1] * v
+        high = table.overhead[i + 1, j] * (1 - v) + table.overhead[i + 1, j + 1] * v
+        overhead = np.maximum(low * (1 - u) + high * u, 0.0)
+        arithmetic = pairs * (rows / n) * table.least_ps_per_pair
+        ps: Floats = arithmetic + (rows * columns) * overhead
+        return np.rint(ps).astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -237,53 +244,45 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
         return AnalyticCost.of(shape)
     if cost == "cpu":
         return AnalyticCost.cpu(shape)
-    return TableCost.from_profile(_read_profile(cost), shape)
-
-
-def _read_profile(cost: str) -> Mapping[str, Any]:
-    shipped = resources.files("distca.planning") / "profiles" / f"{cost}.json"
     try:
-        source = shipped if shipped.is_file() else Path(cost)
-        profile = json.loads(source.read_text())
+        profile = Profile.read(cost)
     except OSError:
         raise ValueError(
             f"cost {cost!r} is unknown: say pairs, analytic, cpu, h200, h200-flash,"
             " or the path of a profile file"
         ) from None
-    except ValueError as error:
-        raise ValueError(f"profile {cost} is not JSON: {error}") from None
-    if not isinstance(profile, dict):
-        raise ValueError(f"profile {cost} holds no JSON object: see docs/planning.md for the form")
-    return profile
+    return TableCost.from_profile(profile, shape)
 
 
-def _cell(grid: Floats, values: Ints) -> tuple[Ints, Floats]:
-    """Index of the cell of each value, and how far into it the value's inverse lies, 0 to 1."""
+def _cell(grid: Floats, values: Ints | Floats) -> tuple[Ints, Floats]:
+    """Index of the cell of each value, and how far into it the value's inverse lies: up to 1, and
+    below 0 for values below the grid."""
     i = np.searchsorted(grid[1:-1], values, side="right")
     inverse = 1.0 / grid
-    depth = (inverse[i] - 1.0 / np.maximum(values, 1)) / (inverse[:-1] - inverse[1:])[i]
-    return i, np.minimum(np.maximum(depth, 0.0), 1.0)
+    depth = (inverse[i] - 1.0 / values) / (inverse[:-1] - inverse[1:])[i]
+    return i, np.minimum(depth, 1.0)
+
+
+def _table(tflops: Floats, queries: Floats, keys: Floats, flops_per_pair: float) -> Table:
+    """Measured rates, NaN where there are none, as least cost and overheads."""
+    possible = keys >= queries[:, None]
+    ps_per_pair = flops_per_pair / _filled(tflops, queries, keys)  # FLOPs / (TFLOP/s) is ps
+    least = float(ps_per_pair[possible].min())
+    row_keys = keys - (queries[:, None] - 1) / 2  # that a query of a causal task sees, on average
+    overhead = (ps_per_pair - least) * (row_keys / keys)
+    # Fewer keys than queries cannot be: there a cell's other three corners span a plane.
+    for j in range(len(keys) - 2, -1, -1):
+        for i in np.flatnonzero(~possible[:, j]):
+            above = overhead[i - 1, j] - overhead[i - 1, j + 1] if i else 0.0
+            overhead[i, j] = overhead[i, j + 1] + above
+    return Table(least, overhead)
 
 
 def _filled(tflops: Floats, queries: Floats, keys: Floats) -> Floats:
-    """Rates with the holes of a profile closed, row by row, from what was measured in the row.
-
-    Fewer keys than queries cannot be measured: there the document of that many keys stands in.
-    """
-    if tflops.shape != (len(queries), len(keys)):
-        raise ValueError(f"rates of shape {tflops.shape} for {len(queries)} x {len(keys)} shapes")
-    for name, grid in (("queries", queries), ("keys", keys)):
-        if len(grid) < 2 or np.any(np.diff(grid) <= 0) or grid[0] <= 0:
-            raise ValueError(f"{name} must rise strictly and hold two values or more")
-    measured = np.isfinite(tflops)
-    if np.any(tflops[measured] <= 0):
-        raise ValueError("rates must be above zero")
+    """Rates with the holes of a profile closed, row by row, from what was measured in the row."""
     filled = tflops.copy()
-    for i, row in enumerate(measured):
+    for i, row in enumerate(np.isfinite(tflops)):
         if not row.any():
             raise ValueError(f"no rate at all for {queries[i]:.0f} queries")
         filled[i] = 1 / np.interp(-1 / keys, -1 / keys[row], 1 / tflops[i, row])
-    for j, count in enumerate(keys):
-        whole = int(np.argmin(np.abs(queries - count)))
-        filled[queries > count, j] = filled[whole, j]
     return filled

@@ -1,0 +1,116 @@
+"""Profiles as people see them: a bar or lines while one is measured, and tables of what it holds.
+
+Input is plain records, as ``distca profile --json`` prints them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from distca.report import units
+
+
+class Watch:
+    """Shows each measurement: a bar on a terminal, a line anywhere else."""
+
+    def __init__(self, console: Console, done: int, total: int) -> None:
+        self._console, self._done, self._total = console, done, total
+        self._bar: Progress | None = None
+        self._task: TaskID | None = None
+        if console.is_terminal:
+            self._bar = Progress(
+                BarColumn(bar_width=None),
+                MofNCompleteColumn(),
+                TextColumn("{task.description}"),
+                TimeRemainingColumn(),
+                console=console,
+                expand=True,
+                transient=True,
+            )
+
+    def __call__(self, what: str) -> None:
+        self._done += 1
+        if self._bar is not None:
+            assert self._task is not None
+            self._bar.update(self._task, completed=self._done, description=what)
+        else:
+            line = f"{self._done:{len(str(self._total))}} of {self._total}  {what}"
+            self._console.print(line, soft_wrap=True)
+
+    def __enter__(self) -> Watch:
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", completed=self._done, total=self._total)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+
+def rates_table(record: Mapping[str, Any], way: str) -> Table:
+    """Rates of one direction, a row for each query count."""
+    rates = record[f"{way}_tflops"]
+    unit, scale = _unit(rates)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.padding = (0, 1, 0, 0)
+    table.add_column(f"{way}, {unit}", no_wrap=True, justify="right", style="bold")
+    for keys in record["keys"]:
+        table.add_column(_tokens(keys), no_wrap=True, justify="right")
+    for queries, row in zip(record["queries"], rates, strict=True):
+        cells = ["" if rate is None else f"{rate * scale:.3g}" for rate in row]
+        table.add_row(_tokens(queries), *cells)
+    return table
+
+
+def profile_facts(record: Mapping[str, Any]) -> dict[str, str]:
+    """All that is not in the tables, as names and values."""
+    sizes = f"{record['heads']} heads, {record['kv_heads']} kv heads, head size"
+    facts = {
+        "device": f"{record['device']}, {units.several(record['ranks'], 'rank')}",
+        "attention": f"{record['backend']}, {record['dtype']}, {sizes} {record['head_dim']}",
+        "versions": ", ".join(f"{name} {one}" for name, one in record["versions"].items()),
+    }
+    unit, scale = _unit([[record["linear_tflops"]]])
+    facts["linear"] = f"{record['linear_tflops'] * scale:.3g} {unit}"
+    facts["copy"] = f"{units.size(record['copy_bytes_per_s'])}/s read and written"
+    for one in record["exchange"] or ():
+        speed = f"{units.size(one['bytes_per_s'])}/s sent by each rank"
+        facts[f"exchange of {units.size(one['bytes'])}"] = speed
+    for way in ("forward", "backward"):
+        errors = record[f"{way}_errors"]
+        facts[f"error, {way}"] = (
+            f"median {errors['median']:.1%}, worst {errors['worst']:.1%} of"
+            f" {units.several(len(record['held_out']), 'held-out call')}"
+        )
+    return facts
+
+
+def _unit(rates: Sequence[Sequence[float | None]]) -> tuple[str, float]:
+    """CPUs are not measured in TFLOP/s."""
+    most = max(rate for row in rates for rate in row if rate is not None)
+    return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
+
+
+def _tokens(count: int) -> str:
+    """131072 -> 128K"""
+    return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)

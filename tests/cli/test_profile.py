@@ -1,0 +1,150 @@
+"""``distca profile`` as people and machines call it."""
+
+import json
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runtime.measured import TINY
+
+from distca.cli import main
+from distca.planning.profile import Profile
+from distca.runtime import profiling
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(profiling.Scope, "of", lambda *_: TINY)
+
+    def call(*args: str, status: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as exited:
+            main([*args])
+        out, err = capsys.readouterr()
+        assert exited.value.code == status, err
+        return out, err
+
+    return call
+
+
+def test_people_see_lines_and_tables(run: Any) -> None:
+    out, err = run("profile")
+    assert err == ""
+    assert "11 of 11  held out, 4 of 4" in out
+    for words in ("forward, GFLOP/s", "backward, GFLOP/s", "linear", "copy", "of 4 held-out calls"):
+        assert words in out
+    assert "distca plan ... --cost profile.json" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+def test_machines_get_one_object_and_plans_take_the_file(run: Any) -> None:
+    out, err = run("profile", "--json", "--out", "mine.json", "--model", "150m")
+    assert err == ""
+    record = json.loads(out)
+    assert (record["name"], record["out"], record["head_dim"]) == ("mine", "mine.json", 64)
+    assert record["forward_errors"].keys() == {"median", "worst"}
+    assert Profile.from_json(record) == Profile.read("mine.json")
+    out, _ = run(
+        "plan",
+        "fixed:2000",
+        "--ranks=2",
+        "--context=4K",
+        "--cost=mine.json",
+        "--json",
+        "--heads=4",
+        "--head-dim=32",
+    )
+    assert json.loads(out)["cost"] == "mine"
+
+
+def test_it_goes_on_and_then_has_all(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, calls = profiling.attention_s, []
+
+    def stop_at_fourth(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return right(*args)
+
+    monkeypatch.setattr(profiling, "attention_s", stop_at_fourth)
+    _, err = run("profile", status=130)
+    assert err == "stopped: the same command goes on with what is in profile.json\n"
+    assert len(Profile.read("profile.json").missing) == 2
+    out, _ = run("profile")
+    assert "profile.json has 3 of 11 figures already" in out
+    assert " 4 of 11" in out
+    out, _ = run("profile")
+    assert "profile.json has all already" in out
+    assert " of 11" not in out
+
+
+def test_another_setting_is_refused(run: Any) -> None:
+    run("profile")
+    _, err = run("profile", "--backend=reference", status=2)
+    assert err.startswith("distca: profile profile was begun with backend sdpa, but here")
+    done = Profile.read("profile.json")
+    replace(done, device="NVIDIA H200").write(Path("profile.json"))
+    _, err = run("profile", status=2)
+    assert "begun with device NVIDIA H200" in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--model=llama9"], "model 'llama9' is unknown"),
+        (["--backend=fast"], "attention backend 'fast' is unknown"),
+        (["--backend=fa4"], "attention backend fa4 refuses"),
+        (["--ranks=0"], "0 ranks: start 1 or more"),
+        (["--out=bad.json"], "profile bad.json is not JSON"),
+        (["--out=."], "cannot open"),
+    ],
+)
+def test_mistakes_are_one_sentence(run: Any, args: list[str], words: str) -> None:
+    Path("bad.json").write_text("{")
+    out, err = run("profile", *args, status=2)
+    assert out == ""
+    assert words in err
+    assert err.startswith("distca: ")
+    assert err.count("\n") == 1
+
+
+def test_several_ranks_are_started(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr("distca.runtime.launch.launch", lambda *args: started.extend(args))
+    run("profile", "--ranks=3", "--quick", "--out=x.json", "--model=150m")
+    command, num_ranks, _ = started
+    assert num_ranks == 3
+    assert command[-5:] == ["profile", "--backend=auto", "--out=x.json", "--model=150m", "--quick"]
+
+
+def test_a_rank_of_torchrun_measures(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    run("profile", "--json")
+    assert Profile.read("profile.json").missing == []
+
+
+@pytest.mark.slow
+def test_two_ranks_measure_together(tmp_path: Path) -> None:
+    command = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+    ran = subprocess.run(
+        [*command, "profile", "--ranks=2", "--quick", "--json"],
+        capture_output=True,
+        text=True,
+        timeout=110,
+        cwd=tmp_path,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    record = json.loads(ran.stdout)
+    assert record["ranks"] == 2
+    assert len(record["exchange"]) == 3
