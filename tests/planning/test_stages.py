@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.planning.stages import (
-    attention_slots,
     gradient_enters,
     learning_layers,
     stage_layers,
@@ -29,12 +28,10 @@ def test_an_even_split_covers_every_layer_and_favours_the_last_stage(
     counts = [stop - start for start, stop in ranges]
     assert counts == sorted(counts, reverse=True)
     assert counts[0] - counts[-1] <= 1
-    assert attention_slots(ranges) == counts[0]
 
 
 def test_counts_may_be_given() -> None:
     assert stage_layers(7, 3, [1, 4, 2]) == ((0, 1), (1, 5), (5, 7))
-    assert attention_slots(stage_layers(7, 3, [1, 4, 2])) == 4
 
 
 @pytest.mark.parametrize(

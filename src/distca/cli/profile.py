@@ -104,7 +104,7 @@ def _begin(bench: "Bench", out: Path) -> "Profile":
 
 def _measure(bench: "Bench", begun: "Profile", out: Path, as_json: bool) -> None:
     """Alone, or as the first of several ranks, which shows and saves."""
-    from distca.report.profiles import Watch
+    from distca.report.watch import Watch
     from distca.runtime.profiling import measure, steps
 
     console = _console(quiet=as_json)
@@ -114,10 +114,10 @@ def _measure(bench: "Bench", begun: "Profile", out: Path, as_json: bool) -> None
         console.print(f"{out} has {found} already: delete it to measure anew", soft_wrap=True)
     done = begun
     try:
-        with Watch(console, total - left, total) as watch:
-            for what, done in measure(bench, begun):
+        with Watch(console, "figure", total) as watch:
+            for number, (what, done) in enumerate(measure(bench, begun), total - left + 1):
                 done.write(out)
-                watch(what)
+                watch(number, what)
     except KeyboardInterrupt:
         typer.echo(f"stopped: the same command goes on with what is in {out}", err=True)
         raise

@@ -314,7 +314,8 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
 
 def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
     """The records of the steps that were taken; None on all ranks but the first."""
-    from distca.report.training import Watch
+    from distca.report.training import said
+    from distca.report.watch import Watch
     from distca.train.trainer import Trainer
 
     if os.environ["RANK"] != "0":
@@ -323,7 +324,11 @@ def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | 
     if as_json:
         return Trainer(config).fit()
     with Watch(_console(), title, config.train.steps) as watch:
-        return Trainer(config, show=watch).fit()
+
+        def show(record: dict[str, Any]) -> None:
+            watch(record["step"] + 1, said(record))
+
+        return Trainer(config, show=show).fit()
 
 
 def _precision(config: "Config") -> str:

@@ -46,11 +46,6 @@ def stage_layers(layers: int, stages: int, given: Sequence[int] = ()) -> tuple[L
     return tuple((stop - count, stop) for stop, count in zip(stops, counts, strict=True))
 
 
-def attention_slots(stages: Sequence[Layers]) -> int:
-    """Attentions of one tick: as many as the largest stage has layers, as all serve in each."""
-    return max(stop - start for start, stop in stages)
-
-
 def learning_layers(stage: Layers, first_part: int) -> int:
     """How many of the stage's layers, from its last one down, have an attention that goes backward.
 

@@ -1,4 +1,4 @@
-"""Profiles as people see them: a bar or lines while one is measured, and tables of what it holds.
+"""Profiles as people see them: tables of what one holds.
 
 Input is plain records, as ``distca profile --json`` prints them.
 """
@@ -6,65 +6,12 @@ Input is plain records, as ``distca profile --json`` prints them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from distca.report import units
-
-
-class Watch:
-    """Shows each measurement: a bar on a terminal, a line anywhere else."""
-
-    def __init__(self, console: Console, done: int, total: int) -> None:
-        self._console, self._done, self._total = console, done, total
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.description}"),
-                TimeRemainingColumn(),
-                console=console,
-                expand=True,
-                transient=True,
-            )
-
-    def __call__(self, what: str) -> None:
-        self._done += 1
-        if self._bar is not None:
-            assert self._task is not None
-            self._bar.update(self._task, completed=self._done, description=what)
-        else:
-            line = f"{self._done:{len(str(self._total))}} of {self._total}  {what}"
-            self._console.print(line, soft_wrap=True)
-
-    def __enter__(self) -> Watch:
-        if self._bar is not None:
-            self._bar.start()
-            self._task = self._bar.add_task("", completed=self._done, total=self._total)
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def rates_table(record: Mapping[str, Any], way: str) -> Table:

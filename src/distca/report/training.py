@@ -7,19 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from types import TracebackType
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 
 from distca.report import units
@@ -36,50 +26,6 @@ def facts(rows: Mapping[str, str]) -> Table:
     for name, value in rows.items():
         table.add_row(name, value)
     return table
-
-
-class Watch:
-    """Shows each step: a bar on a terminal, a line anywhere else."""
-
-    def __init__(self, console: Console, title: str, steps: int) -> None:
-        self._console, self._title, self._steps = console, title, steps
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
-                TimeRemainingColumn(),
-                console=console,
-                expand=True,
-            )
-
-    def __call__(self, record: Record) -> None:
-        if self._bar is not None:
-            if self._task is None:  # a run that goes on does not begin at 0
-                self._task = self._bar.add_task(
-                    self._title, total=self._steps, completed=record["step"], said=""
-                )
-            self._bar.update(self._task, completed=record["step"] + 1, said=said(record))
-            return
-        step = f"{record['step'] + 1:{len(str(self._steps))}}/{self._steps}"
-        self._console.print(f"{self._title} {step}  {said(record)}", soft_wrap=True)
-
-    def __enter__(self) -> Watch:
-        if self._bar is not None:
-            self._bar.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
 
 
 def said(record: Record) -> str:
