@@ -47,11 +47,12 @@ from distca.dispatch.layout import Call
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, on_meta, plainly
 from distca.planning.masks import Mask
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
 from distca.planning.schedule import FORWARD, Tick
-from distca.runtime.batches import StepPlan
-from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.runtime.batches import Step
+from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
 STAGES, LONG, SHORT, SHORTS = 2, 12288, 128, 2
@@ -84,19 +85,22 @@ def _rank(rank: int, steps: int, folder: str) -> None:
     cost = measured_cost(seat)
     batch = batch_of(LENGTHS)
     masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
-    plans = {
-        side: Recipe(
-            seat.parallel,
-            MODEL.shape,
-            masks,
-            micro_batches=MICRO_BATCHES,
-            policy=policy,
-            options={"cost": cost},
-        ).plan(batch)
+    ours_of = {
+        side: Step.of(
+            Recipe(
+                seat.parallel,
+                MODEL.shape,
+                masks,
+                micro_batches=MICRO_BATCHES,
+                policy=policy,
+                options={"cost": cost},
+            ),
+            batch,
+        )
         for side, policy in (("per stage", "colocated"), ("pooled", "distca"))
     }
-    ours = {side: Ours(seat, plan) for side, plan in plans.items()}
-    sides: dict[str, Callable[[], float]] = {"1F1B": plain_1f1b(seat, plans["pooled"]), **ours}
+    ours = {side: Ours(seat, step) for side, step in ours_of.items()}
+    sides: dict[str, Callable[[], float]] = {"1F1B": plain_1f1b(seat, ours_of["pooled"]), **ours}
     walls: dict[str, list[float]] = {side: [] for side in sides}
     losses: dict[str, float] = {}
     turns = np.random.default_rng(0)
@@ -108,7 +112,7 @@ def _rank(rank: int, steps: int, folder: str) -> None:
     idle = {side: traced_idle(run, seat) for side, run in sides.items()}
     ticks = {side: run.by_tick(seat) for side, run in ours.items()}
     if rank == 0:
-        result = summary(walls, ticks, plans) | {"losses": losses, "idle": idle}
+        result = summary(walls, ticks, ours_of) | {"losses": losses, "idle": idle}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -135,18 +139,18 @@ def gathered(mine: Any, seat: Seat) -> list[Any]:
 class Ours:
     """A step, with what this rank did in each tick: all its own seconds, and those of attention."""
 
-    def __init__(self, seat: Seat, plan: StepPlan) -> None:
-        self.plan, self.records = plan, [[] for _ in plan.schedule.ticks]
+    def __init__(self, seat: Seat, step: Step) -> None:
+        self.step, self.records = step, [[] for _ in step.plan.schedule.ticks]
         self.attention = Crossing.of(seat).attentions
         self.crossing = Crossing(seat, self.attention, observe=self._observe)
-        start, stop = plan.stages[seat.stage]
+        start, stop = step.plan.stages[seat.stage]
         self.model = on_meta(MODEL, start, stop)
         parallelize(self.model, seat, Precision())
         initialize(self.model, seed=0)
 
     def __call__(self) -> float:
         self._since = time.thread_time()
-        loss = float(self.crossing.learn(self.model, self.plan))
+        loss = float(self.crossing.learn(self.model, self.step))
         self.model.zero_grad()
         return loss
 
@@ -203,18 +207,24 @@ class PlainStage(nn.Module):
         return leaving.x
 
 
-def plain_1f1b(seat: Seat, plan: StepPlan) -> Callable[[], float]:
+def plain_1f1b(seat: Seat, ours: Step) -> Callable[[], float]:
     """The same micro-batches in the same order."""
-    rows = [halves[0].rows(0) for halves in plan.micro_batches]
+    rows = [ours.rows(halves[0], 0) for halves in ours.plan.micro_batches]
     tokens, positions, labels = (
         torch.cat([getattr(r, name) for r in rows]) for name in rows[0]._fields[:3]
     )
     stage = PipelineStage(
-        PlainStage(*plan.stages[seat.stage]), seat.stage, STAGES, seat.device, group=seat.pipeline
+        PlainStage(*ours.plan.stages[seat.stage]),
+        seat.stage,
+        STAGES,
+        seat.device,
+        group=seat.pipeline,
     )
 
+    targets = ours.batch.num_targets
+
     def loss_of(logits: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, target, reduction="sum") / plan.num_targets
+        return nn.functional.cross_entropy(logits, target, reduction="sum") / targets
 
     schedule = Schedule1F1B(stage, MICRO_BATCHES, loss_of, scale_grads=False)
 
@@ -260,9 +270,9 @@ def traced_idle(run: Callable[[], float], seat: Seat) -> list[float]:
 def summary(
     walls: dict[str, list[float]],
     ticks: dict[str, list[list[list[float]]]],
-    plans: dict[str, StepPlan],
+    steps: dict[str, Step],
 ) -> Records:
-    schedule = plans["pooled"].schedule
+    schedule = steps["pooled"].plan.schedule
     cells: dict[tuple[int, str, int], tuple[float, float]] = {}  # linear and attention seconds
     for tick, ranks in zip(schedule.ticks, ticks["per stage"], strict=True):
         for stage, (own, attention) in enumerate(ranks):
@@ -275,7 +285,7 @@ def summary(
         for t in schedule.ticks
     )
     plain = predicted_1f1b({cell: sum(seconds) for cell, seconds in cells.items()})
-    tokens = plans["pooled"].num_tokens
+    tokens = steps["pooled"].batch.num_tokens
     return {
         "tokens_per_s": {side: tokens / median(taken) for side, taken in walls.items()},
         "over_1f1b": {
@@ -285,7 +295,7 @@ def summary(
         "predicted": plain / pooled,
         "predicted_s": {"1F1B": plain, "pooled": pooled},
         "load": {side: load(found) for side, found in ticks.items()},
-        "planned": {side: plan.imbalance for side, plan in plans.items()},
+        "planned": {side: step.plan.imbalance for side, step in steps.items()},
         "attention_s": {
             side: [[attention for _, attention in ranks] for ranks in found]
             for side, found in ticks.items()

@@ -46,11 +46,12 @@ from distca.model.sizes import model_config
 from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs import AnalyticCost
 from distca.planning.masks import Mask
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
 from distca.planning.spans import Ints
-from distca.runtime.batches import StepPlan
-from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.runtime.batches import Step
+from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
 # With heads of 64 attention has about the share that it has in Llama-3-8B at a context of 128K.
@@ -97,22 +98,22 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     batch = batch_of(LENGTHS[name])
     masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
     cost = measured_cost(seat)
-    plans = {
-        side: Recipe(parallel, MODEL.shape, masks, options={"cost": cost}, **way).plan(batch)
+    sides = {
+        side: Step.of(Recipe(parallel, MODEL.shape, masks, options={"cost": cost}, **way), batch)
         for side, way in SIDES.items()
     }
     times: dict[str, list[list[float]]] = {
-        side: [] for side in plans
+        side: [] for side in sides
     }  # seconds, attention, exposed
     losses: dict[str, float] = {}
     turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
     for number in range(steps + 2):
-        for side in turns.permutation(list(plans)).tolist():
-            taken, losses[side] = step(model, crossing, plans[side], seat)
+        for side in turns.permutation(list(sides)).tolist():
+            taken, losses[side] = stepped(model, crossing, sides[side], seat)
             if number >= 2:
                 times[side].append(taken)
     if rank == 0:
-        result = summary(times, plans, batch) | {"losses": losses}
+        result = summary(times, sides) | {"losses": losses}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
@@ -162,11 +163,11 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(tuple(Document.from_tokens(rng.integers(0, 259, n)) for n in lengths))
 
 
-def step(model: Llama, crossing: Crossing, plan: StepPlan, seat: Seat) -> tuple[list[float], float]:
+def stepped(model: Llama, crossing: Crossing, step: Step, seat: Seat) -> tuple[list[float], float]:
     """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
     dist.barrier(group=seat.everyone)
     start = time.perf_counter()
-    loss = crossing.learn(model, plan)
+    loss = crossing.learn(model, step)
     model.zero_grad()
     dist.barrier(group=seat.everyone)
     wall = time.perf_counter() - start
@@ -178,9 +179,7 @@ def step(model: Llama, crossing: Crossing, plan: StepPlan, seat: Seat) -> tuple[
     return [wall, *attention.tolist(), *exposed.tolist()], float(losses.sum())
 
 
-def summary(
-    times: dict[str, list[list[float]]], plans: dict[str, StepPlan], batch: Batch
-) -> dict[str, Any]:
+def summary(times: dict[str, list[list[float]]], sides: dict[str, Step]) -> dict[str, Any]:
     wall = {side: median(row[0] for row in rows) for side, rows in times.items()}
     attention = {
         side: [median(row[1 + rank] for row in rows) for rank in (0, 1)]
@@ -188,8 +187,9 @@ def summary(
     }
     worst, mean = max(attention["colocated"]), sum(attention["colocated"]) / 2
     linear = wall["colocated"] - worst
+    tokens = sides["colocated"].batch.num_tokens
     return {
-        "tokens_per_s": {side: batch.num_tokens / seconds for side, seconds in wall.items()},
+        "tokens_per_s": {side: tokens / seconds for side, seconds in wall.items()},
         # Round by round, where the machine is in one mood.
         "speed_up": {
             side: median(a[0] / b[0] for a, b in zip(times["colocated"], rows, strict=True))
@@ -201,7 +201,7 @@ def summary(
             side: [median(row[3 + rank] for row in rows) for rank in (0, 1)]
             for side, rows in times.items()
         },
-        "imbalance_before": plans["colocated"].imbalance_before,
+        "imbalance_before": sides["colocated"].plan.imbalance_before,
     }
 
 

@@ -39,14 +39,16 @@ from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam, Walk, on_meta
 from distca.model.sizes import model_config
-from distca.runtime.batches import StepPlan
-from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.planning.memory import GIB, estimate
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
+from distca.runtime.batches import Step
+from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import GIB, available, estimate
+from distca.train.memory import available
 from distca.train.optimizer import adamw
 
 DEVICE = torch.device("cuda", 0)
@@ -113,8 +115,8 @@ def compare(
     model: Llama, optimizer: torch.optim.Optimizer, seat: Seat, lengths: list[int], rounds: int
 ) -> Record:
     crossing = Crossing.of(seat, recompute=True, dtype=BF16.compute)
-    walk, step = bare_walk(lengths), recipe(model.config, Parallel()).plan(batch_of(lengths))
-    ((half,),) = step.micro_batches
+    walk, step = bare_walk(lengths), Step.of(recipe(model.config, Parallel()), batch_of(lengths))
+    ((half,),) = step.plan.micro_batches
     losses: dict[str, Tensor] = {}
 
     def distca() -> None:
@@ -122,10 +124,10 @@ def compare(
         change(optimizer)
 
     def bare() -> None:
-        rows = half.rows(0)
+        rows = step.rows(half, 0)
         tokens, positions, labels = (t.to(DEVICE, non_blocking=True) for t in rows[:3])
         (leaving,) = model([Arriving(tokens, positions, labels=labels)], walk)
-        mean = leaving.loss.total / step.num_targets
+        mean = leaving.loss.total / step.batch.num_targets
         mean.backward()
         losses["bare"] = mean.detach()
         change(optimizer)
@@ -178,7 +180,7 @@ def bare_walk(lengths: list[int]) -> Walk:
 
 
 def estimated(config: ModelConfig) -> int:
-    return estimate(config, Parallel(), BF16, TOKENS, recompute=True).total
+    return estimate(config.shape, Parallel(), TOKENS, recompute=True).total
 
 
 def layers_that_fit() -> int:
@@ -201,13 +203,13 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
     lengths = distribution("pretrain", TOKENS // 2).batch(RANKS * TOKENS, seed=1)
     batch, parallel = batch_of(lengths.tolist()), Parallel(dp=RANKS)
     for placement in ("given", "balanced"):
-        plans = {
-            ping_pong: recipe(config, parallel, placement=placement, ping_pong=ping_pong).plan(
-                batch
+        halved = {
+            ping_pong: Step.of(
+                recipe(config, parallel, placement=placement, ping_pong=ping_pong), batch
             )
             for ping_pong in (False, True)
         }
-        traffic = plans[False].slots[0][0][0].traffic
+        traffic = halved[False].plan.slots[0][0][0].traffic
         load = np.maximum(traffic.send, traffic.recv)
         order = np.argsort(load)
         for what, rank in (("median", int(order[RANKS // 2])), ("busiest", int(order[-1]))):
@@ -216,7 +218,7 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
                 sides |= {f"{link}, off": (bandwidth, False)}
                 sides |= {f"{link}, ping-pong": (bandwidth, True)}
             runs = {
-                side: Replayed(model, rank, plans[ping_pong], bandwidth)
+                side: Replayed(model, rank, halved[ping_pong], bandwidth)
                 for side, (bandwidth, ping_pong) in sides.items()
             }
             times = measure(runs, rounds)
@@ -237,14 +239,14 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
 class Replayed:
     """Forward and backward of one rank of many."""
 
-    def __init__(self, model: Llama, rank: int, step: StepPlan, bytes_per_s: float) -> None:
+    def __init__(self, model: Llama, rank: int, step: Step, bytes_per_s: float) -> None:
         parallel = Parallel(dp=RANKS)
         seat: Any = SimpleNamespace(
             device=DEVICE, parallel=parallel, stage=0, worker=rank, tp_mesh=None, ends=None
         )
         attentions = tuple(
             CoreAttention(transport=ThrottledTransport(rank, RANKS, bytes_per_s))
-            for _ in step.micro_batches[0]
+            for _ in step.plan.micro_batches[0]
         )
         self.crossing = Crossing(seat, attentions, recompute=True, dtype=BF16.compute)
         self.model, self.step = model, step

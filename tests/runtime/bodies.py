@@ -16,9 +16,11 @@ from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Llama, on_meta, plainly
 from distca.planning.masks import CAUSAL
-from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
+from distca.runtime.batches import Step
+from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.recipe import Recipe
 from distca.runtime.step import Crossing
 
 TINY = ModelConfig(vocab_size=61, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=48)
@@ -82,7 +84,7 @@ def one_step(
         parallelize(model, seat, Precision())
         initialize(model, seed=0)
         freeze(model, case.frozen)
-    total = crossing.learn(model, recipe.plan(batch))
+    total = crossing.learn(model, Step.of(recipe, batch))
     dist.all_reduce(total, group=seat.everyone)
     if model is None:
         return None

@@ -21,6 +21,7 @@ from distca.data.documents import Batch
 from distca.dispatch.transport import DistributedTransport, Wait
 from distca.model.initialize import initialize
 from distca.model.llama import on_meta
+from distca.runtime.batches import Step
 from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import Crossing
 
@@ -84,7 +85,7 @@ def recorded_step(
     initialize(model, seed=0)
     for seam in model.in_order:
         _record_parts(seam, events)
-    step = case.recipe().plan(batch)
+    step = Step.of(case.recipe(), batch)
     crossing.learn(model, step)  # warm-up
     events.clear()
     with Collectives() as collectives:
@@ -100,7 +101,7 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
     model = on_meta(case.config, *plans.stages[seat.stage])
     parallelize(model, seat, Precision())
     initialize(model, seed=0)
-    crossing, step = Crossing.of(seat, backend="sdpa"), plans.plan(batch)
+    crossing, step = Crossing.of(seat, backend="sdpa"), Step.of(plans, batch)
     crossing.learn(model, step)
     with Collectives() as collectives:
         crossing.learn(model, step)

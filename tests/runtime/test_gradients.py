@@ -9,7 +9,7 @@ import torch
 from ranks import World
 from runtime.bodies import TINY, Case, batch_of, one_step, plain_loop
 
-from distca.runtime.mesh import Parallel
+from distca.planning.parallel import Parallel
 
 BALANCED = {"placement": "balanced"}
 PING_PONG = {"ping_pong": True}

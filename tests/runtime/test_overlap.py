@@ -8,7 +8,7 @@ from recorded import exposed
 from runtime.bodies import TINY, Case, batch_of
 from runtime.recording import recorded_step
 
-from distca.runtime.mesh import Parallel
+from distca.planning.parallel import Parallel
 
 LAYERS = TINY.layers
 

@@ -13,10 +13,10 @@ from runtime.bodies import TINY, Case, batch_of
 from runtime.recording import counted_step
 
 from distca.planning.models import ModelShape
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
 from distca.planning.schedule import FORWARD
 from distca.runtime.launch import RankFailedError, launch
-from distca.runtime.mesh import Parallel
-from distca.runtime.recipe import Recipe
 
 FOUR = replace(TINY, layers=4)
 LONG = (4000, 4000, *[500] * 16)
@@ -30,7 +30,7 @@ def recipe(**more: object) -> Recipe:
 
 
 def test_a_tick_is_planned_over_all_stages_each_way() -> None:
-    step = recipe().plan(batch_of(LONG))
+    step = recipe().plan(batch_of(LONG).lengths)
     assert [len(slots) for slots in step.slots] == [2] * len(step.schedule.ticks)
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         for (plan,) in slots:
@@ -45,7 +45,7 @@ def test_a_tick_is_planned_over_all_stages_each_way() -> None:
 
 def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> None:
     """With two halves its time is free while others run theirs; with one nobody begins before."""
-    step = recipe(ping_pong=True).plan(batch_of(LONG))
+    step = recipe(ping_pong=True).plan(batch_of(LONG).lengths)
     first, last = step.slots[0][0][0], step.slots[-1][0][0]  # one stage alone has a micro-batch
     busy = first.servers.busy_s
     assert busy[0] > 0 == busy[1]
@@ -55,7 +55,7 @@ def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> 
 
 
 def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
-    step = recipe(parallel=Parallel(pp=2, servers=1)).plan(batch_of(LONG))
+    step = recipe(parallel=Parallel(pp=2, servers=1)).plan(batch_of(LONG).lengths)
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         idle = [m is None for m in tick.micro_batches]
         for (plan,) in slots:
@@ -63,7 +63,7 @@ def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
 
 
 def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
-    step = recipe(layers=(1, 3), first_part=4).plan(batch_of(LONG))
+    step = recipe(layers=(1, 3), first_part=4).plan(batch_of(LONG).lengths)
     ticks = {(tick.phase, tick.micro_batches): slots
              for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)}  # fmt: skip
     both = ticks["F", (1, 0)]

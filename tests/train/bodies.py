@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from distca.model.config import ModelConfig
 from distca.model.initialize import fill, initialize
 from distca.model.llama import Llama, on_meta
-from distca.runtime.mesh import Parallel, Seat, take_seat
+from distca.planning.parallel import Parallel
+from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import TrainSection

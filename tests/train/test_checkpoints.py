@@ -27,7 +27,7 @@ from train.bodies import (
     weight_decays,
 )
 
-from distca.runtime.mesh import Parallel
+from distca.planning.parallel import Parallel
 from distca.train.step_folders import newest
 
 DP2, TP2, BOTH = Parallel(dp=2), Parallel(tp=2), Parallel(dp=2, tp=2)

@@ -152,7 +152,8 @@ def exact(pairs: list[tuple["Tensor", "Tensor"]], limit: float) -> Row:
 
 
 def _pipeline(seat: "Seat") -> Row:
-    from distca.runtime.mesh import Parallel, take_seat
+    from distca.planning.parallel import Parallel
+    from distca.runtime.mesh import take_seat
 
     ranks = seat.parallel.num_ranks
     if ranks % 2:
@@ -169,7 +170,8 @@ def _step(seat: "Seat", ping_pong: bool, micro_batches: int = 1) -> Row:
     from distca.data.documents import Batch, Document
     from distca.model.initialize import initialize
     from distca.model.llama import Arriving, on_meta, plainly
-    from distca.runtime.recipe import Recipe
+    from distca.planning.recipe import Recipe
+    from distca.runtime.batches import Step
     from distca.runtime.step import Crossing
 
     config = _tiny()
@@ -186,7 +188,7 @@ def _step(seat: "Seat", ping_pong: bool, micro_batches: int = 1) -> Row:
         placement="balanced",
         options=GRAIN,
     )
-    step = recipe.plan(batch)
+    step = Step.of(recipe, batch)
     assert seat.stage is not None
     model = _sharded(seat, config, *recipe.stages[seat.stage])
     total = Crossing.of(seat, halves=1 + ping_pong).learn(model, step).cpu()
@@ -206,7 +208,7 @@ def _step(seat: "Seat", ping_pong: bool, micro_batches: int = 1) -> Row:
         half = Arriving(tokens, positions, labels=labels)
         (leaving,) = plain([half], plainly(attend))
         assert leaving.loss is not None
-        expected = expected + leaving.loss.total / step.num_targets
+        expected = expected + leaving.loss.total / step.batch.num_targets
     expected.backward()  # type: ignore[no-untyped-call]
     pairs = [(total, expected.detach())]
     for name, ours in model.named_parameters():

@@ -64,7 +64,8 @@ def _run(out: Path, result: Path, as_json: bool) -> list[Row]:
     import torch.distributed as dist
 
     from distca.cli.exactness import checks_of
-    from distca.runtime.mesh import Parallel, take_seat
+    from distca.planning.parallel import Parallel
+    from distca.runtime.mesh import take_seat
     from distca.train.setup import join_world
 
     device = join_world()

@@ -130,6 +130,7 @@ class ModelConfig:
             layers=self.layers,
             hidden=self.hidden,
             ffn=self.ffn,
+            vocab_size=self.vocab_size,
         )
 
     @property
@@ -137,7 +138,7 @@ class ModelConfig:
         """A tied embedding counts once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         ends = (1 if self.tied else 2) * self.vocab_size * self.hidden + self.hidden
-        return self.layers * (self._matrix_elements + norms) + ends
+        return self.layers * (self.shape.layer_elements + norms) + ends
 
     @property
     def linear_flops_per_token(self) -> int:
@@ -145,10 +146,4 @@ class ModelConfig:
 
         Core attention comes on top: ``shape.flops_per_pair`` for each pair and layer.
         """
-        return 2 * (self.layers * self._matrix_elements + self.vocab_size * self.hidden)
-
-    @property
-    def _matrix_elements(self) -> int:
-        """Of one layer: wq and wo, wk and wv, w1, w2 and w3."""
-        heads = 2 * self.heads + 2 * self.kv_heads
-        return self.hidden * (heads * self.head_dim + 3 * self.ffn)
+        return 2 * (self.layers * self.shape.layer_elements + self.shape.end_elements)

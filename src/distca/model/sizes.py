@@ -29,18 +29,18 @@ def _published(name: str, **rest: Any) -> ModelConfig:
         kv_heads=shape.kv_heads,
         head_dim=shape.head_dim,
         ffn=shape.ffn,
+        vocab_size=shape.vocab_size,
         **rest,
     )
 
 
-_LLAMA3: dict[str, Any] = {"vocab_size": 128256, "rope_theta": 500000.0}
+_LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}
 _LLAMA32: dict[str, Any] = _LLAMA3 | {
     "rope_scaling": RopeScaling("llama3", 32.0),
     "tied": True,
     "context": 131072,
 }
 _QWEN3: dict[str, Any] = {
-    "vocab_size": 151936,
     "rope_theta": 1000000.0,
     "norm_eps": 1e-6,
     "qk_norm": True,
@@ -60,12 +60,12 @@ MODEL_CONFIGS: dict[str, ModelConfig] = {
         vocab_size=50304, hidden=2048, layers=18, heads=16, kv_heads=8, head_dim=128, ffn=5632
     ),
     "llama3-8b": _published("llama3-8b", **_LLAMA3),
-    "llama-34b": _published("llama-34b", vocab_size=32000, rope_theta=1000000.0, context=16384),
+    "llama-34b": _published("llama-34b", rope_theta=1000000.0, context=16384),
     "llama3-70b": _published("llama3-70b", **_LLAMA3),
     "llama3.2-1b": _published("llama3.2-1b", **_LLAMA32),
     "llama3.2-3b": _published("llama3.2-3b", **_LLAMA32),
     "qwen3-0.6b": _published("qwen3-0.6b", **_QWEN3, tied=True),
     "qwen3-8b": _published("qwen3-8b", **_QWEN3),
     "qwen3-32b": _published("qwen3-32b", **_QWEN3),
-    "mistral-7b": _published("mistral-7b", vocab_size=32768, rope_theta=1000000.0, context=32768),
+    "mistral-7b": _published("mistral-7b", rope_theta=1000000.0, context=32768),
 }

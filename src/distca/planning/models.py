@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 BYTES_PER_ELEMENT = 2  # bf16 on the wire
 
@@ -18,6 +18,7 @@ class ModelShape:
     layers: int = 1
     hidden: int = 0
     ffn: int = 0
+    vocab_size: int = 0
 
     def __post_init__(self) -> None:
         for what in ("heads", "kv_heads", "head_dim", "layers"):
@@ -49,20 +50,40 @@ class ModelShape:
     @property
     def linear_flops_per_token(self) -> int:
         """Forward, one layer: the products with its matrices."""
+        return 2 * self.layer_elements
+
+    @property
+    def layer_elements(self) -> int:
+        """Of one layer's matrices: wq and wo, wk and wv, w1, w2 and w3."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        return 2 * (attention + 3 * self.hidden * self.ffn)
+        return attention + 3 * self.hidden * self.ffn
+
+    @property
+    def end_elements(self) -> int:
+        """Of the embedding, or of the output head."""
+        return self.vocab_size * self.hidden
+
+    def share(self, tp: int) -> ModelShape:
+        """What one of ``tp`` tensor-parallel ranks computes: its heads, and its part of the FFN."""
+        if self.heads % tp or self.kv_heads % tp or self.ffn % tp:
+            raise ValueError(
+                f"tp = {tp} does not divide {self.heads} heads, {self.kv_heads} kv heads and an"
+                f" ffn of {self.ffn} in model {self.name}: choose a divisor of all three"
+            )
+        heads, kv_heads, ffn = self.heads // tp, self.kv_heads // tp, self.ffn // tp
+        return replace(self, heads=heads, kv_heads=kv_heads, ffn=ffn)
 
 
 _SHAPES = (
-    ModelShape("llama3-8b", 32, 8, 128, layers=32, hidden=4096, ffn=14336),
-    ModelShape("llama-34b", 64, 8, 128, layers=48, hidden=8192, ffn=22016),
-    ModelShape("llama3-70b", 64, 8, 128, layers=80, hidden=8192, ffn=28672),
-    ModelShape("llama3.2-1b", 32, 8, 64, layers=16, hidden=2048, ffn=8192),
-    ModelShape("llama3.2-3b", 24, 8, 128, layers=28, hidden=3072, ffn=8192),
-    ModelShape("qwen3-0.6b", 16, 8, 128, layers=28, hidden=1024, ffn=3072),
-    ModelShape("qwen3-8b", 32, 8, 128, layers=36, hidden=4096, ffn=12288),
-    ModelShape("qwen3-32b", 64, 8, 128, layers=64, hidden=5120, ffn=25600),
-    ModelShape("mistral-7b", 32, 8, 128, layers=32, hidden=4096, ffn=14336),
+    ModelShape("llama3-8b", 32, 8, 128, layers=32, hidden=4096, ffn=14336, vocab_size=128256),
+    ModelShape("llama-34b", 64, 8, 128, layers=48, hidden=8192, ffn=22016, vocab_size=32000),
+    ModelShape("llama3-70b", 64, 8, 128, layers=80, hidden=8192, ffn=28672, vocab_size=128256),
+    ModelShape("llama3.2-1b", 32, 8, 64, layers=16, hidden=2048, ffn=8192, vocab_size=128256),
+    ModelShape("llama3.2-3b", 24, 8, 128, layers=28, hidden=3072, ffn=8192, vocab_size=128256),
+    ModelShape("qwen3-0.6b", 16, 8, 128, layers=28, hidden=1024, ffn=3072, vocab_size=151936),
+    ModelShape("qwen3-8b", 32, 8, 128, layers=36, hidden=4096, ffn=12288, vocab_size=151936),
+    ModelShape("qwen3-32b", 64, 8, 128, layers=64, hidden=5120, ffn=25600, vocab_size=151936),
+    ModelShape("mistral-7b", 32, 8, 128, layers=32, hidden=4096, ffn=14336, vocab_size=32768),
 )
 MODELS = {shape.name: shape for shape in _SHAPES}
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
-from distca.planning.spans import Ints, Spans, overlaps, union
+from distca.planning.spans import Bools, Ints, Spans, overlaps, union
 from distca.planning.tasks import Tasks
 
 LSE_BYTES = 4  # one float per head and query
@@ -27,6 +27,16 @@ class KeyMoves:
     stop: Ints
     source: Ints
     server: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Flows:
+    """Who sends how much to whom in one layer and direction: there, and then the way back."""
+
+    source: Ints
+    target: Ints
+    out: Ints  # bytes from source to target, before the kernel
+    back: Ints  # bytes from target to source, after it
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,6 +76,21 @@ def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
     return KeyMoves(shard[away], found.start[away], found.stop[away], source[away], server[away])
 
 
+def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
+    """[tasks] Whether a task waits for anything: its queries, or some of its keys."""
+    count = placement.num_documents
+    order = np.lexsort((placement.start, placement.document, placement.worker))
+    own = Spans(
+        (placement.worker * count + placement.document)[order],
+        placement.start[order],
+        placement.stop[order],
+    )
+    wanted = Spans(tasks.server * count + tasks.document, tasks.kv_start, tasks.kv_stop)
+    met = overlaps(wanted, own)
+    held = np.bincount(met.left, met.stop - met.start, minlength=len(tasks))
+    return (tasks.home != tasks.server) | (held < tasks.keys)
+
+
 def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_ranks: int) -> Ints:
     """What one layer takes on each rank: own q, k, v, o; fetched keys; and, of every task that
     came from elsewhere, q, o and a packed copy of its keys."""
@@ -79,34 +104,49 @@ def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_rank
     return used
 
 
+def forward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
+    """q and kv out, o back. ``gather``: all keys of groups of so many workers, needed or not."""
+    return _flows(tasks, placement, shape, gather, (shape.q_bytes, shape.q_bytes), (1, 0))
+
+
+def backward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
+    """Servers keep nothing: q, o, do, log-sum-exp and kv out; dq and dkv back."""
+    out = 3 * shape.q_bytes + LSE_BYTES * shape.heads
+    return _flows(tasks, placement, shape, gather, (out, shape.q_bytes), (1, 1))
+
+
 def forward_traffic(
     tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, gather: int = 0
 ) -> Traffic:
-    """q and kv out, o back."""
-    return _traffic(
-        tasks, placement, shape, node, gather, (shape.q_bytes, shape.q_bytes), back=False
-    )
+    return _by_rank(forward_flows(tasks, placement, shape, gather), tasks, shape, node)
 
 
 def backward_traffic(
     tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, gather: int = 0
 ) -> Traffic:
-    """Servers keep nothing: q, o, do, log-sum-exp and kv out; dq and dkv back."""
-    out = 3 * shape.q_bytes + LSE_BYTES * shape.heads
-    return _traffic(tasks, placement, shape, node, gather, (out, shape.q_bytes), back=True)
+    return _by_rank(backward_flows(tasks, placement, shape, gather), tasks, shape, node)
 
 
-def _traffic(
+def _by_rank(flows: Flows, tasks: Tasks, shape: ModelShape, node: Ints) -> Traffic:
+    send, recv = np.zeros((2, len(node)), np.int64)
+    np.add.at(send, flows.source, flows.out)
+    np.add.at(recv, flows.target, flows.out)
+    np.add.at(send, flows.target, flows.back)
+    np.add.at(recv, flows.source, flows.back)
+    crossing = node[flows.source] != node[flows.target]
+    copies = _copied_keys(tasks) * shape.kv_bytes
+    return Traffic(send, recv, int((flows.out + flows.back)[crossing].sum()), copies)
+
+
+def _flows(
     tasks: Tasks,
     placement: Placement,
     shape: ModelShape,
-    node: Ints,
     gather: int,
     query_bytes: tuple[int, int],
-    *,
-    back: bool,
-) -> Traffic:
-    """query_bytes: per query token, to the server and back. back: dkv return as well."""
+    key_times: tuple[int, int],
+) -> Flows:
+    """query_bytes: of a query token, out and back. key_times: how often keys travel, likewise."""
     moved, keys = tasks.moved, key_moves(tasks, placement)
     source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
     if gather:
@@ -118,16 +158,11 @@ def _traffic(
     num_q = tasks.queries[moved]
     source = np.concatenate([tasks.home[moved], source])
     target = np.concatenate([tasks.server[moved], target])
-    out = np.concatenate([num_q * query_bytes[0], num_keys * shape.kv_bytes])
-    home = np.concatenate([num_q * query_bytes[1], num_keys * (shape.kv_bytes if back else 0)])
-    send, recv = np.zeros((2, len(node)), np.int64)
-    np.add.at(send, source, out)
-    np.add.at(recv, target, out)
-    np.add.at(send, target, home)
-    np.add.at(recv, source, home)
-    crossing = node[source] != node[target]
-    copies = _copied_keys(tasks, placement.num_documents) * shape.kv_bytes
-    return Traffic(send, recv, int((out + home)[crossing].sum()), copies)
+    out, back = (
+        np.concatenate([num_q * q, num_keys * (times * shape.kv_bytes)])
+        for q, times in zip(query_bytes, key_times, strict=True)
+    )
+    return Flows(source, target, out, back)
 
 
 def _all_gather(placement: Placement, group: int) -> tuple[Ints, Ints]:
@@ -138,8 +173,9 @@ def _all_gather(placement: Placement, group: int) -> tuple[Ints, Ints]:
     return source[source != target], target[source != target]
 
 
-def _copied_keys(tasks: Tasks, num_documents: int) -> int:
+def _copied_keys(tasks: Tasks) -> int:
     """Keys over all tasks, less the different keys on each server."""
+    num_documents = int(tasks.document.max(initial=0)) + 1
     needs = union(
         Spans(tasks.server * num_documents + tasks.document, tasks.kv_start, tasks.kv_stop)
     )

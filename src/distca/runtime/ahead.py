@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from distca.data.documents import Batch
 from distca.data.loader import Loader
-from distca.runtime.batches import StepPlan
+from distca.planning.recipe import Recipe
+from distca.runtime.batches import Step
 
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A batch with its plans, and where the loader stands after it."""
 
-    batch: Batch
-    plan: StepPlan
+    step: Step
     loader_state: dict[str, Any]
     planning_s: float  # in the background
     waited_s: float  # of it, what the step had to wait for
@@ -32,8 +30,8 @@ class Ahead:
     never asked by two at once.
     """
 
-    def __init__(self, loader: Loader, plan: Callable[[Batch], StepPlan], depth: int = 2) -> None:
-        self._loader, self._plan = loader, plan
+    def __init__(self, loader: Loader, recipe: Recipe, depth: int = 2) -> None:
+        self._loader, self._recipe = loader, recipe
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
         self._waiting: deque[Future[Prepared]] = deque(
             self._thread.submit(self._prepare) for _ in range(depth)
@@ -44,9 +42,7 @@ class Ahead:
         prepared = self._waiting.popleft().result()
         waited = time.perf_counter() - start
         self._waiting.append(self._thread.submit(self._prepare))
-        return Prepared(
-            prepared.batch, prepared.plan, prepared.loader_state, prepared.planning_s, waited
-        )
+        return Prepared(prepared.step, prepared.loader_state, prepared.planning_s, waited)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
@@ -55,5 +51,5 @@ class Ahead:
         batch = self._loader.next_batch()
         state = self._loader.state()
         start = time.perf_counter()
-        plan = self._plan(batch)
-        return Prepared(batch, plan, state, time.perf_counter() - start, 0.0)
+        step = Step.of(self._recipe, batch)
+        return Prepared(step, state, time.perf_counter() - start, 0.0)

@@ -41,7 +41,8 @@ from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
 from distca.model.loss import Loss
 from distca.planning.plan import Plan
 from distca.planning.schedule import BACKWARD, FORWARD, Phase, Tick
-from distca.runtime.batches import Slot, StepPlan
+from distca.planning.step_plan import Slot
+from distca.runtime.batches import Step
 from distca.runtime.mesh import Seat
 from distca.runtime.neighbours import Neighbours
 from distca.runtime.parallelize import add_tied, last_backward, reshard
@@ -78,7 +79,7 @@ class Crossing:
         )
         return cls(seat, tuple(attentions), recompute, dtype)
 
-    def learn(self, model: Llama | None, step: StepPlan) -> Tensor:
+    def learn(self, model: Llama | None, step: Step) -> Tensor:
         """Gradients of all micro-batches; this rank's part of the mean loss over all targets.
 
         ``model``: this rank's stage, or None where it only serves.
@@ -94,7 +95,7 @@ class Crossing:
         return total
 
     @torch.no_grad()
-    def losses(self, model: Llama | None, step: StepPlan) -> dict[int, list[Loss]]:
+    def losses(self, model: Llama | None, step: Step) -> dict[int, list[Loss]]:
         """Of each micro-batch and half, without gradients; nothing but on the last stage."""
         run = _Run(self, model, step)
         run()
@@ -119,8 +120,8 @@ class _Held:
 class _Run:
     """One step under way."""
 
-    def __init__(self, crossing: Crossing, model: Llama | None, step: StepPlan) -> None:
-        self.crossing, self.model, self.step = crossing, model, step
+    def __init__(self, crossing: Crossing, model: Llama | None, step: Step) -> None:
+        self.crossing, self.model, self.step, self.plan = crossing, model, step, step.plan
         self.losses: dict[int, list[Loss]] = {}  # by micro-batch, on the last stage
         self._stage = crossing.seat.stage
         self._held: dict[int, _Held] = {}
@@ -129,13 +130,13 @@ class _Run:
         self._agree()
 
     def __call__(self) -> None:
-        for number, tick in enumerate(self.step.schedule.ticks):
+        for number, tick in enumerate(self.plan.schedule.ticks):
             mine = None if self._stage is None else tick.micro_batches[self._stage]
             title = "serves" if self._stage is None else tick.cell(self._stage)
             with record_function(f"tick {number} {tick.phase}: {title}"):
                 go = self._forward if tick.phase == FORWARD else self._backward
                 done = 0 if mine is None else go(mine)
-                for slot in self.step.slots[number][done:]:
+                for slot in self.plan.slots[number][done:]:
                     self._serve(tick.phase, slot)
             if self.crossing.observe is not None:
                 self.crossing.observe(number, tick)
@@ -143,7 +144,7 @@ class _Run:
 
     def mean(self, losses: Sequence[Loss]) -> Tensor:
         """One number for both halves, so that they take turns in backward too."""
-        targets = max(self.step.num_targets, 1)  # a batch of prompts alone has none
+        targets = max(self.step.batch.num_targets, 1)  # a batch of prompts alone has none
         return torch.stack([loss.total for loss in losses]).sum() / targets
 
     def layer(self, micro_batch: int, layer: int, half: int) -> Execution:
@@ -152,7 +153,7 @@ class _Run:
         assert self._stage is not None
         plan = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
         there, number = self._way(FORWARD, half, plan), self.model.stop - 1 - layer
-        if not self.step.schedule.learns or number >= self.step.going_back[self._stage]:
+        if not self.plan.schedule.learns or number >= self.plan.going_back[self._stage]:
             return there
         plan = self._slots(BACKWARD, micro_batch)[number][half]
         return replace(there, backward=self._way(BACKWARD, half, plan).backward)
@@ -160,7 +161,7 @@ class _Run:
     def _slots(self, phase: Phase, micro_batch: int) -> Sequence[Slot]:
         """Of the tick in which a micro-batch goes through this stage."""
         assert self._stage is not None
-        for tick, slots in zip(self.step.schedule.ticks, self.step.slots, strict=True):
+        for tick, slots in zip(self.plan.schedule.ticks, self.plan.slots, strict=True):
             if (tick.phase, tick.micro_batches[self._stage]) == (phase, micro_batch):
                 return slots
         raise AssertionError(f"no tick takes {phase}{micro_batch} through stage {self._stage}")
@@ -169,14 +170,14 @@ class _Run:
         """With all ranks, once a step: on all plans, and that everybody can run them."""
         complaint = ""
         try:
-            for tick, slots in zip(self.step.schedule.ticks, self.step.slots, strict=True):
+            for tick, slots in zip(self.plan.schedule.ticks, self.plan.slots, strict=True):
                 for slot in slots:
                     for half, plan in enumerate(slot):
                         self._way(tick.phase, half, plan)
         except ValueError as error:
             complaint = str(error)
         terms = Terms(
-            plan=self.step.fingerprint,
+            plan=self.plan.fingerprint,
             dtype=str(self.crossing.dtype).removeprefix("torch."),
             grad_mode=torch.is_grad_enabled(),
             complaint=complaint,
@@ -206,7 +207,7 @@ class _Run:
             self.losses[micro_batch] = [half.loss for half in leaving if half.loss is not None]
         else:
             self._neighbours.send_on([half.x for half in leaving])
-        if self.step.schedule.learns:
+        if self.plan.schedule.learns:
             self._held[micro_batch] = _Held(arriving, leaving)
         return self.model.stop - self.model.start
 
@@ -214,15 +215,15 @@ class _Run:
         assert self.model is not None
         seat, device = self.crossing.seat, self.crossing.seat.device
         arriving = []
-        for half in self.step.micro_batches[micro_batch]:
-            rows = half.rows(seat.worker)
+        for half in self.plan.micro_batches[micro_batch]:
+            rows = self.step.rows(half, seat.worker)
             tokens, positions = (t.to(device, non_blocking=True) for t in rows[:2])
             labels = self.crossing.own(rows.labels).to(device, non_blocking=True)
             arriving.append(Arriving(tokens, positions, labels=labels))
         if self._stage:
             sizes = [len(half.x) // seat.parallel.tp for half in arriving]
             found = self._neighbours.take_on(sizes, self.model.config.hidden)
-            learns = self.step.schedule.learns and self.step.gradient_enters(self._stage)
+            learns = self.plan.schedule.learns and self.plan.gradient_enters(self._stage)
             arriving = [
                 half._replace(x=x.requires_grad_(learns))
                 for half, x in zip(arriving, found, strict=True)
@@ -233,19 +234,19 @@ class _Run:
         assert self.model is not None
         assert self._stage is not None
         held, stage = self._held.pop(micro_batch), self._stage
-        last = micro_batch + 1 == self.step.schedule.num_micro_batches
+        last = micro_batch + 1 == self.plan.schedule.num_micro_batches
         last_backward(self.model, self.crossing.seat, last)
         if micro_batch in self.losses:
             ends, grads = [self.mean(self.losses[micro_batch])], None
         else:
             ends, grads = [half.x for half in held.leaving], None
-            if self.step.gradient_enters(stage + 1):
+            if self.plan.gradient_enters(stage + 1):
                 grads = self._neighbours.take_back(ends)
         if any(end.requires_grad for end in ends):
             torch.autograd.backward(ends, grads)
-        if self.step.gradient_enters(stage):
+        if self.plan.gradient_enters(stage):
             self._neighbours.send_back([_grad(half.x) for half in held.arriving])
-        return self.step.going_back[stage]
+        return self.plan.going_back[stage]
 
 
 def _grad(x: Tensor) -> Tensor:

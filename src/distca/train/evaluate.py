@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from distca.data.documents import IGNORE, Batch
 from distca.model.llama import Llama
+from distca.planning.recipe import Recipe, evaluating
 from distca.planning.spans import Floats
-from distca.runtime.recipe import Recipe, evaluating
+from distca.runtime.batches import Step
 from distca.runtime.step import Crossing
 
 EDGES = (256, 1024, 4096, 16384, 65536)  # tokens of a document: below the first, between, above
@@ -28,10 +29,10 @@ def evaluate(
     """Mean loss per target; on all ranks, servers too, which have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
-        step = evaluating(recipe).plan(batch, learn=False)
+        step = Step.of(evaluating(recipe), batch, learn=False)
         for number, losses in crossing.losses(model, step).items():
-            for half, loss in zip(step.micro_batches[number], losses, strict=True):
-                rows = half.rows(crossing.seat.worker)
+            for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
+                rows = step.rows(half, crossing.seat.worker)
                 targets = crossing.own(rows.labels) != IGNORE
                 lengths = crossing.own(rows.lengths)[targets]
                 bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()

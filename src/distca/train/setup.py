@@ -18,13 +18,13 @@ from distca.model.checkpoints import read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
 from distca.model.sizes import model_config
+from distca.planning.memory import Memory, estimate
+from distca.planning.parallel import Parallel
+from distca.planning.recipe import Recipe
 from distca.planning.schedule import Schedule
 from distca.planning.stages import stage_layers
-from distca.runtime.mesh import Parallel
 from distca.runtime.parallelize import Precision
-from distca.runtime.recipe import Recipe
 from distca.train.config import Config
-from distca.train.memory import Memory, estimate
 from distca.train.optimizer import freeze
 
 
@@ -149,18 +149,20 @@ def memory_of(
     config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
 ) -> Memory:
     """What a worker will take, of the stage that takes most."""
-    p = config.parallel
+    p, precision = config.parallel, precision_of(config, device)
     stages = stage_layers(model.layers, parallel.pp, p.stage_layers)
     held = Schedule.aligned(parallel.pp, p.micro_batches).in_flight
     sizes = [
         estimate(
-            model,
+            model.shape,
             parallel,
-            precision_of(config, device),
             tokens=config.train.tokens_per_step // (parallel.placing * p.micro_batches),
             recompute=p.recompute,
             layers=stop - start,
             in_flight=count,
+            parameters=model.num_parameters,
+            compute_bytes=precision.compute.itemsize,
+            reduce_bytes=precision.reduce.itemsize,
         )
         for (start, stop), count in zip(stages, held, strict=True)
     ]

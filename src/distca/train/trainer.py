@@ -23,8 +23,10 @@ import torch.distributed as dist
 from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
+from distca.planning.memory import Memory
+from distca.planning.parallel import Parallel
 from distca.runtime.ahead import Ahead, Prepared
-from distca.runtime.mesh import Parallel, take_seat
+from distca.runtime.mesh import take_seat
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import Crossing
 from distca.train import setup
@@ -32,7 +34,7 @@ from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import Memory, available, check
+from distca.train.memory import available, check
 from distca.train.metrics import Record, Records
 from distca.train.optimizer import adamw, clip, freeze, learning_rate
 from distca.train.trace import tracing
@@ -73,7 +75,7 @@ class Trainer:
         """All steps that are left; on rank 0, the records of those that were taken."""
         train, taken = self.config.train, []
         records = self._open_records()
-        ahead = Ahead(self.loader, self.recipe.plan)
+        ahead = Ahead(self.loader, self.recipe)
         with _on_sigterm(self._ask_to_stop):
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
@@ -150,8 +152,7 @@ class Trainer:
     def _step(self, step: int, prepared: Prepared) -> Record:
         start = time.perf_counter()
         self._loader_state = prepared.loader_state
-        plan = prepared.plan
-        loss = float(self.crossing.learn(self.model, plan))
+        loss = float(self.crossing.learn(self.model, prepared.step))
         norm = 0.0 if self.model is None else self._change(step)
         taken = time.perf_counter() - start
         return self._record(step, prepared, loss, norm, taken)
@@ -181,8 +182,8 @@ class Trainer:
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=self.seat.everyone)
         losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
-        plan = prepared.plan
-        flops = step_flops(self.model_config, prepared.batch.lengths)
+        batch, plan = prepared.step.batch, prepared.step.plan
+        flops = step_flops(self.model_config, batch.lengths)
         wall, peak = float(seconds.max()), peak_flops(self.device)
         rate = flops / wall / len(everyone)
         return {
@@ -191,8 +192,8 @@ class Trainer:
             "grad_norm": float(norms.max()),
             "lr": learning_rate(step, self.config.train),
             "seconds": wall,
-            "tokens": prepared.batch.num_tokens,
-            "tokens_per_s": prepared.batch.num_tokens / wall,
+            "tokens": batch.num_tokens,
+            "tokens_per_s": batch.num_tokens / wall,
             "tflops_per_rank": rate / 1e12,
             "mfu": rate / peak if peak else None,
             "imbalance_before": plan.imbalance_before,

@@ -16,22 +16,21 @@ from typing import Any
 
 import numpy as np
 
-from distca.data.documents import Batch, Document
 from distca.planning.api import plan as make_plan
 from distca.planning.costs import OneWay, cost_model
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.packing import by_group, filled, split
+from distca.planning.parallel import Parallel
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import KEEP_PLACEMENT, POLICIES
 from distca.planning.pooling import masks_of, pooled
 from distca.planning.schedule import FORWARD, Phase, Schedule, Tick
 from distca.planning.servers import Servers
-from distca.planning.spans import Floats, Ints
+from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.stages import Layers, learning_layers, stage_layers
-from distca.runtime.batches import Half, Slot, StepPlan
-from distca.runtime.mesh import Parallel
+from distca.planning.step_plan import Half, Slot, StepPlan
 
 Masks = tuple[Mask | None, ...]  # by stage; None where it brings no documents
 
@@ -49,10 +48,17 @@ class Recipe:
     policy: str = "distca"
     layers: tuple[int, ...] = ()  # of each stage; an even split by default
     first_part: int = 0  # of the model that learns (see ``planning.stages``)
+    speed: tuple[float, ...] = ()  # of each rank of a plan; all alike by default
+    ranks_per_node: int | None = None  # of a plan
     options: Mapping[str, Any] = field(default_factory=dict)  # others of ``distca.plan``
 
     def __post_init__(self) -> None:
         stage_layers(len(self.masks), self.parallel.pp, self.layers)
+        lanes = self.parallel.num_lanes
+        if self.speed and len(self.speed) != lanes:
+            raise ValueError(
+                f"{len(self.speed)} speeds for {lanes} ranks of a plan: give one for each, or none"
+            )
         if self.policy not in POLICIES:
             raise ValueError(
                 f"policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}"
@@ -67,13 +73,13 @@ class Recipe:
     def stages(self) -> tuple[Layers, ...]:
         return stage_layers(len(self.masks), self.parallel.pp, self.layers)
 
-    def plan(self, batch: Batch, *, learn: bool = True) -> StepPlan:
-        """``learn``: forward and backward; else forward alone, for evaluation."""
-        made, each = _Made(self), 1 + self.ping_pong
-        sets = split(batch.lengths, self.micro_batches * each)
+    def plan(self, lengths: Ints, *, learn: bool = True) -> StepPlan:
+        """Of a batch's documents. ``learn``: forward and backward; else forward alone."""
+        lengths, made, each = as_ints(lengths), _Made(self), 1 + self.ping_pong
+        sets = split(lengths, self.micro_batches * each)
         if self.ping_pong:  # halves with about equal attention meet
-            sets.sort(key=lambda members: float(np.sum(batch.lengths[members] ** 2.0)))
-        halves = [made.half([batch.documents[i] for i in members.tolist()]) for members in sets]
+            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
+        halves = [made.half(members, lengths[members]) for members in sets]
         micro_batches = tuple(
             tuple(halves[first : first + each]) for first in range(0, len(halves), each)
         )
@@ -86,8 +92,6 @@ class Recipe:
             slots=slots,
             stages=self.stages,
             first_part=self.first_part,
-            num_targets=batch.num_targets,
-            num_tokens=batch.num_tokens,
         )
 
     def layer(self, stage: int, slot: int, phase: Phase) -> int | None:
@@ -104,26 +108,25 @@ class _Made:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        tp, shape = recipe.parallel.tp, recipe.shape
-        heads, kv_heads = shape.heads // tp, shape.kv_heads // tp
-        self._shape = ModelShape(shape.name, heads, kv_heads, shape.head_dim)
+        self._shape = recipe.shape.share(recipe.parallel.tp)
         self._options = dict(recipe.options)
         self._cost = cost_model(self._options.pop("cost", "analytic"), self._shape)
+        self._speed = np.asarray(recipe.speed or np.ones(recipe.parallel.num_lanes))
         self._known: dict[Any, Plan] = {}
         self._widest = max(recipe.masks, key=lambda mask: mask.reach)
         self._placing: dict[Placement, Plan] = {}  # those that came with a placement
 
-    def half(self, documents: Sequence[Document]) -> Half:
+    def half(self, members: Ints, lengths: Ints) -> Half:
         """Placed on the workers of one stage, each with a multiple of tp tokens."""
         r = self._recipe
-        lengths = np.array([len(document) for document in documents], dtype=np.int64)
         placement = by_group(lengths, r.parallel.dp, r.parallel.cp, multiple=r.parallel.tp)
         if r.placement == "balanced" or r.policy not in KEEP_PLACEMENT:
-            dedicated = r.parallel.servers // r.parallel.tp
-            plan = self._plan(placement, self._widest, placement=r.placement, servers=dedicated)
+            plan = self._plan(
+                placement, self._widest, placement=r.placement, servers=self._one_stage()
+            )
             self._placing[plan.placement] = plan
             placement = filled(plan.placement, r.parallel.tp)
-        return Half(tuple(documents), placement)
+        return Half(members, placement)
 
     def slots(self, tick: Tick, micro_batches: Sequence[Sequence[Half]]) -> Iterator[Slot]:
         r = self._recipe
@@ -189,8 +192,21 @@ class _Made:
             len(idle),
             dedicated,
             workers_serve=True,
-            speed=np.concatenate([serves.astype(np.float64), np.ones(dedicated)]),
+            speed=self._speed * np.concatenate([serves, np.ones(dedicated)]),
             busy_s=np.concatenate([self._busy_s(tick, stages), np.zeros(dedicated)]),
+            ranks_per_node=self._recipe.ranks_per_node,
+        )
+
+    def _one_stage(self) -> Servers:
+        """As placements see it, which are the same for every stage; each place as on average."""
+        parallel = self._recipe.parallel
+        workers = parallel.pp * parallel.placing
+        stages = self._speed[:workers].reshape(parallel.pp, parallel.placing)
+        return Servers.of(
+            parallel.placing,
+            parallel.servers // parallel.tp,
+            speed=np.concatenate([stages.mean(axis=0), self._speed[workers:]]),
+            ranks_per_node=self._recipe.ranks_per_node,
         )
 
     def _busy_s(self, tick: Tick, stages: Sequence[Placement | None]) -> Floats:
