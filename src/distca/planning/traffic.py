@@ -88,7 +88,8 @@ def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
     wanted = Spans(tasks.server * count + tasks.document, tasks.kv_start, tasks.kv_stop)
     met = overlaps(wanted, own)
     held = np.bincount(met.left, met.stop - met.start, minlength=len(tasks))
-    return (tasks.home != tasks.server) | (held < tasks.keys)
+    waits: Bools = (tasks.home != tasks.server) | (held < tasks.keys)
+    return waits
 
 
 def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_ranks: int) -> Ints:

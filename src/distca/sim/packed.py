@@ -1,0 +1,164 @@
+"""What others do, in time: packed data and context parallelism, with 1F1B where there are stages.
+
+A *bin* is what a group of ``cp`` workers takes through its layers at once: one micro-batch of one
+group. Bins do not depend on each other, so all of them run as lanes side by side; then each group's
+bins follow one another through its stages. Groups meet at the end of the step only: weights stay
+gathered through it, and are reduced once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from distca.planning.api import plan as make_plan
+from distca.planning.models import BYTES_PER_ELEMENT
+from distca.planning.placement import Placement
+from distca.planning.plan import Plan
+from distca.planning.schedule import BACKWARD, FORWARD, Phase
+from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.stages import stage_layers
+from distca.sim.crossing import cross
+from distca.sim.one_f_one_b import Timeline, one_f_one_b
+from distca.sim.streams import Event, Streams
+from distca.sim.ticks import stage_elements
+from distca.sim.work import Rates
+
+SEQUENCES = ("colocated", "head-tail-cp", "per-document-cp")  # keep sequences as they came
+
+
+@dataclass(frozen=True, eq=False)
+class Packed:
+    """Bins, placed and planned: bin b lies on virtual workers [b * cp, (b + 1) * cp)."""
+
+    plan: Plan
+    order: Ints  # [micro_batches, groups] the bin of each
+
+    @property
+    def tokens(self) -> Ints:
+        """[bins]"""
+        cp = self.plan.gather or 1
+        total: Ints = self.plan.placement.tokens.reshape(-1, cp).sum(axis=1)
+        return total
+
+
+def pack(
+    rates: Rates, sequences: Sequence[Ints], policy: str, micro_batches: int, **options: object
+) -> Packed:
+    """sequences: lengths of the documents in each, in order of arrival."""
+    p, lengths = rates.parallel, as_ints(np.concatenate(sequences))
+    bins = p.dp * micro_batches
+    if len(sequences) % bins and policy in SEQUENCES:
+        raise ValueError(
+            f"{len(sequences)} sequences over dp {p.dp} x {micro_batches} micro-batches: they must"
+            " divide evenly, so take a smaller dp and a larger cp, or other micro-batches"
+        )
+    if len(lengths) < bins:
+        raise ValueError(
+            f"{len(lengths)} documents for dp {p.dp} x {micro_batches} micro-batches: each needs"
+            " one or more, so take a smaller dp, or fewer micro-batches"
+        )
+    each = len(sequences) // bins if policy in SEQUENCES else 0
+    counts = [len(sequence) for sequence in sequences]
+    owner = np.repeat(np.arange(len(sequences)) // max(each, 1), counts) if each else lengths * 0
+    number = np.arange(len(lengths), dtype=np.int64)
+    given = Placement(
+        lengths, number, np.zeros_like(number), lengths, as_ints(owner * p.cp), bins * p.cp
+    )
+    made = make_plan(
+        given, model=rates.share, policy=policy, cp=p.cp, cost=rates.cost, **options  # type: ignore[arg-type]
+    )  # fmt: skip
+    order = np.arange(bins).reshape(micro_batches, p.dp)
+    if policy not in SEQUENCES:  # bins of about the same work run beside each other
+        work = (made.forward_work_ps + made.backward_work_ps).reshape(bins, p.cp).sum(axis=1)
+        order = np.argsort(work, kind="stable").reshape(micro_batches, p.dp)
+        order[1::2] = order[1::2, ::-1]  # and who had the lightest gets the heaviest next
+    return Packed(made, as_ints(order))
+
+
+class PackedStep:
+    """One step of packed bins."""
+
+    def __init__(self, rates: Rates, packed: Packed, *, seed: int = 0) -> None:
+        self._rates, self._packed, self._seed = rates, packed, seed
+        p = rates.parallel
+        bins = packed.order.size
+        # All bins at once, on lanes of their own: a mesh of as many groups as there are bins.
+        self._virtual = replace(rates, parallel=replace(p, pp=1, dp=bins, servers=0))
+        self.busy = np.zeros((p.pp, p.dp * p.cp))
+        self.num_bytes = 0
+
+    def run(self) -> Timeline:
+        """Of all groups; ``busy`` and ``num_bytes`` are known after it."""
+        p, s = self._rates.parallel, self._rates.shape
+        stages = stage_layers(s.layers, p.pp)
+        shape = (p.pp, *self._packed.order.shape)
+        taken: dict[Phase, Floats] = {FORWARD: np.zeros(shape), BACKWARD: np.zeros(shape)}
+        for stage, (start, stop) in enumerate(stages):
+            for phase, found in taken.items():
+                found[stage] = self._through(stage, stop - start, phase)
+        tokens = self._packed.tokens[self._packed.order] / p.cp
+        moved = tokens * (s.hidden * BYTES_PER_ELEMENT / p.tp)
+        return one_f_one_b(
+            taken[FORWARD], taken[BACKWARD], self._rates.cluster.across.seconds(moved)
+        )
+
+    def ends(self) -> float:
+        """Gathering the weights before the step, reducing and changing them after it."""
+        rates = self._rates
+        elements = stage_elements(rates)
+        exchanges = (rates.gathering(elements), rates.reducing(elements))
+        taken = sum(float(x.seconds.max()) for x in exchanges if x is not None)
+        self.num_bytes += sum(x.num_bytes for x in exchanges if x is not None)
+        return taken + rates.optimizer_s
+
+    def _through(self, stage: int, layers: int, phase: Phase) -> Floats:
+        """Seconds of every bin through one stage, [micro_batches, groups]."""
+        rates, plan, order = self._virtual, self._packed.plan, self._packed.order
+        streams = self._streams(stage)
+        tokens = plan.placement.tokens.astype(np.float64)
+        backward = phase == BACKWARD
+        attention = rates.attention(plan, backward=backward)
+        before = rates.before(tokens, backward=backward)
+        after = rates.after(tokens, backward=backward)
+        enter, leave = (after, before) if backward else (before, after)
+        parts = [[enter], *([leave + enter] for _ in range(layers - 1)), [leave]]
+        if stage + 1 == self._rates.parallel.pp:
+            end = 0 if backward else layers
+            parts[end] = [parts[end][0] + rates.head(tokens, backward=backward)]
+        cross(streams, parts, [[attention]] * layers)
+        streams.wait(streams.port)  # gradients of keys are on their way
+        cp = self._rates.parallel.cp
+        self.num_bytes += streams.num_bytes
+        busy = streams.busy.reshape(-1, cp)[order]  # [micro_batches, groups, cp]
+        self.busy[stage] += busy.sum(axis=0).reshape(-1)
+        seconds: Floats = streams.compute.reshape(-1, cp).max(axis=1)
+        return seconds[order]
+
+    def _streams(self, stage: int) -> Streams:
+        """Virtual workers are as fast as those of the group that takes their bin."""
+        p, cluster, order = self._rates.parallel, self._rates.cluster, self._packed.order
+        real = cluster.speed(p.num_lanes, p.tp)[: p.pp * p.placing].reshape(p.pp, p.dp, p.cp)
+        speed = np.ones((order.size, p.cp))
+        speed[order] = real[stage]
+        return Streams(
+            speed.reshape(-1), jitter=cluster.jitter, link_jitter=cluster.link_jitter,
+            seed=self._seed + stage,
+        )  # fmt: skip
+
+
+def events(timeline: Timeline, cp: int) -> list[Event]:
+    """The timeline as events of all lanes, stage by stage."""
+    stages, micro_batches, groups = timeline.start[FORWARD].shape
+    found = []
+    for phase in (FORWARD, BACKWARD):
+        for stage in range(stages):
+            for m in range(micro_batches):
+                start, stop = (np.zeros((stages, groups)) for _ in range(2))
+                start[stage] = timeline.start[phase][stage, m]
+                stop[stage] = timeline.stop[phase][stage, m]
+                each = (np.repeat(times.reshape(-1), cp) for times in (start, stop))
+                found.append(Event("compute", f"{phase}{m}", *each))
+    return found

@@ -1,0 +1,237 @@
+"""A step of one way to train, in time, bytes and memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+
+from distca.planning.masks import Mask, pairs
+from distca.planning.memory import Memory, estimate
+from distca.planning.plan import Plan
+from distca.planning.recipe import Recipe
+from distca.planning.schedule import FORWARD
+from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.stages import stage_layers
+from distca.planning.step_plan import StepPlan
+from distca.planning.traffic import memory_bytes
+from distca.sim.cluster import Cluster, Link
+from distca.sim.one_f_one_b import in_flight
+from distca.sim.packed import Packed, PackedStep, events, pack
+from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.streams import Event, Streams
+from distca.sim.ticks import Ticks, held, stage_elements
+from distca.sim.work import Rates
+
+FREE = Link(1e30)
+
+
+@dataclass(frozen=True, eq=False)
+class Outcome:
+    """One step."""
+
+    step_s: float
+    free_s: float  # the same step if no exchange between nodes took any time
+    busy_s: Floats  # [lanes] seconds of computing
+    num_bytes: int  # sent by all GPUs, weights and gradients too
+    tokens: int
+    flops: float  # of the model, without what is recomputed
+    memory: Memory  # of the worker that needs most
+    planning_s: float
+    events: tuple[Event, ...] = ()
+
+    @property
+    def idle(self) -> float:
+        """The share of all lanes' time in which they compute nothing."""
+        return 1.0 - float(self.busy_s.mean()) / self.step_s
+
+    @property
+    def exposed(self) -> float:
+        """The share of the step that faster links would save."""
+        return 1.0 - self.free_s / self.step_s
+
+
+def simulate(
+    scenario: Scenario, way: Way, batch: Batch, *, record: bool = False, seed: int = 0
+) -> Outcome:
+    """``record``: keep the events of every lane, for a timeline."""
+    scenario.cluster.check(way.parallel)
+    rates = Rates(scenario.model, scenario.cluster, way.parallel, scenario.recompute)
+    run = _disaggregated if way.disaggregated else _packed
+    return run(scenario, way, rates, batch, record, seed)
+
+
+@dataclass(frozen=True)
+class Summary:
+    """Means over batches; ``fits``: into the memory of the cluster's GPUs."""
+
+    way: Way
+    step_s: float
+    tokens_per_s: float
+    tflops_per_gpu: float
+    idle: float
+    exposed: float
+    bytes_per_gpu: float
+    memory: Memory
+    fits: bool
+    planning_s: float
+
+    @classmethod
+    def of(cls, scenario: Scenario, way: Way, batches: Iterable[Batch]) -> Summary:
+        outcomes = [simulate(scenario, way, batch, seed=n) for n, batch in enumerate(batches)]
+        gpus, step_s = scenario.cluster.gpus, fmean(o.step_s for o in outcomes)
+        memory = max((o.memory for o in outcomes), key=lambda memory: memory.total)
+        return cls(
+            way=way,
+            step_s=step_s,
+            tokens_per_s=fmean(o.tokens for o in outcomes) / step_s,
+            tflops_per_gpu=fmean(o.flops for o in outcomes) / step_s / gpus / 1e12,
+            idle=sum(o.idle * o.step_s for o in outcomes) / sum(o.step_s for o in outcomes),
+            exposed=1 - sum(o.free_s for o in outcomes) / sum(o.step_s for o in outcomes),
+            bytes_per_gpu=fmean(o.num_bytes for o in outcomes) / gpus,
+            memory=memory,
+            fits=memory.total <= scenario.cluster.memory_bytes,
+            planning_s=fmean(o.planning_s for o in outcomes),
+        )
+
+
+def _disaggregated(
+    scenario: Scenario, way: Way, rates: Rates, batch: Batch, record: bool, seed: int
+) -> Outcome:
+    p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
+    speed = cluster.speed(p.num_lanes, p.tp)
+    recipe = Recipe(
+        parallel=p,
+        shape=scenario.model,
+        masks=(Mask.parse(scenario.mask),) * scenario.model.layers,
+        micro_batches=way.micro_batches,
+        ping_pong=way.ping_pong,
+        placement=way.placement,
+        policy=way.policy,
+        speed=tuple(speed.tolist()) if cluster.slow and cluster.known else (),
+        ranks_per_node=cluster.lanes_per_node(p.tp),
+        options={"tolerance": way.tolerance, "cost": rates.cost},
+    )
+    began = time.perf_counter()
+    step = recipe.plan(lengths)
+    planning_s = time.perf_counter() - began
+
+    def run(rates: Rates) -> Streams:
+        streams = _streams(rates.cluster, speed, record, seed)
+        Ticks(rates, step, streams).run()
+        return streams
+
+    streams = run(rates)
+    return Outcome(
+        step_s=float(streams.compute.max()),
+        free_s=float(run(_free(rates)).compute.max()),
+        busy_s=streams.busy,
+        num_bytes=streams.num_bytes * p.tp,
+        tokens=int(lengths.sum()),
+        flops=_flops(scenario, lengths),
+        memory=_ticks_memory(rates, step),
+        planning_s=planning_s,
+        events=tuple(streams.events or ()),
+    )
+
+
+def _packed(
+    scenario: Scenario, way: Way, rates: Rates, batch: Batch, record: bool, seed: int
+) -> Outcome:
+    p, lengths = way.parallel, as_ints(np.concatenate(batch))
+    began = time.perf_counter()
+    packed = pack(rates, batch, way.policy, way.micro_batches, mask=scenario.mask)
+    planning_s = time.perf_counter() - began
+
+    def run(rates: Rates) -> tuple[PackedStep, float]:
+        step = PackedStep(rates, packed, seed=seed)
+        return step, float(step.run().end.max()) + step.ends()
+
+    step, step_s = run(rates)
+    ends = float(rates.optimizer_s)
+    return Outcome(
+        step_s=step_s,
+        free_s=run(_free(rates))[1],
+        busy_s=step.busy.reshape(-1) + ends,
+        num_bytes=step.num_bytes * p.tp,
+        tokens=int(lengths.sum()),
+        flops=_flops(scenario, lengths),
+        memory=_packed_memory(rates, packed),
+        planning_s=planning_s,
+        events=tuple(events(PackedStep(rates, packed, seed=seed).run(), p.cp)) if record else (),
+    )
+
+
+def _streams(cluster: Cluster, speed: Floats, record: bool, seed: int) -> Streams:
+    jitter, link_jitter = cluster.jitter, cluster.link_jitter
+    return Streams(speed, jitter=jitter, link_jitter=link_jitter, record=record, seed=seed)
+
+
+def _free(rates: Rates) -> Rates:
+    return replace(rates, cluster=replace(rates.cluster, across=FREE))
+
+
+def _flops(scenario: Scenario, lengths: Ints) -> float:
+    """Forward and backward; only pairs that the mask shows."""
+    model = scenario.model
+    reach = np.full(len(lengths), Mask.parse(scenario.mask).reach)
+    seen = float(pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach)).sum())
+    linear = model.layers * model.linear_flops_per_token + 2 * model.end_elements
+    return 3 * linear * float(lengths.sum()) + 3.5 * model.layers * model.flops_per_pair * seen
+
+
+def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
+    """Of the stage that needs most: its fullest worker, with what exchanges bring at their peak."""
+    p = rates.parallel
+    tokens = max(int(held(step, m).max()) for m in range(len(step.micro_batches)))
+    received, known = 0, set()
+    for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
+        for slot in slots:
+            if (key := (tick.phase, *map(id, slot))) in known:
+                continue
+            known.add(key)
+            both = [_received(rates, plan, tick.phase == FORWARD) for plan in slot]
+            received = max(received, int(np.sum(both, axis=0).max()))
+    stages = zip(step.stages, step.schedule.in_flight, strict=True)
+    sizes = [
+        estimate(rates.shape, p, tokens, recompute=rates.recompute, layers=stop - start,
+                 in_flight=count)
+        for (start, stop), count in stages
+    ]  # fmt: skip
+    largest = max(sizes, key=lambda memory: memory.total)
+    return replace(largest, exchange=received)
+
+
+def _received(rates: Rates, plan: Plan, forward: bool) -> Ints:
+    """[lanes] Bytes that one layer brings to each, beside its own."""
+    tasks = plan.forward if forward else plan.backward
+    used = memory_bytes(tasks, plan.placement, plan.shape, rates.lanes)
+    own = np.zeros(rates.lanes, np.int64)
+    weight = 2 * plan.shape.q_bytes + plan.shape.kv_bytes
+    own[: plan.placement.num_workers] = plan.placement.tokens * weight
+    return used - own
+
+
+def _packed_memory(rates: Rates, packed: Packed) -> Memory:
+    """Weights stay gathered; so do the keys of a context-parallel group, in every layer."""
+    p, micro_batches = rates.parallel, len(packed.order)
+    tokens = int(packed.plan.placement.tokens.max())
+    sizes = []
+    for stage, (start, stop) in enumerate(stage_layers(rates.shape.layers, p.pp)):
+        held = in_flight(stage, p.pp, micro_batches)
+        size = estimate(rates.shape, p, tokens, recompute=rates.recompute, layers=stop - start,
+                        in_flight=held)  # fmt: skip
+        others = int(packed.tokens.max()) * (p.cp - 1) // p.cp
+        gathered_keys = others * packed.plan.shape.kv_bytes * (stop - start) * held
+        weights = stage_elements(rates) * (2 + 4) // p.tp
+        sizes.append(replace(size, gathered=weights, exchange=gathered_keys))
+    return max(sizes, key=lambda memory: memory.total)
+
+
+def compare(scenario: Scenario, ways: Sequence[Way], count: int) -> list[Summary]:
+    """All ways on the same batches."""
+    batches = list(scenario.batches(count))
+    return [Summary.of(scenario, way, batches) for way in ways]
