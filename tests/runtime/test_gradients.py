@@ -38,6 +38,7 @@ CASES: dict[str, Case] = {
     ),
     "tp2 + 2 servers": Case(Parallel(tp=2, servers=2)),
     "dp2, two micro-batches": Case(Parallel(dp=2), micro_batches=2),
+    "dp2, weights kept": Case(Parallel(dp=2, keep_weights=True), micro_batches=2, **PING_PONG),
     "dp2, windows": Case(Parallel(dp=2), replace(TINY, window=20, window_pattern=2), **PING_PONG),
     "dp2, q/k norms": Case(Parallel(dp=2), replace(TINY, qk_norm=True)),
     "tp2, q/k norms": Case(Parallel(tp=2), replace(TINY, qk_norm=True)),

@@ -51,17 +51,16 @@ def estimate(
     """``tokens``: of one worker in one micro-batch, both halves together.
 
     Of a pipeline, a stage with so many ``layers`` and one end of the model, which holds up to
-    ``in_flight`` micro-batches, and its weights and gradients gathered through the step.
+    ``in_flight`` micro-batches. Weights that are kept gathered have whole gradients beside them.
     ``parameters``: of a model without a pipeline, where they are known to the last one.
     """
     layers = shape.layers if layers is None else layers
     matrices, ends = shape.layer_elements, shape.end_elements
     gathered = 3 * max(matrices, ends) * compute_bytes
-    if parallel.pp > 1:
-        parameters = layers * matrices + ends
+    if parallel.pp > 1 or parameters is None:
+        parameters = layers * matrices + (1 if parallel.pp > 1 else 2) * ends
+    if parallel.gathers_once:
         gathered = parameters * (compute_bytes + reduce_bytes)
-    elif parameters is None:
-        parameters = layers * matrices + 2 * ends
     qkvo = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
     kept = shape.hidden + qkvo  # between seams: x, q, k, v and what was attended
     inside = 3 * shape.hidden + 3 * shape.ffn  # of a seam, at once or one after the other

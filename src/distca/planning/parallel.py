@@ -17,6 +17,7 @@ class Parallel:
     cp: int = 1
     tp: int = 1
     servers: int = 0
+    keep_weights: bool = False  # gathered through a step, not once for each micro-batch and way
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -44,6 +45,11 @@ class Parallel:
     def num_lanes(self) -> int:
         """Ranks of one tp index: those of a plan."""
         return self.num_ranks // self.tp
+
+    @property
+    def gathers_once(self) -> bool:
+        """Weights are gathered and gradients reduced once a step, as pipelines always do."""
+        return self.keep_weights or self.pp > 1
 
     @property
     def placing(self) -> int:

@@ -54,8 +54,8 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
     units: list[list[nn.Module]] = [[first, last]] if tied else [[first], [last]]
     units += [[seam] for seam in inner]
     units.append([model])
-    # Of a stage, parameters stay gathered through the step, for all its micro-batches.
-    keep = False if seat.parallel.pp > 1 else None
+    # Kept gathered through the step, for all micro-batches; else let go after each use.
+    keep = False if seat.parallel.gathers_once else None
     for unit in units:
         fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=keep)
     for module in model.modules():
@@ -68,18 +68,19 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
 
 
 def last_backward(model: Llama, seat: Seat, last: bool) -> None:
-    """Before a backward: gradients are reduced in the ``last`` one of a step."""
-    model.set_requires_gradient_sync(last)  # type: ignore[operator]
-    if seat.parallel.pp > 1:
+    """Before a backward. Where weights are kept, gradients are too, whole, up to the ``last`` one
+    of a step; else each backward reduces its own, and only this rank's share is added up."""
+    if seat.parallel.gathers_once:
+        model.set_requires_gradient_sync(last)  # type: ignore[operator]
         model.set_is_last_backward(last)  # type: ignore[operator]
 
 
 def reshard(model: Llama, seat: Seat) -> None:
-    """After a step: a stage lets go of what it has kept gathered.
+    """After a step: lets go of what was kept gathered.
 
     Not in its last backward, where FSDP would gather again what it takes to come next.
     """
-    if seat.parallel.pp > 1:
+    if seat.parallel.gathers_once:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from distca.planning.schedule import FORWARD, Tick
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.step_plan import StepPlan
 from distca.sim.crossing import Weights, cross
-from distca.sim.streams import Streams
+from distca.sim.streams import Exchange, Streams
 from distca.sim.work import Attention, Rates
 
 
@@ -25,12 +25,11 @@ class Ticks:
 
     def run(self) -> None:
         streams, rates, ticks = self._streams, self._rates, self._step.schedule.ticks
-        several = rates.parallel.pp > 1  # then weights stay gathered, and are reduced once
-        elements = seam_elements(rates)
-        if several:
+        once = rates.parallel.gathers_once
+        if once:
             streams.wait(streams.send("weights", rates.gathering(stage_elements(rates))))
         for number, tick in enumerate(ticks):
-            weights = None if several else self._weights(elements, tick, number)
+            weights = None if once else self._weights(tick)
             self._receive(tick)
             slots = [
                 [self._attention(plan, tick.phase != FORWARD) for plan in slot]
@@ -38,18 +37,24 @@ class Ticks:
             ]
             cross(streams, self._parts(tick, len(slots)), slots, weights)
             self._pass_on(tick)
-        if several:
+        if once:
             streams.send("gradients", rates.reducing(stage_elements(rates)))
         streams.wait(streams.port)
         workers = np.arange(rates.lanes) < rates.parallel.pp * rates.parallel.placing
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))
 
-    def _weights(self, elements: Sequence[int], tick: Tick, number: int) -> Weights:
-        order = elements if tick.phase == FORWARD else elements[::-1]
-        gathering = [self._rates.gathering(count) for count in order]
-        # FSDP reduces the gradients of every micro-batch.
-        reducing = [self._rates.reducing(count) for count in order]
-        return Weights(self._streams, gathering, () if tick.phase == FORWARD else reducing)
+    def _weights(self, tick: Tick) -> Weights:
+        """Gathered for every tick; the gradients of every micro-batch are reduced."""
+        gathering, reducing = self._seams
+        if tick.phase == FORWARD:
+            return Weights(self._streams, gathering)
+        return Weights(self._streams, gathering[::-1], reducing[::-1])
+
+    @cached_property
+    def _seams(self) -> tuple[list[Exchange | None], list[Exchange | None]]:
+        rates, elements = self._rates, seam_elements(self._rates)
+        known = {count: (rates.gathering(count), rates.reducing(count)) for count in set(elements)}
+        return [known[count][0] for count in elements], [known[count][1] for count in elements]
 
     def _attention(self, plan: Plan, backward: bool) -> Attention:
         key = (id(plan), backward)

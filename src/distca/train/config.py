@@ -52,6 +52,7 @@ class ParallelSection:
     ping_pong: bool = False
     micro_batches: int = 1
     recompute: bool = False
+    keep_weights: bool = False  # gathered and reduced once a step; needs room for all of them
     compile: bool = False
     backend: str = "auto"
     precision: str = "auto"  # bfloat16 on GPUs, float32 on CPUs

@@ -49,7 +49,7 @@ def parallel_of(config: Config, world_size: int) -> Parallel:
     """The axes' sizes; dp takes the ranks that the others leave."""
     p = config.parallel
     if p.dp:
-        return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers)
+        return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers, p.keep_weights)
     others = prod((p.pp, p.cp, p.tp))
     left = world_size - p.servers
     if left < others or left % others:
@@ -57,7 +57,7 @@ def parallel_of(config: Config, world_size: int) -> Parallel:
             f"{world_size} ranks less {p.servers} servers cannot be divided by pp x cp x tp ="
             f" {others}: start other ranks, or change the sizes"
         )
-    return Parallel(p.pp, left // others, p.cp, p.tp, p.servers)
+    return Parallel(p.pp, left // others, p.cp, p.tp, p.servers, p.keep_weights)
 
 
 def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
