@@ -21,11 +21,13 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any
+
+from paper_tables import report, write
 
 from distca.planning.models import model_shape
 from distca.planning.parallel import Parallel
@@ -121,8 +123,8 @@ def best(records: Iterable[Record | None]) -> Record | None:
 class Pool:
     """Runs jobs on all cores, results in the order of the jobs."""
 
-    def __init__(self, workers: int) -> None:
-        self._pool = ProcessPoolExecutor(workers)
+    def __init__(self, executor: Executor) -> None:
+        self._pool = executor
 
     def run(self, jobs: Sequence[Job]) -> list[Record | None]:
         return list(self._pool.map(Job.run, jobs))
@@ -146,7 +148,7 @@ THREE_D = {
     ("llama-34b", 256): (2, 4, 8),
     ("llama-34b", 512): (2, 4, 8),
 }
-PUBLISHED_3D = {"pretrain": "1.07 to 1.20", "prolong": "1.05 to 1.12"}
+DATA = ("pretrain", "prolong")
 
 # The same with a pipeline: 64, 128 and 256 GPUs for 8B; 128, 256 and 512 for 34B.
 FOUR_D = {
@@ -157,17 +159,11 @@ FOUR_D = {
     ("llama-34b", 256): (16, 32, 32),
     ("llama-34b", 384): (8, 8, 16),
 }
-PUBLISHED_4D = {
-    ("llama3-8b", "pretrain"): "1.15 to 1.30",
-    ("llama3-8b", "prolong"): "1.10 to 1.35",
-    ("llama-34b", "pretrain"): "up to 1.15",
-    ("llama-34b", "prolong"): "up to 1.25",
-}
 
 
 def three_d(pool: Pool, batches: int) -> Iterator[Record]:
     for (model, context), sequences in THREE_D.items():
-        for data in PUBLISHED_3D:
+        for data in DATA:
             for gpus, count in zip((64, 128, 256), sequences, strict=True):
                 for kernel in KERNELS:
                     cell = Cell(model, data, context, gpus, count, kernel)
@@ -179,7 +175,7 @@ def four_d(pool: Pool, batches: int) -> Iterator[Record]:
     """Two stages, as nearly all published winners; micro-batches from 4 to 16."""
     for (model, context), sequences in FOUR_D.items():
         machines = (64, 128, 256) if model == "llama3-8b" else (128, 256, 512)
-        for data in PUBLISHED_3D:
+        for data in DATA:
             for gpus, count in zip(machines, sequences, strict=True):
                 cell = Cell(model, data, context, gpus, count)
                 ways = [
@@ -269,21 +265,24 @@ def main() -> None:
     options = parser.parse_args()
     path = options.out / "paper.json"
     results: Record = json.loads(path.read_text()) if path.exists() else {}
-    pool = Pool(options.workers)
-    for name, part in PARTS.items():
-        if options.only in (None, name):
-            began = time.perf_counter()
-            rows = []
-            for record in part(pool, options.batches):
-                rows.append(record)
-                print(json.dumps(record)[:300], flush=True)
-            results[name] = {
-                "date": str(date.today()),
-                "batches": options.batches,
-                "took_s": time.perf_counter() - began,
-                "rows": rows,
-            }
-            path.write_text(json.dumps(results, indent=1) + "\n")
+    with ProcessPoolExecutor(options.workers) as executor:
+        for name, part in PARTS.items():
+            if options.only in (None, name):
+                began, rows = time.perf_counter(), []
+                for record in part(Pool(executor), options.batches):
+                    rows.append(record)
+                    print(f"{name} {len(rows)}: {time.perf_counter() - began:.0f} s", flush=True)
+                results[name] = {
+                    "date": str(date.today()),
+                    "batches": options.batches,
+                    "took_s": time.perf_counter() - began,
+                    "rows": rows,
+                }
+                path.write_text(json.dumps(results, indent=1) + "\n")
+    if options.out == RESULTS:
+        write(results)
+    else:
+        print(report(results))
 
 
 if __name__ == "__main__":
