@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from recorded import exposed
 from strategies import Batch
 from torch import Tensor
 
+import distca
 from distca.attention.backend import Attended, Gradients
 from distca.attention.core import CoreAttention
 from distca.attention.reference import Reference
@@ -192,3 +194,21 @@ def test_wrong_use_of_a_flight_is_told() -> None:
             flight.compute()
 
     LocalHub(2).run(rank)
+
+
+def test_a_flight_is_gone_after_its_backward() -> None:
+    """It hangs on its node in the graph, and must not hold the node itself: nobody finds such a
+    ring, and every layer of every step would stay in memory."""
+    plan = distca.plan([[40, 9]], heads=2, kv_heads=1, head_dim=8, **GRAIN)
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport)
+        q, k, v = (torch.randn(49, heads, 8, requires_grad=True) for heads in (2, 1, 1))
+        flight = attention.launch(q * 1, k * 1, v * 1, plan)
+        flight.compute()
+        flight.wait().sum().backward()
+        known = weakref.ref(flight)
+        del flight
+        assert known() is None
+
+    LocalHub(1).run(rank)

@@ -31,7 +31,8 @@ class Flight:
         self.backward: BackwardPass | None = None
         self._qkv: tuple[Tensor, Tensor, Tensor] | None = (q, k, v)
         self._computed = False
-        self._token: Tensor = _Launch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        # Its node knows this flight: held beyond ``wait``, it would keep both and the graph forever.
+        self._token: Tensor | None = _Launch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
 
     def compute(self) -> None:
         """Attends; at the latest ``wait`` does."""
@@ -46,8 +47,9 @@ class Flight:
             raise RuntimeError("this flight has ended: wait once")
         if not self._computed:
             self.compute()
+        token, self._token = self._token, None
         qkv, self._qkv = self._qkv, None
-        out: Tensor = _Wait.apply(self, self._token, *qkv)  # type: ignore[no-untyped-call]
+        out: Tensor = _Wait.apply(self, token, *qkv)  # type: ignore[no-untyped-call]
         return out
 
 
