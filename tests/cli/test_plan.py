@@ -108,7 +108,8 @@ def test_out_can_be_loaded_back(run: Any) -> None:
         (("--placement", "balanced"), {"policy": "distca, balanced placement"}),
         (("--tolerance", "0.1"), {"tolerance": 0.1}),
         (("--cost", "pairs"), {"cost": "pairs"}),
-        (("--cost", "h200"), {"cost": "h200"}),
+        (("--cost", "analytic"), {"cost": "analytic"}),
+        ((), {"cost": "h200"}),
         (("--model", "llama-34b"), {}),
         (("--heads", "8", "--kv-heads", "2", "--head-dim", "64"), {}),
         (("--servers", "2"), {"ranks": 5, "servers": 2}),
@@ -183,7 +184,7 @@ def test_the_traffic_matrix_adds_up(policy: str) -> None:
 def test_the_record_agrees_with_the_plan() -> None:
     given = read_placement("pretrain", ranks=6, context="8K")
     made = plan(given, model="llama3-8b", servers=2, workers_serve=True)
-    record = record_of(made, given, cost_model("analytic", made.shape), summary_of(made))
+    record = record_of(made, given, cost_model(made.cost, made.shape), summary_of(made))
     assert max(record["before"]["imbalance_each"]) == made.imbalance_before
     assert max(record["after"]["imbalance_each"]) == made.imbalance
     assert record["load_before"].shape == record["load_after"].shape == (2, 8)

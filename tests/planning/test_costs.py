@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from planning.oracles import dense_mask
 from strategies import COSTS, MASKS
 
 from distca.planning.costs import (
+    PS,
     AnalyticCost,
     CostModel,
     KernelRate,
@@ -27,6 +29,7 @@ from distca.planning.spans import as_ints
 
 LLAMA = model_shape("llama3-8b")
 WAYS = ("forward", "backward")
+SHIPPED = ("h200", "h200-flash")
 
 # Queries, keys, and TFLOP/s forward and backward of flash-attn-4 on an H200, in full batches.
 MEASURED = [
@@ -50,7 +53,7 @@ def price(model: CostModel, way: str, queries: int, keys: int, pairs: int) -> in
 
 def causal_pairs(queries: int, keys: int) -> int:
     """Of the last ``queries`` rows of a document of ``keys`` tokens."""
-    return sum(range(keys - queries + 1, keys + 1))
+    return queries * (2 * keys - queries + 1) // 2
 
 
 def tflops(model: CostModel, way: str, queries: int, keys: int) -> float:
@@ -102,7 +105,7 @@ def test_cutting_a_document_never_saves_time(cost: str, way: str) -> None:
         assert head + tail >= whole, cut
 
 
-@pytest.mark.parametrize("cost", ["pairs", "analytic", "h200", "h200-flash"])
+@pytest.mark.parametrize("cost", ["pairs", "analytic", *SHIPPED])
 @given(queries=st.integers(1, 9000), before=st.integers(0, 30000))
 def test_nothing_goes_below_the_stated_least_cost(cost: str, queries: int, before: int) -> None:
     """Lower bounds rest on it."""
@@ -136,13 +139,31 @@ def test_analytic_charges_a_whole_tile_for_part_of_one() -> None:
     assert more > 1.8 * full
 
 
-@pytest.mark.parametrize(("queries", "keys", "forward", "backward"), MEASURED)
-def test_the_h200_profile_gives_back_what_was_measured(
-    queries: int, keys: int, forward: float, backward: float
-) -> None:
-    model = cost_model("h200", LLAMA)
-    assert tflops(model, "forward", queries, keys) == pytest.approx(forward, rel=1e-6)
-    assert tflops(model, "backward", queries, keys) == pytest.approx(backward, rel=1e-6)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_profile_gives_back_what_was_measured(name: str) -> None:
+    profile, model = Profile.read(name), cost_model(name, LLAMA)
+    assert not profile.missing
+    for way, rates in zip(WAYS, (profile.forward_tflops, profile.backward_tflops), strict=True):
+        for queries, row in zip(profile.queries, rates, strict=True):
+            for keys, rate in zip(profile.keys, row, strict=True):
+                if rate is not None:
+                    assert tflops(model, way, queries, keys) == pytest.approx(rate, rel=1e-4)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+@pytest.mark.parametrize("way", WAYS)
+def test_a_shipped_profile_comes_near_calls_that_it_was_not_made_from(name: str, way: str) -> None:
+    profile, model = Profile.read(name), cost_model(name, LLAMA)
+    errors = []
+    for call in profile.held_out:
+        tasks = zip(call.queries, call.keys, strict=True)
+        ps = sum(price(model, way, q, k, causal_pairs(q, k)) for q, k in tasks)
+        predicted = ps * call.repeat / PS
+        assert predicted == pytest.approx(getattr(call, f"{way}_predicted_s"), rel=1e-3)
+        errors.append(abs(predicted / getattr(call, f"{way}_s") - 1))
+    assert len(errors) == 16
+    assert median(errors) < 0.03
+    assert max(errors) < 0.11
 
 
 PROFILE: dict[str, Any] = {

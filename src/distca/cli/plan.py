@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
+from distca.planning.profile import DEFAULT_COST
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -107,10 +109,10 @@ def plan(
         str,
         Option(
             metavar="NAME",
-            help="pairs, analytic, h200, h200-flash or a profile file.",
+            help="h200, h200-flash or a profile file; analytic or pairs.",
             rich_help_panel=_PLAN,
         ),
-    ] = "analytic",
+    ] = DEFAULT_COST,
     cp: Annotated[
         int | None,
         Option(

@@ -184,13 +184,15 @@ class Board:
 
     def _kept(self, shard: int, pieces: list[Piece]) -> list[Piece]:
         home, (position, stop) = self.home(shard), self.span(shard)
-        kept = []
+        spans = []
         for piece in [*sorted(pieces), Piece(stop, stop, home, 0)]:
             if position < piece.start:
-                load = self.divisible(shard).load(as_ints(position), as_ints(piece.start))
-                kept.append(Piece(position, piece.start, home, int(load)))
+                spans.append((position, piece.start))
             position = piece.stop
-        return kept
+        if not spans:
+            return []
+        loads = self.divisible(shard).load(*as_ints(spans).T).tolist()
+        return [Piece(*span, home, load) for span, load in zip(spans, loads, strict=True)]
 
     def _stop_fetching(self, shard: int, owners: Keys) -> None:
         """Home computes nothing of the shard any more, so it fetches no keys for it."""

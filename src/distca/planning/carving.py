@@ -21,6 +21,7 @@ from distca.planning.spans import Floats, Ints, as_ints
 
 NUM_TOPS = 32
 NEWTON_STEPS = 8
+ONE_BEFORE = as_ints([[1], [0]])  # taken from indices: those before them, and they themselves
 INSIDE_NODE = 0.125  # what a byte costs that stays inside a node, of one that leaves it
 
 
@@ -75,7 +76,6 @@ class Divisible:
     price: Price
     cuts: Ints  # where it may be cut, its two ends included
     head: Ints  # [cuts] what the queries before each cost
-    tail: Ints  # [cuts] what the queries from each on cost
 
     @classmethod
     def of(
@@ -87,9 +87,8 @@ class Divisible:
         )
         inner = np.arange(first, last + 1, dtype=np.int64) * grain.step
         cuts = np.concatenate([as_ints([start]), inner, as_ints([stop])])
-        shard = cls(start, stop, length, reach, price, cuts, cuts, cuts)
-        head = shard.load(cuts[0], cuts)
-        return replace(shard, head=head, tail=shard.load(cuts, cuts[-1]))
+        shard = cls(start, stop, length, reach, price, cuts, cuts)
+        return replace(shard, head=shard.load(cuts[0], cuts))
 
     @property
     def load_all(self) -> int:
@@ -100,19 +99,24 @@ class Divisible:
         """What the lightest piece costs: no room below it can take any."""
         return int(self.load(self.cuts[:-1], self.cuts[1:]).min())
 
+    def some_fit(self, room: int) -> bool:
+        """Whether there is a piece that is no heavier; mostly the first one is."""
+        return room >= int(self.head[1]) or room >= self.lightest
+
     @property
     def causal(self) -> bool:
         return self.reach >= self.length
 
     def load(self, start: Ints, stop: Ints) -> Ints:
         """Picoseconds of queries [start, stop); an empty span costs nothing."""
+        queries = stop - start
         if self.causal:
-            keys, pairs = stop, (stop * (stop + 1) - start * (start + 1)) // 2
+            keys, pairs = stop, queries * (start + stop + 1) // 2
         else:
             length, reach = as_ints(self.length), as_ints(self.reach)
             keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
             pairs = masks.pairs(start, stop, length, reach)
-        return self.price(stop - start, keys, pairs) * (stop > start)
+        return self.price(queries, keys, pairs) * (queries > 0)
 
     def keys_in(self, low: int | Ints, high: int, start: Ints, stop: Ints) -> Ints:
         """How many keys of [low, high) the queries [start, stop) need."""
@@ -123,11 +127,15 @@ class Divisible:
         keys: Ints = np.maximum(np.minimum(last, high) - low, 0) * some
         return keys
 
-    def lowest_start(self, top: Ints, room: int) -> Ints:
-        """The lowest cut from which a piece up to ``top`` fits ``room``. Cuts are indices."""
+    def lowest_start(self, top: Ints, room: int) -> tuple[Ints, Ints]:
+        """The lowest cut from which a piece up to ``top`` fits ``room``, and what it costs.
+
+        Cuts are indices.
+        """
         stop = self.cuts[top]
         guess = np.searchsorted(self.head, self.head[top] - room)
-        return first_fitting(lambda i: self.load(self.cuts[i], stop) - room, guess, top)
+        start, excess = first_fitting(lambda i: self.load(self.cuts[i], stop) - room, guess, top)
+        return start, room + excess
 
     def highest_stop(self, top: Ints, keep: Ints) -> Ints:
         """The highest cut, at most ``top``, up to which the shard's head costs at most ``keep``."""
@@ -167,29 +175,32 @@ def carve(
 
     # 1. Full rooms, one under the other.
     spans: list[tuple[Ints, Ints]] = []
+    loads: list[Ints] = []
     bottom = tops
     for target in targets[:-1]:
-        start = shard.lowest_start(bottom, target.room)
+        start, load = shard.lowest_start(bottom, target.room)
         spans.append((cuts[start], cuts[bottom]))
+        loads.append(load)
         bottom = start
 
     # 2. The remainder: as much as is needed, at its cheapest stop below them.
-    rest = keep - shard.tail[tops]  # what may stay of [start, bottom)
-    under, stop = cuts[bottom], bottom
+    rest = keep - shard.load(cuts[tops], cuts[-1])  # what may stay of [start, bottom)
+    stop, between = bottom, np.zeros_like(rest)  # between it and the full rooms
     if spans and shard.causal:
         needed = shard.head[bottom] - rest
         stop = np.minimum(np.searchsorted(cuts, shard.cheapest_stop(needed, shape)), bottom)
-        stop = np.where(rest < shard.load(cuts[stop], under), bottom, stop)
-    between = shard.load(cuts[stop], under)
+        between = shard.load(cuts[stop], cuts[bottom])
+        stays = between <= rest
+        stop, between = np.where(stays, stop, bottom), between * stays
     start = shard.highest_stop(stop, rest - between)
     spans.append((cuts[start], cuts[stop]))
+    loads.append(shard.load(*spans[-1]))
 
     # 3. What each top would move, over which ports, and whether it fits.
     fits, cost = (rest >= between) & ((bottom < tops) | (start < stop)), np.zeros(len(tops))
     busiest = np.zeros(len(tops), dtype=np.int64)
     sent = [np.full(len(tops), source.sent, dtype=np.int64) for source in sources]
-    loads = []
-    for target, (low, high) in zip(targets, spans, strict=True):
+    for target, (low, high), load in zip(targets, spans, loads, strict=True):
         queries = high - low
         keys = shard.keys_in(0, shard.length, low, high)
         weight = 2 * queries * shape.q_bytes + keys * shape.kv_bytes  # q, o, packed keys
@@ -203,8 +214,7 @@ def carve(
         for port, source in zip(sent, sources, strict=True):
             if source.rank != target.server:
                 port += _keys_from(source, target, shard, low, high) * shape.kv_bytes
-        loads.append(shard.load(low, high))
-        fits &= (loads[-1] <= target.room) & (weight <= target.free_bytes)
+        fits &= (load <= target.room) & (weight <= target.free_bytes)
     if not fits.any():
         return None
     if len(sources) > 1:
@@ -237,17 +247,18 @@ def _keys_from(source: Source, target: Target, shard: Divisible, low: Ints, high
     return keys
 
 
-def first_fitting(excess: Callable[[Ints], Ints], guess: Ints, last: Ints) -> Ints:
+def first_fitting(excess: Callable[[Ints], Ints], guess: Ints, last: Ints) -> tuple[Ints, Ints]:
     """The smallest index in [0, last] at which ``excess``, which falls, is 0 or less; ``last`` is.
 
-    Newton steps on the index from a guess, kept inside a bracket: two or three do for smooth costs.
+    Also the excess there. Newton steps on the index from a guess, kept inside a bracket: two or
+    three do for smooth costs.
     """
     low, high = np.zeros_like(last), last.copy()
     index = np.minimum(np.maximum(guess, low), high)
     for step in range(64 + NEWTON_STEPS):
-        before, here = excess(np.stack([np.maximum(index - 1, 0), index]))
+        before, here = excess(np.maximum(index - ONE_BEFORE, 0))
         fits, first = here <= 0, (before > 0) | (index == 0)
-        if np.all((fits & first) | (low == high)):
+        if ((fits & first) | (low == high)).all():
             break
         high = np.where(fits, np.where(first, index, index - 1), high)
         low = np.minimum(np.where(fits, np.where(first, index, low), index + 1), high)
@@ -256,4 +267,4 @@ def first_fitting(excess: Callable[[Ints], Ints], guess: Ints, last: Ints) -> In
             index = np.minimum(np.maximum(index - (-here // slope), low), high)
         else:
             index = (low + high) // 2
-    return index
+    return index, here

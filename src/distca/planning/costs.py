@@ -138,7 +138,7 @@ class Table:
     """One direction of a measured kernel; see ``TableCost``."""
 
     least_ps_per_pair: float
-    overhead: Floats  # [queries, keys], ps for each query times key
+    overheads: Floats  # [4, cells] of a x rows x columns + b x rows + c x columns + d
 
 
 @dataclass(frozen=True)
@@ -146,18 +146,21 @@ class TableCost:
     """Seconds interpolated from a measured profile over (queries, keys).
 
     A task takes ``least x pairs + queries x keys x overhead``. Costs per row, per key and per task
-    make the overhead ``b / keys + c / queries + d / (queries x keys)``: bilinear in (1 / queries,
-    1 / keys), which is how it is interpolated between the shapes that were measured. Beyond the
-    table the last overhead holds, so rates stay what they are there.
+    make the overhead ``a + b / keys + c / queries + d / (queries x keys)``: bilinear in (1 /
+    queries, 1 / keys), which is how it is interpolated between the shapes that were measured.
+    Beyond the table the last overhead holds, so rates stay what they are there.
+
+    Rows and columns are queries and keys in whole tiles. Planning prices many short arrays, for
+    which it is the number of operations that counts: hence polynomials instead of weights.
     """
 
     name: str
-    queries: Floats
-    keys: Floats
+    rows: Floats  # where the cells of the table meet
+    columns: Floats
     forward: Table
     backward: Table
-    tile: int = 1  # rows and keys that are computed together, full or not
-    linear_tflops: float = LINEAR_TFLOPS
+    tile: int  # queries and keys that are computed together, full or not
+    linear_tflops: float
 
     @classmethod
     def from_profile(cls, profile: Profile, shape: ModelShape) -> TableCost:
@@ -165,7 +168,7 @@ class TableCost:
         queries, keys = (np.array(g, dtype=np.float64) for g in (profile.queries, profile.keys))
         try:
             forward, backward = (
-                _table(np.array(rates, dtype=np.float64), queries, keys, flops)
+                _table(np.array(rates, dtype=np.float64), queries, keys, profile.tile, flops)
                 for rates, flops in (
                     (profile.forward_tflops, shape.flops_per_pair),
                     (profile.backward_tflops, BACKWARD_FLOPS * shape.flops_per_pair),
@@ -173,8 +176,15 @@ class TableCost:
             )
         except ValueError as error:
             raise ValueError(f"the profile is not usable: {error}") from None
-        linear = profile.linear_tflops or LINEAR_TFLOPS
-        return cls(profile.name, queries, keys, forward, backward, profile.tile, linear)
+        return cls(
+            name=profile.name,
+            rows=queries[1:] / profile.tile,
+            columns=keys[1:] / profile.tile,
+            forward=forward,
+            backward=backward,
+            tile=profile.tile,
+            linear_tflops=profile.linear_tflops or LINEAR_TFLOPS,
+        )
 
     @property
     def least_forward_ps_per_pair(self) -> float:
@@ -192,14 +202,13 @@ class TableCost:
 
     def _ps(self, table: Table, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         n = np.maximum(queries, 1)
-        rows, columns = (-(-size // self.tile) * self.tile for size in (n, np.maximum(keys, n)))
-        j, v = _cell(self.keys, columns)
-        i, u = _cell(self.queries, np.minimum(rows, self.keys[-1]))
-        low = table.overhead[i, j] * (1 - v) + table.overhead[i, j + 1] * v
-        high = table.overhead[i + 1, j] * (1 - v) + table.overhead[i + 1, j + 1] * v
-        overhead = np.maximum(low * (1 - u) + high * u, 0.0)
-        arithmetic = pairs * (rows / n) * table.least_ps_per_pair
-        ps: Floats = arithmetic + (rows * columns) * overhead
+        rows, columns = np.ceil(n / self.tile), np.ceil(keys / self.tile)
+        row = self.rows.searchsorted(rows, side="right")
+        cell = row * (len(self.columns) + 1) + self.columns.searchsorted(columns, side="right")
+        a, b, c, d = table.overheads.take(cell, axis=1)
+        overhead = np.maximum((a * columns + b) * rows + (c * columns + d), 0.0)
+        arithmetic = pairs / n * rows * (self.tile * table.least_ps_per_pair)
+        ps: Floats = arithmetic + overhead
         return np.rint(ps).astype(np.int64)
 
 
@@ -254,16 +263,9 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     return TableCost.from_profile(profile, shape)
 
 
-def _cell(grid: Floats, values: Ints | Floats) -> tuple[Ints, Floats]:
-    """Index of the cell of each value, and how far into it the value's inverse lies: up to 1, and
-    below 0 for values below the grid."""
-    i = np.searchsorted(grid[1:-1], values, side="right")
-    inverse = 1.0 / grid
-    depth = (inverse[i] - 1.0 / values) / (inverse[:-1] - inverse[1:])[i]
-    return i, np.minimum(depth, 1.0)
-
-
-def _table(tflops: Floats, queries: Floats, keys: Floats, flops_per_pair: float) -> Table:
+def _table(
+    tflops: Floats, queries: Floats, keys: Floats, tile: int, flops_per_pair: float
+) -> Table:
     """Measured rates, NaN where there are none, as least cost and overheads."""
     possible = keys >= queries[:, None]
     ps_per_pair = flops_per_pair / _filled(tflops, queries, keys)  # FLOPs / (TFLOP/s) is ps
@@ -275,7 +277,16 @@ def _table(tflops: Floats, queries: Floats, keys: Floats, flops_per_pair: float)
         for i in np.flatnonzero(~possible[:, j]):
             above = overhead[i - 1, j] - overhead[i - 1, j + 1] if i else 0.0
             overhead[i, j] = overhead[i, j + 1] + above
-    return Table(least, overhead)
+    level, by_row = _lines(overhead * tile**2, tile / queries)
+    (a, b), (c, d) = (_lines(one.T, tile / keys) for one in (level, by_row))
+    return Table(least, np.stack([one.T.ravel() for one in (a, b, c, d)]))
+
+
+def _lines(values: Floats, inverse: Floats) -> tuple[Floats, Floats]:
+    """Level and slope of the line in each cell of the first axis; beyond the last it is level."""
+    slope = np.zeros_like(values)
+    slope[:-1] = np.diff(values, axis=0) / np.diff(inverse)[:, None]
+    return values - slope * inverse[:, None], slope
 
 
 def _filled(tflops: Floats, queries: Floats, keys: Floats) -> Floats:

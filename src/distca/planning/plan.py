@@ -88,7 +88,8 @@ class Plan:
         for tasks in (self.forward, self.backward):
             for array in (tasks.document, tasks.q_start, tasks.q_stop, tasks.server):
                 digest.update(array.tobytes())
-        digest.update(f"{p.num_workers} {self.servers.num_ranks} {self.shape}".encode())
+        shape = (self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
+        digest.update(f"{p.num_workers} {self.servers.num_ranks} {shape}".encode())
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:

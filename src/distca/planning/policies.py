@@ -25,7 +25,8 @@ def disaggregated(problem: Problem) -> Proposal:
     one_way = isinstance(problem.cost, OneWay)  # then a second set would be the same again
     if one_way or servers.imbalance(work) <= 1.0 + problem.tolerance:
         return Proposal(placement, backward, backward)
-    return Proposal(placement, schedule(problem, problem.cost.forward_ps), backward)
+    forward = schedule(problem, problem.cost.forward_ps, expected_work=int(work.sum()))
+    return Proposal(placement, forward, backward)
 
 
 def colocated(problem: Problem) -> Proposal:

@@ -76,6 +76,7 @@ class Problem:
     tolerance: float
     grain: Grain
     cp: int  # workers that share a packed sequence, for the context-parallel policies
+    orders: int = 8  # in which ranks choose: so many are tried where there are few ranks
 
     def documents(self, price: Price) -> Documents:
         return Documents(self.placement.lengths, self.reach, price)

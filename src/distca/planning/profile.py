@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
+DEFAULT_COST = "h200"  # the shipped profile that plans are priced by unless told otherwise
 NEEDED = (
     "it needs name, queries, keys, and forward_tflops and backward_tflops as one row of rates per"
     " query count"

@@ -26,6 +26,7 @@ from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import KEEP_PLACEMENT, POLICIES
 from distca.planning.pooling import masks_of, pooled
+from distca.planning.profile import DEFAULT_COST
 from distca.planning.schedule import FORWARD, Phase, Schedule, Tick
 from distca.planning.servers import Servers
 from distca.planning.spans import Floats, Ints, as_ints
@@ -110,7 +111,7 @@ class _Made:
         self._recipe = recipe
         self._shape = recipe.shape.share(recipe.parallel.tp)
         self._options = dict(recipe.options)
-        self._cost = cost_model(self._options.pop("cost", "analytic"), self._shape)
+        self._cost = cost_model(self._options.pop("cost", DEFAULT_COST), self._shape)
         self._speed = np.asarray(recipe.speed or np.ones(recipe.parallel.num_lanes))
         self._known: dict[Any, Plan] = {}
         self._widest = max(recipe.masks, key=lambda mask: mask.reach)
@@ -121,10 +122,15 @@ class _Made:
         r = self._recipe
         placement = by_group(lengths, r.parallel.dp, r.parallel.cp, multiple=r.parallel.tp)
         if r.placement == "balanced" or r.policy not in KEEP_PLACEMENT:
-            plan = self._plan(
-                placement, self._widest, placement=r.placement, servers=self._one_stage()
-            )
-            self._placing[plan.placement] = plan
+            # Where fillers or other stages join them, tasks are planned later: not here too.
+            later = r.parallel.tp > 1 or r.parallel.pp > 1
+            policy = r.policy
+            if later and policy in KEEP_PLACEMENT and not r.parallel.servers:
+                policy = "colocated"
+            options = {"placement": r.placement, "policy": policy, "servers": self._one_stage()}
+            plan = self._plan(placement, self._widest, **options)
+            if not later:
+                self._placing[plan.placement] = plan
             placement = filled(plan.placement, r.parallel.tp)
         return Half(members, placement)
 

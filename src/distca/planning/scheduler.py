@@ -50,30 +50,40 @@ STRATEGIES = (
 FEW_RANKS = 32  # up to which all of them are tried, and the one that moves least is taken
 
 
-def schedule(problem: Problem, price: Price, strategies: Sequence[Strategy] = STRATEGIES) -> Tasks:
-    """Tasks on servers for one direction. Meets the bound wherever the cuts allow it."""
-    first, *others = strategies
-    candidates = [_schedule(problem, price, first)]
+def schedule(
+    problem: Problem,
+    price: Price,
+    strategies: Sequence[Strategy] = STRATEGIES,
+    expected_work: int = 0,
+) -> Tasks:
+    """Tasks on servers for one direction. Meets the bound wherever the cuts allow it.
+
+    expected_work: what the work may come to once it is cut, if anything is known of that.
+    """
+    first, *others = strategies[: problem.orders]
+    candidates = [_schedule(problem, price, first, int(expected_work * (1.0 - RETRY)))]
     # Where the bound is out of reach, or nothing moves, the others would do no better.
     missed, moved = candidates[0].quality
     if problem.servers.num_ranks <= FEW_RANKS and missed == 0.0 and moved > 0:
-        candidates += [_schedule(problem, price, strategy) for strategy in others]
+        total = candidates[0].total_work
+        candidates += [_schedule(problem, price, strategy, total) for strategy in others]
     return min(candidates, key=lambda candidate: candidate.quality).tasks
 
 
 class _Candidate(NamedTuple):
     tasks: Tasks
     quality: tuple[float, int]  # imbalance above the bound; bytes of the worst rank x all bytes
+    total_work: int  # that its mean was taken of
 
 
-def _schedule(problem: Problem, price: Price, strategy: Strategy) -> _Candidate:
-    """One strategy.
+def _schedule(problem: Problem, price: Price, strategy: Strategy, total_work: int) -> _Candidate:
+    """One strategy. The mean is first taken of ``total_work``; 0: of what there is before any cut.
 
     Cutting changes what the work costs in all, and with it the mean that the bound refers to:
     where that spoils the bound, the next try starts from what the last one came to.
     """
-    tries: list[tuple[float, Board]] = []
-    total_work, bound = 0, 1.0 + problem.tolerance
+    tries: list[tuple[float, Board, int]] = []
+    bound = 1.0 + problem.tolerance
     for _ in range(NUM_TRIES):
         board = Board(problem, price, total_work)
         _empty_idle_ranks(board)
@@ -82,16 +92,16 @@ def _schedule(problem: Problem, price: Price, strategy: Strategy) -> _Candidate:
             _shed(board, rank)
         imbalance = problem.servers.imbalance(board.work)
         stays = bool(tries) and imbalance == tries[-1][0]
-        tries.append((imbalance, board))
+        tries.append((imbalance, board, total_work))
         if imbalance <= bound or stays:
             break
         stuck = bool(np.any(board.work > board.capacity))
         total_work = int(int(board.work.sum()) * (1.0 + RETRY if stuck else 1.0 - RETRY))
-    imbalance, board = min(tries, key=lambda attempt: attempt[0])
+    imbalance, board, total_work = min(tries, key=lambda attempt: attempt[0])
     tasks, moved = board.tasks(), board.port_limit * int(board.sent.sum())
     if imbalance > bound:
         tasks, imbalance = repair(problem, price, tasks)
-    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved))
+    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved), total_work)
 
 
 def _empty_idle_ranks(board: Board) -> None:
@@ -265,7 +275,7 @@ def _shed_partly(board: Board, shard: int) -> bool:
 def _best_carving(board: Board, shard: int, keep: int) -> Carving | None:
     """The cheapest over a few sets of targets, each the fewest that hold what must go."""
     divisible = board.divisible(shard)
-    if not board.rooms or board.rooms[-1][0] < divisible.lightest:
+    if not board.rooms or not divisible.some_fit(board.rooms[-1][0]):
         return None
     sources, limit = board.sources(shard), board.port_limit
     tried: list[list[Room]] = []  # few rooms make several sets the same

@@ -84,7 +84,7 @@ def cut_from_the_tail(
         share = np.maximum(1.0 - room / np.maximum(load - phi * stop, 1.0), 0.0)
         guess = (stop * np.sqrt(share) / grain.step).astype(np.int64)
         highest = (stop - grain.minimum) // grain.step
-        index = first_fitting(excess, guess, highest)
+        index, _ = first_fitting(excess, guess, highest)
         shortest = np.ceil((stop - longest) / grain.step).astype(np.int64)
         start = np.minimum(np.maximum(np.maximum(index, shortest), 1), highest) * grain.step
         if above == 0:
@@ -181,7 +181,8 @@ def _split(
         return np.rint(net - room).astype(np.int64)
 
     steps = as_ints([high - low])
-    cut = (int(first_fitting(excess, steps // 2, steps)[0]) + low) * grain.step
+    index, _ = first_fitting(excess, steps // 2, steps)
+    cut = (int(index[0]) + low) * grain.step
     if piece.net <= room:
         cut = low * grain.step  # only too long
     parts = []

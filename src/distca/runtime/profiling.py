@@ -68,7 +68,7 @@ class Scope:
             key_bytes = (16 * model.kv_heads + 4 * model.heads) * model.head_dim
             free, _ = torch.cuda.mem_get_info(device)
             scope = cls(
-                queries=_powers(7, 16, step),
+                queries=_powers(7, 17, step),
                 keys=_powers(7, 17, step),
                 call_queries=1 << 15,
                 call_keys=min(1 << 20, free // 2 // key_bytes),  # within kernels' 32-bit indices

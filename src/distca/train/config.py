@@ -48,7 +48,7 @@ class ParallelSection:
     policy: str = "distca"
     placement: str = "balanced"
     tolerance: float = 0.02
-    cost: str = "auto"  # analytic on GPUs, cpu on CPUs; or any that ``distca plan`` knows
+    cost: str = "auto"  # h200 on GPUs, cpu on CPUs; or any that ``distca plan`` knows
     ping_pong: bool = False
     micro_batches: int = 1
     recompute: bool = False

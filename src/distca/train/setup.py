@@ -20,6 +20,7 @@ from distca.model.llama import on_meta
 from distca.model.sizes import model_config
 from distca.planning.memory import Memory, estimate
 from distca.planning.parallel import Parallel
+from distca.planning.profile import DEFAULT_COST
 from distca.planning.recipe import Recipe
 from distca.planning.schedule import Schedule
 from distca.planning.stages import stage_layers
@@ -103,7 +104,7 @@ def recipe_of(
     p = config.parallel
     cost = p.cost
     if cost == "auto":
-        cost = "analytic" if device.type == "cuda" else "cpu"
+        cost = DEFAULT_COST if device.type == "cuda" else "cpu"
     return Recipe(
         parallel=parallel,
         shape=model.shape,

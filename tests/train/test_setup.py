@@ -1,0 +1,17 @@
+"""What a run is made of, from its config."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from distca.model.sizes import model_config
+from distca.planning.parallel import Parallel
+from distca.train.config import Config
+from distca.train.setup import recipe_of
+
+
+@pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])
+def test_tasks_are_priced_for_the_device(device: str, cost: str) -> None:
+    recipe = recipe_of(Config(), Parallel(), model_config("debug"), torch.device(device))
+    assert recipe.options["cost"] == cost
