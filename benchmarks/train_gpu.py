@@ -22,7 +22,6 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from statistics import median
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +30,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from distca.attention.core import CoreAttention
 from distca.data.documents import Batch, Document
 from distca.data.lengths import distribution
-from distca.dispatch.throttled import ThrottledTransport
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam, Walk, on_meta
@@ -45,6 +42,7 @@ from distca.planning.recipe import Recipe
 from distca.runtime.batches import Step
 from distca.runtime.mesh import Seat, take_seat
 from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.replay import Replay, typical
 from distca.runtime.step import Crossing
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
@@ -201,15 +199,13 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
     model = built(config, seat)
     # Of half the tokens of a rank: each half of a step must hold its longest document.
     lengths = distribution("pretrain", TOKENS // 2).batch(RANKS * TOKENS, seed=1)
-    batch, parallel = batch_of(lengths.tolist()), Parallel(dp=RANKS)
+    parallel = Parallel(dp=RANKS)
     for placement in ("given", "balanced"):
         halved = {
-            ping_pong: Step.of(
-                recipe(config, parallel, placement=placement, ping_pong=ping_pong), batch
-            )
-            for ping_pong in (False, True)
+            way: recipe(config, parallel, placement=placement, ping_pong=way).plan(lengths)
+            for way in (False, True)
         }
-        traffic = halved[False].plan.slots[0][0][0].traffic
+        traffic = halved[False].slots[0][0][0].traffic
         load = np.maximum(traffic.send, traffic.recv)
         order = np.argsort(load)
         for what, rank in (("median", int(order[RANKS // 2])), ("busiest", int(order[-1]))):
@@ -218,48 +214,25 @@ def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
                 sides |= {f"{link}, off": (bandwidth, False)}
                 sides |= {f"{link}, ping-pong": (bandwidth, True)}
             runs = {
-                side: Replayed(model, rank, halved[ping_pong], bandwidth)
+                side: Replay(
+                    model, halved[ping_pong], rank, bytes_per_s=bandwidth, dtype=BF16.compute
+                )
                 for side, (bandwidth, ping_pong) in sides.items()
             }
-            times = measure(runs, rounds)
-            for side, run in runs.items():
-                way = side.split(", ")[1]
+            turns = [{side: run() for side, run in runs.items()} for _ in range(rounds + 1)]
+            taken = {side: typical([turn[side] for turn in turns[1:]]) for side in sides}
+            for side, seconds in taken.items():
+                link, way = side.split(", ")
                 yield {
                     "placement": placement,
                     "rank": f"{what} ({rank})",
-                    "link": side.split(", ")[0],
+                    "link": link,
                     "ping-pong": way == "ping-pong",
                     "MB a layer": float(load[rank]) / 1e6,
-                    "step ms": times[side] * 1e3,
-                    "over free": times[side] / times[f"free, {way}"],
-                    "exposed ms": run.exposed() * 1e3,
+                    "step ms": seconds.step_s * 1e3,
+                    "over free": seconds.step_s / taken[f"free, {way}"].step_s,
+                    "exposed ms": seconds.exposed_s * 1e3,
                 }
-
-
-class Replayed:
-    """Forward and backward of one rank of many."""
-
-    def __init__(self, model: Llama, rank: int, step: Step, bytes_per_s: float) -> None:
-        parallel = Parallel(dp=RANKS)
-        seat: Any = SimpleNamespace(
-            device=DEVICE, parallel=parallel, stage=0, worker=rank, tp_mesh=None, ends=None
-        )
-        attentions = tuple(
-            CoreAttention(transport=ThrottledTransport(rank, RANKS, bytes_per_s))
-            for _ in step.plan.micro_batches[0]
-        )
-        self.crossing = Crossing(seat, attentions, recompute=True, dtype=BF16.compute)
-        self.model, self.step = model, step
-        self._exposed: list[float] = []
-
-    def __call__(self) -> None:
-        self.crossing.learn(self.model, self.step)
-        self.model.zero_grad()
-        spent = [attention.meter.take() for attention in self.crossing.attentions]
-        self._exposed.append(sum(seconds.get("exposed", 0.0) for seconds in spent))
-
-    def exposed(self) -> float:
-        return median(self._exposed[1:])
 
 
 # -- the report --------------------------------------------------------------------------------

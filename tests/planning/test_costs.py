@@ -163,7 +163,7 @@ def test_a_shipped_profile_comes_near_calls_that_it_was_not_made_from(name: str,
         errors.append(abs(predicted / getattr(call, f"{way}_s") - 1))
     assert len(errors) == 16
     assert median(errors) < 0.03
-    assert max(errors) < 0.11
+    assert max(errors) < 0.15  # documents of 432 tokens, and 128 queries (docs/profile.md)
 
 
 PROFILE: dict[str, Any] = {

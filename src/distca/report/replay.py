@@ -1,0 +1,101 @@
+"""Replays as people see them. Input is plain records: ``distca bench replay --json``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.table import Table
+
+from distca.report import units
+
+Record = Mapping[str, Any]
+
+# Columns, most wanted first: a title of one or two lines, and what a rank shows.
+_COLUMNS: dict[str, Callable[[Record], str]] = {
+    "\nrank": lambda row: f"{row['rank']}{'*' if row['calibrates'] else ' '}",
+    "step\nmeasured": lambda row: _ms(row["measured"]["step"]),
+    "\nsimulated": lambda row: _ms(row["simulated"]["step"]),
+    "over\nmeasured": lambda row: _over(row, "simulated"),
+    "\nfitted": lambda row: _over(row, "calibrated"),
+    "exposed\nmeasured": lambda row: _ms(row["measured"]["exposed"]),
+    "\nsimulated ": lambda row: _ms(row["calibrated"]["exposed"]),
+    "attention\nplanned": lambda row: _ms(row["simulated"]["attention"]),
+    "\nmeasured": lambda row: _ms(row["measured"]["attention"]),
+    "MB\nsent": lambda row: f"{row['sent_bytes'] / 1e6:.1f}",
+    "\nreceived": lambda row: f"{row['received_bytes'] / 1e6:.1f}",
+    "\ntokens": lambda row: units.count(row["tokens"]),
+    "\nchosen for": lambda row: row["why"],
+}
+CAPTION = (
+    "ms of all layers, forward and backward; MB of one layer; fitted: simulated with the factors"
+    " that the ranks with * were measured for, over measured"
+)
+_GAP = 1  # and one more for the box between columns
+
+
+def heading(record: Record) -> str:
+    """What is replayed, in a line."""
+    words = [
+        f"{units.several(record['ranks'], 'rank')} of tp {record['tp']}",
+        f"{_tokens(record['tokens'])} tokens each",
+        f"{record['lengths']} up to {_tokens(record['context'])}",
+        f"{record['placement']} placement",
+        "ping-pong" if record["ping_pong"] else "no ping-pong",
+    ]
+    return ", ".join(words)
+
+
+def replay_table(record: Record, width: int) -> Table:
+    """Ranks below each other; as many columns as fit into ``width``."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table.padding = (0, _GAP, 0, 0)
+    columns, left = [], width
+    for title, show in _COLUMNS.items():
+        cells = [show(row) for row in record["rows"]]
+        needed = max(map(len, [*title.split("\n"), *cells])) + _GAP + 1
+        if needed > left:
+            break
+        left -= needed
+        table.add_column(title, justify="right", no_wrap=True)
+        columns.append(cells)
+    for row, *cells in zip(record["rows"], *columns, strict=True):
+        table.add_row(*cells, style="dim" if row["calibrates"] else None)
+    return table
+
+
+def replay_facts(record: Record) -> dict[str, str]:
+    """What they come to, as names and values."""
+    link = f"{units.size(record['bytes_per_s'])}/s and {record['latency_s'] * 1e6:g} us"
+    factors, raw, fitted = (record[name] for name in ("factors", "raw", "calibrated"))
+    held_out = sum(not row["calibrates"] for row in record["rows"])
+    return {
+        "device": f"{record['device']}, {record['backend']}, torch {record['torch']}",
+        "layers": f"{record['layers']} of {record['model']}, a link of {link}",
+        "plan": f"attention {units.ratio(record['imbalance_before'])} before,"
+        f" {record['imbalance']:.3f}x after; cost {record['cost']},"
+        f" {units.seconds(record['plan_s'])}",
+        "step": f"{units.seconds(record['step_s'])}, of which"
+        f" {units.seconds(record['exposed_s'])} exposed",
+        "worst / mean": f"{record['worst_over_mean']:.3f} measured,"
+        f" {record['simulated_worst_over_mean']:.3f} simulated of all ranks",
+        "factors": f"linear {factors['linear']:.3f}, attention {factors['attention']:.3f}, from"
+        f" {units.several(len(record['rows']) - held_out, 'rank')}",
+        "error": f"mean {fitted['mean']:.1%}, worst {fitted['worst']:.1%} of"
+        f" {units.several(held_out, 'other rank')};"
+        f" without the factors {raw['mean']:.1%}, {raw['worst']:.1%}",
+    }
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
+
+
+def _over(row: Record, what: str) -> str:
+    return f"{row[what]['step'] / row['measured']['step']:.3f}"
+
+
+def _tokens(count: int) -> str:
+    """131072 -> 128K"""
+    return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)
