@@ -247,12 +247,36 @@ def gather(pool: Pool, batches: int) -> Iterator[Record]:
         yield {"nodes": nodes, "published": published} | record
 
 
+# -- other schedules ------------------------------------------------------------------------------
+
+PIPELINED = (
+    ("llama3-8b", "pretrain", 128, 64, 32),
+    ("llama3-8b", "prolong", 128, 64, 32),
+    ("llama3-8b", "pretrain", 512, 128, 8),
+    ("llama-34b", "pretrain", 256, 256, 32),
+    ("llama3-70b", "pretrain", 128, 256, 64),
+)
+
+
+def pipeline(pool: Pool, batches: int) -> Iterator[Record]:
+    """One to four stages: what idles bounds what interleaved stages could gain."""
+    for numbers in PIPELINED:
+        cell = Cell(*numbers)
+        for pp in (1, 2, 4):
+            counts = (1, 2, 4) if pp == 1 else (4, 8, 16)
+            parallel = Parallel(pp, 1, cell.lanes(pp), TP)
+            ways = [Way("distca", parallel, m) for m in counts if 2 * m <= cell.sequences]
+            records = pool.run([Job(cell, way, batches) for way in ways])
+            yield row(cell, {}) | {"pp": pp, "best": best(records)}
+
+
 PARTS = {
     "gather": gather,
     "idle": idle,
     "cp": against_cp,
     "3d": three_d,
     "4d": four_d,
+    "pipeline": pipeline,
 }
 
 

@@ -123,12 +123,38 @@ def fastest(ways: dict[str, Record]) -> float:
     return min(float(ways[name]["step_s"]) for name in NAMES if name in ways)
 
 
+def pipeline_table(part: Record) -> list[str]:
+    lines = dated(part, "Stages: would interleaving pay?")
+    lines += [
+        "`distca`, given placement; the fastest number of micro-batches that fits. The last column"
+        " is the step if interleaving two chunks on every stage halved all that idles: no schedule"
+        " of such chunks can do better.",
+        "",
+        "| model, data, context, GPUs | stages | micro-batches | step | idle | GiB | interleaved,"
+        " at best |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for r in part["rows"]:
+        where = f"{r['model']}, {r['data']}, {r['context']}K, {r['gpus']}"
+        best = r["best"]
+        if best is None:
+            lines.append(f"| {where} | {r['pp']} | does not fit | | | | |")
+            continue
+        many = best["sizes"].rpartition("x ")[2].removesuffix(" micro-batches")
+        many = many if many.isdecimal() else "1"
+        halved = "-" if r["pp"] == 1 else f"{best['step_s'] * (1 - best['idle'] / 2):.1f} s"
+        figures = [f"{best['step_s']:.1f} s", f"{best['idle']:.1%}", f"{best['memory_gib']:.0f}"]
+        lines.append(f"| {where} | {r['pp']} | {many} | {' | '.join(figures)} | {halved} |")
+    return lines
+
+
 TABLES = {
     "gather": gather_table,
     "idle": idle_table,
     "cp": cp_table,
     "3d": three_d_table,
     "4d": four_d_table,
+    "pipeline": pipeline_table,
 }
 
 

@@ -31,7 +31,7 @@ class Flight:
         self.backward: BackwardPass | None = None
         self._qkv: tuple[Tensor, Tensor, Tensor] | None = (q, k, v)
         self._computed = False
-        # Its node knows this flight: held beyond ``wait``, it would keep both and the graph forever.
+        # Its node knows this flight: held beyond ``wait``, it would keep both, and the graph.
         self._token: Tensor | None = _Launch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
 
     def compute(self) -> None:

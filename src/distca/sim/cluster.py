@@ -67,6 +67,11 @@ class Cluster:
             if not 0 <= value < 1:
                 raise ValueError(f"{what} = {value}: it must be at least 0 and below 1")
 
+    @property
+    def usable_bytes(self) -> int:
+        """Of a GPU's memory; kernels, collectives and gaps take the rest."""
+        return int(0.95 * self.memory_bytes)
+
     def check(self, parallel: Parallel) -> None:
         parallel.check(self.gpus)
         if self.gpus_per_node % parallel.tp and self.gpus > self.gpus_per_node:

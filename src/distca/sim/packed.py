@@ -105,14 +105,25 @@ class PackedStep:
             taken[FORWARD], taken[BACKWARD], self._rates.cluster.across.seconds(moved)
         )
 
-    def ends(self) -> float:
-        """Gathering the weights before the step, reducing and changing them after it."""
-        rates = self._rates
-        elements = stage_elements(rates)
-        exchanges = (rates.gathering(elements), rates.reducing(elements))
-        taken = sum(float(x.seconds.max()) for x in exchanges if x is not None)
-        self.num_bytes += sum(x.num_bytes for x in exchanges if x is not None)
-        return taken + rates.optimizer_s
+    def ends(self, timeline: Timeline) -> float:
+        """What gathering and reducing the weights adds to the step, and changing them.
+
+        They run layer by layer under the first forward and the last backward: one layer's part
+        shows, or what takes longer than those do.
+        """
+        rates, elements = self._rates, stage_elements(self._rates)
+        parts = elements / rates.shape.layer_elements
+        added = rates.optimizer_s
+        for exchange, phase, m in (
+            (rates.gathering(elements), FORWARD, 0),
+            (rates.reducing(elements), BACKWARD, -1),
+        ):
+            if exchange is not None:
+                under = float((timeline.stop[phase] - timeline.start[phase])[:, m].min())
+                seconds = float(exchange.seconds.max())
+                added += max(seconds / parts, seconds - under)
+                self.num_bytes += exchange.num_bytes
+        return added
 
     def _through(self, stage: int, layers: int, phase: Phase) -> Floats:
         """Seconds of every bin through one stage, [micro_batches, groups]."""

@@ -108,6 +108,8 @@ class Way:
         p = self.parallel
         axes = zip(("pp", "dp", "cp", "tp"), p.sizes, strict=True)
         words = [f"{axis} {size}" for axis, size in axes if size > 1] or ["1 GPU"]
+        if self.parallel.keep_weights:
+            words.append("weights kept")
         if self.micro_batches > 1:
             words.append(f"{self.micro_batches} micro-batches")
         return " x ".join(words)

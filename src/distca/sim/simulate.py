@@ -27,6 +27,7 @@ from distca.sim.ticks import Ticks, held, stage_elements
 from distca.sim.work import Rates
 
 FREE = Link(1e30)
+Planned = StepPlan | Packed
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,6 +42,7 @@ class Outcome:
     flops: float  # of the model, without what is recomputed
     memory: Memory  # of the worker that needs most
     planning_s: float
+    planned: Planned
     events: tuple[Event, ...] = ()
 
     @property
@@ -55,13 +57,25 @@ class Outcome:
 
 
 def simulate(
-    scenario: Scenario, way: Way, batch: Batch, *, record: bool = False, seed: int = 0
+    scenario: Scenario,
+    way: Way,
+    batch: Batch,
+    *,
+    planned: Planned | None = None,
+    record: bool = False,
+    seed: int = 0,
 ) -> Outcome:
-    """``record``: keep the events of every lane, for a timeline."""
+    """``planned``: of the same way and batch, on other links or with other weights kept.
+
+    ``record``: keep the events of every lane, for a timeline.
+    """
     scenario.cluster.check(way.parallel)
     rates = Rates(scenario.model, scenario.cluster, way.parallel, scenario.recompute)
-    run = _disaggregated if way.disaggregated else _packed
-    return run(scenario, way, rates, batch, record, seed)
+    if way.disaggregated:
+        assert not isinstance(planned, Packed)
+        return _disaggregated(scenario, way, rates, batch, planned, record, seed)
+    assert not isinstance(planned, StepPlan)
+    return _packed(scenario, way, rates, batch, planned, record, seed)
 
 
 @dataclass(frozen=True)
@@ -82,6 +96,10 @@ class Summary:
     @classmethod
     def of(cls, scenario: Scenario, way: Way, batches: Iterable[Batch]) -> Summary:
         outcomes = [simulate(scenario, way, batch, seed=n) for n, batch in enumerate(batches)]
+        return cls.mean(scenario, way, outcomes)
+
+    @classmethod
+    def mean(cls, scenario: Scenario, way: Way, outcomes: Sequence[Outcome]) -> Summary:
         gpus, step_s = scenario.cluster.gpus, fmean(o.step_s for o in outcomes)
         memory = max((o.memory for o in outcomes), key=lambda memory: memory.total)
         return cls(
@@ -93,13 +111,19 @@ class Summary:
             exposed=1 - sum(o.free_s for o in outcomes) / sum(o.step_s for o in outcomes),
             bytes_per_gpu=fmean(o.num_bytes for o in outcomes) / gpus,
             memory=memory,
-            fits=memory.total <= scenario.cluster.memory_bytes,
+            fits=memory.total <= scenario.cluster.usable_bytes,
             planning_s=fmean(o.planning_s for o in outcomes),
         )
 
 
 def _disaggregated(
-    scenario: Scenario, way: Way, rates: Rates, batch: Batch, record: bool, seed: int
+    scenario: Scenario,
+    way: Way,
+    rates: Rates,
+    batch: Batch,
+    planned: StepPlan | None,
+    record: bool,
+    seed: int,
 ) -> Outcome:
     p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
     speed = cluster.speed(p.num_lanes, p.tp)
@@ -113,10 +137,10 @@ def _disaggregated(
         policy=way.policy,
         speed=tuple(speed.tolist()) if cluster.slow and cluster.known else (),
         ranks_per_node=cluster.lanes_per_node(p.tp),
-        options={"tolerance": way.tolerance, "cost": rates.cost},
+        options={"tolerance": way.tolerance, "cost": rates.cost, "orders": 1},
     )
     began = time.perf_counter()
-    step = recipe.plan(lengths)
+    step = planned or recipe.plan(lengths)
     planning_s = time.perf_counter() - began
 
     def run(rates: Rates) -> Streams:
@@ -134,21 +158,29 @@ def _disaggregated(
         flops=_flops(scenario, lengths),
         memory=_ticks_memory(rates, step),
         planning_s=planning_s,
+        planned=step,
         events=tuple(streams.events or ()),
     )
 
 
 def _packed(
-    scenario: Scenario, way: Way, rates: Rates, batch: Batch, record: bool, seed: int
+    scenario: Scenario,
+    way: Way,
+    rates: Rates,
+    batch: Batch,
+    planned: Packed | None,
+    record: bool,
+    seed: int,
 ) -> Outcome:
     p, lengths = way.parallel, as_ints(np.concatenate(batch))
     began = time.perf_counter()
-    packed = pack(rates, batch, way.policy, way.micro_batches, mask=scenario.mask)
+    packed = planned or pack(rates, batch, way.policy, way.micro_batches, mask=scenario.mask)
     planning_s = time.perf_counter() - began
 
     def run(rates: Rates) -> tuple[PackedStep, float]:
         step = PackedStep(rates, packed, seed=seed)
-        return step, float(step.run().end.max()) + step.ends()
+        timeline = step.run()
+        return step, float(timeline.end.max()) + step.ends(timeline)
 
     step, step_s = run(rates)
     ends = float(rates.optimizer_s)
@@ -161,6 +193,7 @@ def _packed(
         flops=_flops(scenario, lengths),
         memory=_packed_memory(rates, packed),
         planning_s=planning_s,
+        planned=packed,
         events=tuple(events(PackedStep(rates, packed, seed=seed).run(), p.cp)) if record else (),
     )
 

@@ -26,10 +26,15 @@ class Ticks:
     def run(self) -> None:
         streams, rates, ticks = self._streams, self._rates, self._step.schedule.ticks
         once = rates.parallel.gathers_once
-        if once:
-            streams.wait(streams.send("weights", rates.gathering(stage_elements(rates))))
+        if once:  # layer by layer: the first is waited for, the others run under the first tick
+            layer = rates.shape.layer_elements
+            others = stage_elements(rates) - layer
+            streams.wait(streams.send("weights", rates.gathering(layer)))
+            streams.send("weights", rates.gathering(others))
         for number, tick in enumerate(ticks):
             weights = None if once else self._weights(tick)
+            if once and number + 1 == len(ticks):
+                streams.send("gradients", rates.reducing(others))
             self._receive(tick)
             slots = [
                 [self._attention(plan, tick.phase != FORWARD) for plan in slot]
@@ -38,7 +43,7 @@ class Ticks:
             cross(streams, self._parts(tick, len(slots)), slots, weights)
             self._pass_on(tick)
         if once:
-            streams.send("gradients", rates.reducing(stage_elements(rates)))
+            streams.send("gradients", rates.reducing(layer))
         streams.wait(streams.port)
         workers = np.arange(rates.lanes) < rates.parallel.pp * rates.parallel.placing
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))

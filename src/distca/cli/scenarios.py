@@ -1,0 +1,198 @@
+"""From the settings of ``distca simulate`` to scenarios and ways to train."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from distca.cli.settings import Settings
+from distca.cli.sources import parse_bytes, parse_tokens
+from distca.data.lengths import FORMS, Lengths, distribution, names_distribution
+from distca.data.readers import read_lengths
+from distca.planning.masks import Mask
+from distca.planning.models import MODELS, ModelShape
+from distca.planning.parallel import Parallel
+from distca.planning.profile import Profile
+from distca.sim.cluster import Cluster, Link, cluster
+from distca.sim.scenario import Scenario, Way
+from distca.sim.sweep import Sizes
+
+POLICIES = ("colocated", "head-tail-cp", "wlb", "distca")
+TOKENS_PER_GPU = 32768  # in a step, unless sequences are given
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is simulated: every way on every scenario, one for each number of GPUs."""
+
+    scenarios: tuple[Scenario, ...]
+    likes: tuple[Way, ...]  # policies, without sizes
+    sizes: Sizes
+    sweep: bool
+    batches: int
+
+    @classmethod
+    def of(cls, settings: Settings) -> Asked:
+        model, machines = model_of(settings), cluster_of(settings)
+        _check_profile(machines.profile)
+        context, lengths = _documents(settings)
+        _at_least("--batches", settings.batches, 1)
+        _at_least("--seed", settings.seed, 0)
+        Mask.parse(settings.mask)
+        gpus = _counts("gpus", settings.gpus) or (machines.gpus,)
+        scenarios = tuple(
+            Scenario(
+                model=model,
+                cluster=replace(machines, gpus=count, slow=_speeds(settings.slow)),
+                context=context,
+                sequences=_sequences(settings.sequences, context, count, gpus[0]),
+                lengths=lengths,
+                mask=settings.mask,
+                recompute=settings.recompute,
+                seed=settings.seed,
+            )
+            for count in gpus
+        )
+        sizes = Sizes(
+            **{name: _counts(name, getattr(settings, name))
+               for name in ("tp", "pp", "dp", "cp", "micro_batches")},
+            servers=_counts("servers", settings.servers) or (0,),
+        )  # fmt: skip
+        return cls(scenarios, _likes(settings), sizes, settings.sweep, settings.batches)
+
+    def sizes_of(self, scenario: Scenario) -> Sizes:
+        """What is tried there."""
+        if self.sweep:
+            return self.sizes
+        return self.sizes.as_published(scenario.model, scenario.cluster)
+
+
+def model_of(settings: Settings) -> ModelShape:
+    """By name, with other sizes where they are given."""
+    if settings.model not in MODELS:
+        raise ValueError(
+            f"model {settings.model!r} is unknown: choose one of {', '.join(MODELS)}, and change"
+            " its sizes as needed"
+        )
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
+    changed = {name: getattr(settings, name) for name in names}
+    changed = {name: size for name, size in changed.items() if size is not None}
+    for name, size in changed.items():
+        _at_least(_flag(name), size, 1)
+    words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]
+    return replace(MODELS[settings.model], name=", ".join(words), **changed)
+
+
+def cluster_of(settings: Settings) -> Cluster:
+    """By name, with other numbers where they are given."""
+    known = cluster(settings.cluster)
+    _at_least("--latency", settings.latency or 0, 0)
+    across = Link(
+        _bandwidth("--across", settings.across) or known.across.bytes_per_s,
+        known.across.latency_s if settings.latency is None else settings.latency / 1e6,
+    )
+    inside = _bandwidth("--inside", settings.inside) or known.inside.bytes_per_s
+    per_node = settings.gpus_per_node
+    return replace(
+        known,
+        gpus_per_node=known.gpus_per_node if per_node is None else per_node,
+        memory_bytes=parse_bytes(settings.memory) if settings.memory else known.memory_bytes,
+        inside=Link(inside, known.inside.latency_s),
+        across=across,
+        profile=settings.profile or known.profile,
+        jitter=settings.jitter,
+        link_jitter=settings.link_jitter,
+        known=not settings.unknown_speeds,
+    )
+
+
+def _likes(settings: Settings) -> tuple[Way, ...]:
+    if settings.placement not in ("", "given", "balanced"):
+        raise ValueError(f"placement {settings.placement!r} is unknown: choose given or balanced")
+    if not 0 <= settings.tolerance < 1:
+        raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
+    likes = []
+    for policy in dict.fromkeys(settings.policy or POLICIES):
+        way = Way(policy, Parallel(), ping_pong=settings.ping_pong, tolerance=settings.tolerance)
+        if not way.disaggregated:
+            likes.append(way)
+            continue
+        both = ("given", "balanced") if policy == "distca" else ("given",)
+        chosen = (settings.placement,) if settings.placement else both
+        likes += [replace(way, placement=placement) for placement in chosen]
+    return tuple(likes)
+
+
+def _documents(settings: Settings) -> tuple[int, str | Lengths]:
+    context, source = parse_tokens(settings.context), settings.lengths
+    if names_distribution(source):
+        distribution(source, context)  # refuses what is none
+        return context, source
+    try:
+        return context, read_lengths(source, end_of_document=settings.end_of_document)
+    except ValueError as error:
+        if Path(source).exists():
+            raise
+        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+
+
+def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:
+    """As many tokens for each GPU whatever their number."""
+    if given is None:
+        return max(gpus * TOKENS_PER_GPU // context, 1)
+    if given * gpus % first:
+        raise ValueError(
+            f"{given} sequences on {first} GPUs are {given * gpus / first:g} on {gpus}: give a"
+            " number of sequences that grows to whole ones"
+        )
+    return given * gpus // first
+
+
+def _check_profile(name: str) -> None:
+    """Before any way is tried."""
+    try:
+        Profile.read(name)
+    except OSError:
+        raise ValueError(
+            f"profile {name!r} is not there: give h200, h200-flash or a file of distca profile"
+        ) from None
+
+
+def _speeds(slow: tuple[str, ...]) -> dict[int, float]:
+    speeds = {}
+    for text in slow:
+        gpu, equals, speed = text.partition("=")
+        try:
+            speeds[int(gpu)] = float(speed if equals else "?")
+        except ValueError:
+            raise ValueError(
+                f"--slow {text}: write the GPU's number and its speed, such as 3=0.5"
+            ) from None
+    return speeds
+
+
+def _counts(name: str, text: str) -> tuple[int, ...]:
+    try:
+        return tuple(dict.fromkeys(int(word) for word in text.split(",") if text))
+    except ValueError:
+        raise ValueError(
+            f"{_flag(name)} {text}: write a whole number, or several as 2,4,8"
+        ) from None
+
+
+def _bandwidth(flag: str, text: str) -> float | None:
+    try:
+        return float(parse_bytes(text.removesuffix("/s"))) if text else None
+    except ValueError:
+        raise ValueError(
+            f"{flag} {text}: write the bytes that a link carries in a second, such as 50GB"
+        ) from None
+
+
+def _at_least(flag: str, value: float, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{flag} {value:g}: give {least} or more")
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"

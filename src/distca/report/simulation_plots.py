@@ -1,0 +1,130 @@
+"""Simulations as pictures. matplotlib is imported only to draw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from distca.report import units
+from distca.report.plots import AFTER, BEFORE, BOUND
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# More of Okabe and Ito's colours, with a mark of its own for each line.
+LINES = ("#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#222222")
+MARKS = ("o", "s", "^", "v", "D", "P", "X")
+UNFIT = "#BBBBBB"  # what does not fit into memory
+
+Record = Mapping[str, Any]
+
+
+def draw_simulation(record: Record, path: str | Path) -> None:
+    """Ways side by side on the largest number of GPUs; with several numbers, how each scales."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    runs = record["runs"]
+    last, several = runs[-1], len(runs) > 1
+    ways = [way for way in last["ways"] if "error" not in way]
+    height = 1.9 + 0.62 * len(ways) + (3.4 if several else 0)
+    figure = Figure(figsize=(12, max(height, 4.6)), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    grid = figure.add_gridspec(3 if several else 2, 2, height_ratios=(1, 1, 1.5)[: 2 + several])
+    axes = [figure.add_subplot(grid[n // 2, n % 2]) for n in range(4)]
+    _bars(axes[0], ways, "Step, seconds", lambda way: way["step_s"], lambda way: _step(way))
+    _bars(axes[1], ways, "Idle, % of all GPUs' time", lambda way: 100 * way["idle"], _percent)
+    _bytes(axes[2], ways, "Sent by a GPU in a step", "bytes_per_gpu")
+    unit = _bytes(axes[3], ways, "Memory of a GPU", "memory_bytes")
+    limit = last["limit_bytes"] / unit
+    axes[3].axvline(limit, color=BOUND, linestyle="--", linewidth=1)
+    axes[3].set_xlim(right=max(axes[3].get_xlim()[1], 1.12 * limit))
+    axes[3].set_title(f"dashed: the limit, {units.size(last['limit_bytes'])}", loc="right", size=9)
+    for number in (1, 3):
+        axes[number].set_yticklabels([])
+    if several:
+        _scaling(figure.add_subplot(grid[2, :]), runs)
+    figure.suptitle(_title(record, last), x=0.01, ha="left", fontsize=11)
+    figure.savefig(path)
+
+
+def _title(record: Record, run: Record) -> str:
+    return (
+        f"{record['model']['name']} on {run['gpus']:,} GPUs ({record['cluster']['name']}):"
+        f" {run['sequences']:,} sequences of {record['context']:,} tokens a step,"
+        f" {record['lengths']}"
+    )
+
+
+def _bars(
+    axes: Axes,
+    ways: Sequence[Record],
+    title: str,
+    value: Callable[[Record], float],
+    said: Callable[[Record], str],
+) -> None:
+    """One bar for each way, the first on top."""
+    places = range(len(ways))
+    colours = [_colour(way) for way in ways]
+    bars = axes.barh(places, [value(way) for way in ways], 0.62, color=colours)
+    axes.bar_label(bars, [said(way) for way in ways], padding=4, fontsize=9)
+    axes.set_yticks(places, [f"{way['policy']}\n{way['sizes_said']}" for way in ways], fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.3 * max(map(value, ways), default=0.0) or 1.0)
+    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(axis="x", alpha=0.25)
+    axes.set_axisbelow(True)
+
+
+def _bytes(axes: Axes, ways: Sequence[Record], title: str, key: str) -> float:
+    """In the unit that fits the largest, which is returned."""
+    unit, name = units.scale(max((float(way[key]) for way in ways), default=0.0))
+    _bars(axes, ways, f"{title}, {name}", lambda way: way[key] / unit, lambda w: units.size(w[key]))
+    return unit
+
+
+def _scaling(axes: Axes, runs: Sequence[Record]) -> None:
+    """Tokens per second and GPU over GPUs: flat is perfect."""
+    names = list(dict.fromkeys(way["policy"] for run in runs for way in run["ways"]))
+    for number, name in enumerate(names):
+        points = [
+            (run["gpus"], way["tokens_per_s"] / run["gpus"])
+            for run in runs
+            for way in run["ways"]
+            if way["policy"] == name and way.get("fits")
+        ]
+        if points:
+            axes.plot(
+                *zip(*points, strict=True),
+                color=LINES[number % len(LINES)],
+                marker=MARKS[number % len(MARKS)],
+                linewidth=1.4,
+                label=name,
+            )
+    gpus = [run["gpus"] for run in runs]
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("GPUs, with as many tokens for each")
+    axes.set_title("Tokens per second and GPU", loc="left", fontweight="bold", fontsize=10)
+    axes.legend(frameon=False, ncols=min(len(names), 5), loc="lower left", fontsize=9)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.grid(alpha=0.25)
+
+
+def _colour(way: Record) -> str:
+    if not way["fits"]:
+        return UNFIT
+    return AFTER if way["disaggregated"] else BEFORE
+
+
+def _step(way: Record) -> str:
+    gain = f" ({units.ratio(way['speed_up'])})" if way["speed_up"] else ""
+    return f"{units.seconds(way['step_s'])}{gain}"
+
+
+def _percent(way: Record) -> str:
+    return f"{100 * way['idle']:.1f} %"

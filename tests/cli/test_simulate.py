@@ -1,0 +1,287 @@
+"""``distca simulate`` as people and machines call it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from distca.cli import main
+from distca.cli.scenarios import Asked
+from distca.cli.settings import Settings
+from distca.report.simulation import simulation_table, verdict
+from distca.report.simulation_plots import draw_simulation
+
+SMALL = (
+    "--layers=2", "--hidden=1024", "--ffn=4096", "--heads=8", "--kv-heads=4", "--vocab-size=8192",
+    "--gpus=4", "--gpus-per-node=2", "--tp=1", "--batches=1", "--context=64K", "--sequences=4",
+    "--tolerance=0.1",
+)  # fmt: skip
+EXAMPLE = Path(__file__).parents[2] / "examples" / "simulate.toml"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def call(*args: str | Path, status: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as exited:
+            main(["simulate", *map(str, args)])
+        out, err = capsys.readouterr()
+        assert exited.value.code == status, err
+        return out, err
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def small() -> dict[str, Any]:
+    """One record, for all that is shown of it."""
+    import contextlib
+    import io
+
+    out = io.StringIO()
+    with pytest.raises(SystemExit), contextlib.redirect_stdout(out):
+        main(["simulate", *SMALL, "--json"])
+    record: dict[str, Any] = json.loads(out.getvalue())
+    return record
+
+
+def test_people_see_a_table_and_a_verdict(run: Any) -> None:
+    out, err = run(*SMALL)
+    assert err == ""
+    assert "\x1b" not in out  # no colours in a pipe
+    assert "heads 8" in out.splitlines()[0]
+    for name in ("colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced"):
+        assert f"\n{name} " in out
+    assert "as fast as" in out
+    assert max(map(len, out.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("columns", [60, 80, 140])
+def test_the_table_fits_the_terminal(small: dict[str, Any], columns: int) -> None:
+    from rich.console import Console
+
+    console = Console(width=columns)
+    with console.capture() as shown:
+        console.print(simulation_table(small["runs"] * 2, columns))
+    lines = shown.get().splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in shown.get()
+    assert "GPUs" in lines[1]
+    for wide in ("exposed", "tokens/s"):
+        assert (wide in shown.get()) == (columns > {"exposed": 60, "tokens/s": 80}[wide])
+
+
+def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
+    assert small["model"]["layers"] == 2
+    assert small["cluster"]["gpus"] == 4
+    (only,) = small["runs"]
+    assert (only["gpus"], only["sequences"], only["tokens"]) == (4, 4, 4 * 65536)
+    assert [way["policy"] for way in only["ways"]] == [
+        "colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced",
+    ]  # fmt: skip
+    for way in only["ways"]:
+        assert way["fits"]
+        assert way["step_s"] > 0
+        assert way["tokens_per_s"] == pytest.approx(only["tokens"] / way["step_s"])
+        sizes = way["sizes"]
+        assert sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"] == 4
+        assert way["memory_gib"]["total"] * 2**30 == pytest.approx(way["memory_bytes"])
+    said = only["verdict"]
+    best = max(way["speed_up"] for way in only["ways"])
+    assert said["speed_up"] == best
+    assert said["ours"]["policy"].startswith("distca")
+    assert said["said"] == verdict(only)
+
+
+def test_several_numbers_of_gpus_keep_the_tokens_of_each(run: Any) -> None:
+    args = (*SMALL, "--gpus=2,4", "--sequences=2", "--policy=colocated", "--policy=wlb")
+    out, _ = run(*args, "--json")
+    record = json.loads(out)
+    assert [(one["gpus"], one["sequences"]) for one in record["runs"]] == [(2, 2), (4, 4)]
+    out, _ = run(*args, "--plot=scaling.png")
+    assert "2, 4 GPUs" in out
+    assert Path("scaling.png").stat().st_size > 10000
+
+
+def test_a_picture_shows_what_does_not_fit_too(small: dict[str, Any], tmp_path: Path) -> None:
+    (only,) = small["runs"]
+    ways = [way | {"fits": number > 0} for number, way in enumerate(only["ways"])]
+    refused = {"policy": "greedy, given", "error": "it cannot run"}
+    record = small | {"runs": [only | {"ways": [*ways, refused]}]}
+    for suffix in ("png", "svg"):
+        draw_simulation(record, tmp_path / f"picture.{suffix}")
+    text = (tmp_path / "picture.svg").read_text()
+    assert "svg" in text
+    assert (tmp_path / "picture.png").stat().st_size > 10000
+
+
+def test_the_trace_has_both_sides(run: Any) -> None:
+    out, _ = run(
+        *SMALL, "--policy=wlb", "--policy=distca", "--placement=given", "--trace=step.json"
+    )
+    assert "written: step.json" in out
+    events = json.loads(Path("step.json").read_text())["traceEvents"]
+    names = {event["args"]["name"] for event in events if event["name"] == "process_name"}
+    assert {name.split(":")[0] for name in names} == {"distca, given", "wlb"}
+
+
+def test_options_go_over_a_file_and_a_file_over_defaults(run: Any) -> None:
+    Path("flat.toml").write_text(
+        'model = "llama-34b"\ngpus = [16, 32]\ncontext = 65536\nslow = ["3=0.5"]\n'
+        "ping_pong = false\ntolerance = 0\n"
+    )
+    settings = Settings.read(Path("flat.toml"), {"context": "32K", "seed": None})
+    assert (settings.model, settings.gpus, settings.context) == ("llama-34b", "16,32", "32K")
+    assert (settings.slow, settings.ping_pong, settings.seed) == (("3=0.5",), False, 0)
+    asked = Asked.of(settings)
+    assert [one.cluster.gpus for one in asked.scenarios] == [16, 32]
+    assert [one.sequences for one in asked.scenarios] == [16, 32]  # 32K tokens a GPU
+    assert asked.scenarios[0].cluster.slow == {3: 0.5}
+    assert {like.name for like in asked.likes if like.disaggregated} == {
+        "distca, given, no ping-pong", "distca, balanced, no ping-pong",
+    }  # fmt: skip
+
+
+def test_all_numbers_of_a_cluster_can_be_given() -> None:
+    settings = Settings(
+        gpus_per_node=4, memory="80GB", inside="200GB/s", across="12.5GB", latency=50.0,
+        profile="h200-flash", jitter=0.1, link_jitter=0.2, slow=("1=0.5",), unknown_speeds=True,
+    )  # fmt: skip
+    machines = Asked.of(settings).scenarios[0].cluster
+    assert (machines.gpus, machines.gpus_per_node, machines.memory_bytes) == (64, 4, 80 * 10**9)
+    assert (machines.inside.bytes_per_s, machines.across.bytes_per_s) == (200e9, 12.5e9)
+    assert machines.across.latency_s == pytest.approx(50e-6)
+    assert (machines.profile, machines.jitter, machines.link_jitter) == ("h200-flash", 0.1, 0.2)
+    assert machines.known is False
+
+
+def test_the_example_runs(run: Any) -> None:
+    out, _ = run(EXAMPLE, "--batches=1", "--json")
+    record = json.loads(out)
+    assert record["cluster"]["across"]["bytes_per_s"] == 25e9
+    assert [way["policy"] for way in record["runs"][0]["ways"]] == [
+        "colocated", "wlb", "distca, balanced",
+    ]  # fmt: skip
+
+
+def test_documents_come_from_files_too(run: Any) -> None:
+    np.save("lengths.npy", np.full(64, 8192))
+    out, _ = run(*SMALL, "--lengths=lengths.npy", "--policy=wlb", "--json")
+    assert json.loads(out)["lengths"] == "64 documents"
+
+
+def test_a_sweep_tries_more_and_keeps_to_the_memory(run: Any) -> None:
+    args = (*SMALL, "--tp=1,2", "--policy=wlb", "--json", "--memory")
+    roomy, tight = (
+        json.loads(run(*args, memory, "--sweep")[0])["runs"][0]["ways"][0]
+        for memory in ("141GB", "3.5GB")
+    )
+    assert tight["fits"]
+    assert tight["memory_bytes"] <= 0.95 * 3.5e9 < roomy["memory_bytes"]
+    assert tight["step_s"] >= roomy["step_s"]
+
+
+def test_what_does_not_fit_is_said(run: Any) -> None:
+    out, _ = run(*SMALL, "--memory=1GB", "--policy=wlb", "--policy=distca", "--placement=given")
+    assert "no sizes fit into 950 MB" in out
+    assert "Nothing fits into 950 MB: the smallest need is" in " ".join(out.split())
+
+
+def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
+    out, _ = run(*SMALL, "--sequences=2", "--policy=colocated", "--policy=wlb")
+    assert "colocated: 4 GPUs and 2 sequences do not divide by" in out
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"pays": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
+        ({"because": "attention"}, "Attention is only 6.0% of the work at this context."),
+        ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
+        ({"because": "links"}, "faster links between nodes would help the others as much."),
+        ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
+        ({"because": "slow"}, "of which the planner is not told."),
+        ({"because": "slow", "known": True}, "which hold up the linear layers of all."),
+        ({"because": "weights"}, "gathers weights while it computes"),
+        ({"because": "little"}, "wlb computes 95% of the time, so little is left to win."),
+        ({"because": "idle"}, "It idles 2.0% of the time too"),
+    ],
+)
+def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
+    record = {
+        "pays": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
+        "needed_bytes_per_s": None, "known": False,
+        "ours": {"policy": "distca", "sizes": "cp 8", "idle": 0.02, "exposed": 0.01},
+        "other": {"policy": "wlb", "sizes": "dp 8", "idle": 0.05, "exposed": 0.0},
+    }  # fmt: skip
+    sentence = verdict({"verdict": record | said})
+    assert words in sentence
+    assert sentence.startswith("It does not pay here: ") == ("pays" not in said)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("polciy = 'wlb'", "polciy in bad.toml is unknown: did you mean policy?"),
+        ("[cluster]\ncontext = 4", "is in the wrong section: write it in [data]"),
+        ("[clutser]\ngpus = 4", "the sections are model, cluster, data, ways"),
+        ("tolerance = 'x'", "tolerance in bad.toml is 'x': it must be a number"),
+        ("sweep = 1", "sweep in bad.toml is 1: it must be true or false"),
+        ("batches = 2.5", "batches in bad.toml is 2.5: it must be a whole number"),
+        ("model = true", "model in bad.toml is True: it must be text"),
+        ("gpus = [8", "bad.toml is not TOML"),
+    ],
+)
+def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) -> None:
+    Path("bad.toml").write_text(text)
+    assert words in refused(run, "bad.toml")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["none.toml"], "cannot open none.toml"),
+        (["--model=x"], "model 'x' is unknown: choose one of llama3-8b"),
+        (["--cluster=x"], "cluster 'x' is unknown"),
+        (["--gpus=x"], "--gpus x: write a whole number, or several as 2,4,8"),
+        (["--gpus=0"], "0 GPUs, 8 in a node: give 1 or more of each"),
+        (["--tp=3"], "64 GPUs and 16 sequences do not divide by tp 3, pp 1"),
+        (["--memory=x"], "'x' is no size of memory"),
+        (["--across=x"], "--across x: write the bytes that a link carries in a second"),
+        (["--latency=-1"], "--latency -1: give 0 or more"),
+        (["--profile=x"], "profile 'x' is not there: give h200, h200-flash or a file"),
+        (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
+        (["--slow=3"], "--slow 3: write the GPU's number and its speed"),
+        (["--slow=99=1"], "GPU 99 of speed 1.0: give a number below 64"),
+        (["--lengths=x"], "x is not there"),
+        (["--lengths=fixed:x"], "length distribution 'fixed:x' is unknown"),
+        (["--context=x"], "'x' is no number of tokens"),
+        (["--sequences=0"], "sequences = 0: give 1 or more"),
+        (["--sequences=3", "--gpus=64,96"], "3 sequences on 64 GPUs are 4.5 on 96"),
+        (["--batches=0"], "--batches 0: give 1 or more"),
+        (["--seed=-1"], "--seed -1: give 0 or more"),
+        (["--mask=x"], "mask 'x' is unknown"),
+        (["--policy=x"], "policy 'x' is unknown"),
+        (["--placement=x"], "placement 'x' is unknown: choose given or balanced"),
+        (["--tolerance=1"], "--tolerance 1.0: it must be at least 0 and below 1"),
+        (["--micro-batches=0"], "micro_batches = 0: give 1 or more"),
+        (["--layers=0"], "--layers 0: give 1 or more"),
+        (["--plot=none/x.png"], "there is no folder none"),
+        (["--plot=x.txt"], "--plot x.txt: give a file that ends in .png, .svg, .pdf"),
+        (["--nonsense"], "No such option"),
+    ],
+)
+def test_mistakes_are_one_sentence(run: Any, args: list[str], words: str) -> None:
+    assert words in refused(run, *args)
+
+
+def refused(run: Any, *args: str) -> str:
+    out, err = run(*args, status=2)
+    assert out == ""
+    assert err.startswith("distca: ")
+    assert err.count("\n") == 1
+    return str(err)

@@ -1,0 +1,107 @@
+"""Whether disaggregation pays, and why not."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from distca.planning.models import ModelShape
+from distca.planning.parallel import Parallel
+from distca.sim.cluster import Cluster, Link, cluster
+from distca.sim.scenario import Scenario, Way
+from distca.sim.simulate import simulate
+from distca.sim.sweep import Found, Sizes, best
+from distca.sim.verdict import PAYS, Verdict, attention_share, busiest, verdict
+
+SMALL = ModelShape("small", 8, 4, 128, layers=2, hidden=1024, ffn=4096, vocab_size=8192)
+MACHINES = replace(cluster("h200"), gpus=4, gpus_per_node=2)
+LIKES = (
+    Way("colocated", Parallel()),
+    Way("wlb", Parallel()),
+    Way("distca", Parallel(), placement="balanced"),
+)
+
+
+def judge(
+    machines: Cluster, lengths: str, context: int, likes: Sequence[Way] = LIKES, limit: float = inf
+) -> tuple[Scenario, Verdict]:
+    scenario = Scenario(SMALL, machines, context, 8, lengths)
+    batches, sizes = list(scenario.batches(1)), Sizes(tp=(1,), pp=(1,))
+    found = [best(scenario, like, sizes, batches, limit_bytes=limit) for like in likes]
+    return scenario, verdict(scenario, found, batches[0])
+
+
+def test_it_pays_for_long_contexts_of_uneven_documents() -> None:
+    _, said = judge(MACHINES, "pretrain", 131072, [LIKES[0], LIKES[2]])
+    assert said.pays
+    assert said.speed_up is not None
+    assert said.speed_up > 1.1
+    assert said.because == ""
+    assert said.busiest > 1.1
+    assert said.attention > 0.4
+
+
+def test_short_contexts_have_little_attention() -> None:
+    _, said = judge(MACHINES, "fixed:2048", 8192)
+    assert said.pays is False
+    assert said.attention < 0.15
+    assert said.because in ("attention", "weights")
+
+
+def test_even_documents_need_no_balance() -> None:
+    _, said = judge(MACHINES, "fixed:65536", 65536)
+    assert (said.pays, said.because) == (False, "even")
+    assert said.busiest == pytest.approx(1.0, abs=0.02)
+
+
+def test_a_slow_network_takes_it_back_and_a_faster_one_is_named() -> None:
+    slow = replace(MACHINES, across=Link(0.3e9, 20e-6))
+    scenario, said = judge(slow, "pretrain", 131072, [LIKES[0], LIKES[2]])
+    assert (said.pays, said.because) == (False, "links")
+    needed = said.needed_bytes_per_s
+    assert needed is not None
+    assert said.ours is not None
+    assert said.other is not None
+    (batch,) = scenario.batches(1)
+    for factor, pays in ((1.1, True), (1 / 1.1, False)):
+        links = replace(slow, across=Link(needed * factor, 20e-6))
+        faster = replace(scenario, cluster=links)
+        ours, other = (simulate(faster, one.way, batch).step_s for one in (said.ours, said.other))
+        assert (other / ours > PAYS) is pays
+
+
+def test_slow_gpus_of_which_nobody_is_told() -> None:
+    machines = replace(MACHINES, slow={1: 0.4}, known=False)
+    _, said = judge(machines, "pretrain", 32768)
+    assert (said.pays, said.because) == (False, "slow")
+
+
+def test_weights_that_others_could_hide_are_no_gain() -> None:
+    slower = replace(MACHINES, across=Link(20e9, 20e-6))
+    _, said = judge(slower, "fixed:2048", 8192)
+    assert said.speed_up is not None
+    assert said.speed_up > PAYS
+    assert (said.pays, said.because) == (False, "weights")
+
+
+def test_one_side_alone_says_nothing() -> None:
+    _, alone = judge(MACHINES, "pretrain", 16384, LIKES[:1])
+    assert (alone.pays, alone.speed_up, alone.ours) == (None, None, None)
+    _, none = judge(MACHINES, "fixed:4096", 16384, limit=1.0)
+    assert none == Verdict(None, None)
+    assert verdict(Scenario(SMALL, MACHINES, 16384, 8), [Found("x", 0)], []) == Verdict(None, None)
+
+
+def test_shares_are_what_they_say() -> None:
+    scenario = Scenario(SMALL, MACHINES, 16384, 8, "fixed:16384")
+    (batch,) = scenario.batches(1)
+    way = Way("colocated", Parallel(dp=4))
+    assert busiest(scenario, way, batch) == 1.0
+    long, short = (
+        attention_share(replace(scenario, context=n, lengths=f"fixed:{n}"), way,
+                        next(replace(scenario, context=n, lengths=f"fixed:{n}").batches(1)))
+        for n in (32768, 16384)
+    )  # fmt: skip
+    odds = (long / (1 - long)) / (short / (1 - short))
+    assert odds == pytest.approx(2.0, rel=0.01)  # attention per token doubles, the rest does not
