@@ -206,7 +206,6 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
         ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
         ({"because": "slow"}, "of which the planner is not told."),
         ({"because": "slow", "known": True}, "which hold up the linear layers of all."),
-        ({"because": "weights"}, "gathers weights while it computes"),
         ({"because": "little"}, "wlb computes 95% of the time, so little is left to win."),
         ({"because": "idle"}, "It idles 2.0% of the time too"),
     ],

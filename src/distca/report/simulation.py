@@ -133,10 +133,6 @@ def verdict(run: Record) -> str:
     words = (
         f"It does not pay here: {ours['policy']} is {said['speed_up']:.2f} x as fast as {others}"
     )
-    if said["because"] == "weights":
-        return (
-            f"{words}, but only since it gathers weights while it computes; others can do so too."
-        )
     return f"{words}. {_reason(said)}."
 
 

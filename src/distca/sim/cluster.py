@@ -23,10 +23,10 @@ class Link:
     latency_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if not (self.bytes_per_s > 0 and self.latency_s >= 0):
+        if not (0 < self.bytes_per_s < np.inf and 0 <= self.latency_s < np.inf):
             raise ValueError(
                 f"a link of {self.bytes_per_s} bytes/s and {self.latency_s} s:"
-                " give a bandwidth above 0 and a latency of 0 or more"
+                " give a bandwidth above 0 and a latency of 0 or more, both finite"
             )
 
     def seconds(self, num_bytes: Floats) -> Floats:
@@ -96,10 +96,12 @@ class Cluster:
         return slowest
 
     def group_link(self, members: int, per_node: int) -> Link:
-        """Of a ring collective: a node's share comes in once, over the ports of all its members."""
-        if members <= per_node:
+        """Of a ring of neighbours: what a node lacks comes in once, over the ports of all members
+        there. A group that does not divide a node may lie across two, with one port between."""
+        if per_node % members == 0:
             return self.inside
-        rate = min(self.inside.bytes_per_s, self.across.bytes_per_s * per_node)
+        together = per_node if members % per_node == 0 else 1
+        rate = min(self.inside.bytes_per_s, self.across.bytes_per_s * together)
         return Link(rate, self.across.latency_s)
 
 

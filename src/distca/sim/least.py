@@ -28,7 +28,8 @@ def least_bytes(scenario: Scenario, way: Way) -> int:
 
 
 def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
-    """What a step takes at any rate: with even tokens and attention, and links that are free.
+    """What a step takes at any rate: with even tokens and attention, and links that are free but
+    for the gathers of context parallelism, which nothing hides.
 
     Linear layers wait while a pipeline fills and drains; idle stages may attend meanwhile where
     attention is pooled.
@@ -56,7 +57,9 @@ def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
     elif way.disaggregated:
         attending = [filled, steady + attention]
     else:
-        attending = [filled + attention * per_stage * p.pp / scenario.model.layers]
+        gathered = tokens[0] * (p.cp - 1) * rates.share.kv_bytes
+        gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if p.cp > 1 else 0.0
+        attending = [filled + attention * per_stage * p.pp / scenario.model.layers + gathering]
     return (max(attending) + rates.optimizer_s) / fastest
 
 

@@ -28,7 +28,7 @@ class Timeline:
 
 
 def one_f_one_b(forward: Floats, backward: Floats, passing: Floats) -> Timeline:
-    """``passing``: [micro_batches, groups] seconds from a stage to the next, or back."""
+    """``passing``: [stages - 1, micro_batches, groups] seconds to the next stage, or back."""
     stages, micro_batches, groups = forward.shape
     taken = {FORWARD: forward, BACKWARD: backward}
     start: dict[Phase, Floats] = {}
@@ -45,8 +45,10 @@ def one_f_one_b(forward: Floats, backward: Floats, passing: Floats) -> Timeline:
                 ready = _ready(stop, phase, stage, m, stages)
                 if np.isnan(ready).any():
                     break
-                entered = stage > 0 if phase == FORWARD else stage + 1 < stages
-                begin = np.maximum(free[stage], ready + (passing[m] if entered else 0.0))
+                border = stage - 1 if phase == FORWARD else stage
+                if 0 <= border < stages - 1:
+                    ready = ready + passing[border, m]
+                begin = np.maximum(free[stage], ready)
                 start[phase][stage, m] = begin
                 free[stage] = stop[phase][stage, m] = begin + taken[phase][stage, m]
                 todo.pop(0)

@@ -99,11 +99,18 @@ class PackedStep:
         for stage, (start, stop) in enumerate(stages):
             for phase, found in taken.items():
                 found[stage] = self._through(stage, stop - start, phase)
-        tokens = self._packed.tokens[self._packed.order] / p.cp
-        moved = tokens * (s.hidden * BYTES_PER_ELEMENT / p.tp)
-        return one_f_one_b(
-            taken[FORWARD], taken[BACKWARD], self._rates.cluster.across.seconds(moved)
-        )
+        return one_f_one_b(taken[FORWARD], taken[BACKWARD], self._passing())
+
+    def _passing(self) -> Floats:
+        """Seconds of activations, or of their gradients, from stage to stage."""
+        p, cluster = self._rates.parallel, self._rates.cluster
+        tokens = self._packed.plan.placement.tokens.reshape(-1, p.cp)[self._packed.order]
+        num_bytes = tokens * (self._rates.shape.hidden * BYTES_PER_ELEMENT) // p.tp
+        self.num_bytes += 2 * (p.pp - 1) * int(num_bytes.sum())
+        most = num_bytes.max(axis=2).astype(np.float64)  # [micro_batches, groups]
+        node = cluster.node(p.num_lanes, p.tp).reshape(p.pp, p.dp, p.cp)
+        near = (node[1:] == node[:-1]).all(axis=2)[:, None]  # [borders, 1, groups]
+        return np.where(near, cluster.inside.seconds(most), cluster.across.seconds(most))
 
     def ends(self, timeline: Timeline) -> float:
         """What gathering and reducing the weights adds to the step, and changing them.
@@ -112,8 +119,8 @@ class PackedStep:
         shows, or what takes longer than those do.
         """
         rates, elements = self._rates, stage_elements(self._rates)
-        parts = elements / rates.shape.layer_elements
-        added = rates.optimizer_s
+        layer = rates.shape.layer_elements / max(elements, 1)  # its part of them
+        added = float(self.optimizer_s.max())
         for exchange, phase, m in (
             (rates.gathering(elements), FORWARD, 0),
             (rates.reducing(elements), BACKWARD, -1),
@@ -121,14 +128,19 @@ class PackedStep:
             if exchange is not None:
                 under = float((timeline.stop[phase] - timeline.start[phase])[:, m].min())
                 seconds = float(exchange.seconds.max())
-                added += max(seconds / parts, seconds - under)
+                added += max(seconds * layer, seconds - under)
                 self.num_bytes += exchange.num_bytes
         return added
+
+    @property
+    def optimizer_s(self) -> Floats:
+        """[lanes]"""
+        return self._rates.optimizer_s / self._speed.reshape(-1)
 
     def _through(self, stage: int, layers: int, phase: Phase) -> Floats:
         """Seconds of every bin through one stage, [micro_batches, groups]."""
         rates, plan, order = self._virtual, self._packed.plan, self._packed.order
-        streams = self._streams(stage)
+        streams = self._streams(stage, phase)
         tokens = plan.placement.tokens.astype(np.float64)
         backward = phase == BACKWARD
         attention = rates.attention(plan, backward=backward)
@@ -140,7 +152,6 @@ class PackedStep:
             end = 0 if backward else layers
             parts[end] = [parts[end][0] + rates.head(tokens, backward=backward)]
         cross(streams, parts, [[attention]] * layers)
-        streams.wait(streams.port)  # gradients of keys are on their way
         cp = self._rates.parallel.cp
         self.num_bytes += streams.num_bytes
         busy = streams.busy.reshape(-1, cp)[order]  # [micro_batches, groups, cp]
@@ -148,16 +159,23 @@ class PackedStep:
         seconds: Floats = streams.compute.reshape(-1, cp).max(axis=1)
         return seconds[order]
 
-    def _streams(self, stage: int) -> Streams:
+    @property
+    def _speed(self) -> Floats:
+        """[stages, groups, cp]"""
+        p = self._rates.parallel
+        return self._rates.cluster.speed(p.num_lanes, p.tp).reshape(p.pp, p.dp, p.cp)
+
+    def _streams(self, stage: int, phase: Phase) -> Streams:
         """Virtual workers are as fast as those of the group that takes their bin."""
-        p, cluster, order = self._rates.parallel, self._rates.cluster, self._packed.order
-        real = cluster.speed(p.num_lanes, p.tp)[: p.pp * p.placing].reshape(p.pp, p.dp, p.cp)
-        speed = np.ones((order.size, p.cp))
-        speed[order] = real[stage]
+        cluster, order = self._rates.cluster, self._packed.order
+        speed = np.ones((order.size, self._rates.parallel.cp))
+        speed[order] = self._speed[stage]
         return Streams(
-            speed.reshape(-1), jitter=cluster.jitter, link_jitter=cluster.link_jitter,
-            seed=self._seed + stage,
-        )  # fmt: skip
+            speed.reshape(-1),
+            jitter=cluster.jitter,
+            link_jitter=cluster.link_jitter,
+            seed=(self._seed, stage, phase == BACKWARD),
+        )
 
 
 def events(timeline: Timeline, cp: int) -> list[Event]:

@@ -51,7 +51,7 @@ class Scenario:
         if lengths.sum() < needed:
             raise ValueError(
                 f"{lengths.sum()} tokens of documents for {count} batches of {self.tokens}: give"
-                f" more documents, or ask for {int(lengths.sum()) // self.tokens} batches"
+                " more documents, or ask for fewer batches or sequences"
             )
         ends = np.unique(
             np.concatenate([np.cumsum(lengths), np.arange(0, needed + 1, self.context)])

@@ -37,7 +37,7 @@ class Outcome:
     step_s: float
     free_s: float  # the same step if no exchange between nodes took any time
     busy_s: Floats  # [lanes] seconds of computing
-    num_bytes: int  # sent by all GPUs, weights and gradients too
+    num_bytes: int  # sent by all lanes to others, weights and gradients too
     tokens: int
     flops: float  # of the model, without what is recomputed
     memory: Memory  # of the worker that needs most
@@ -127,6 +127,7 @@ def _disaggregated(
 ) -> Outcome:
     p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
     speed = cluster.speed(p.num_lanes, p.tp)
+    told = cluster.slow and cluster.known and way.policy == "distca"  # greedy knows no speeds
     recipe = Recipe(
         parallel=p,
         shape=scenario.model,
@@ -135,7 +136,7 @@ def _disaggregated(
         ping_pong=way.ping_pong,
         placement=way.placement,
         policy=way.policy,
-        speed=tuple(speed.tolist()) if cluster.slow and cluster.known else (),
+        speed=tuple(speed.tolist()) if told else (),
         ranks_per_node=cluster.lanes_per_node(p.tp),
         options={"tolerance": way.tolerance, "cost": rates.cost, "orders": 1},
     )
@@ -183,11 +184,10 @@ def _packed(
         return step, float(timeline.end.max()) + step.ends(timeline)
 
     step, step_s = run(rates)
-    ends = float(rates.optimizer_s)
     return Outcome(
         step_s=step_s,
         free_s=run(_free(rates))[1],
-        busy_s=step.busy.reshape(-1) + ends,
+        busy_s=step.busy.reshape(-1) + step.optimizer_s,
         num_bytes=step.num_bytes * p.tp,
         tokens=int(lengths.sum()),
         flops=_flops(scenario, lengths),
@@ -217,17 +217,18 @@ def _flops(scenario: Scenario, lengths: Ints) -> float:
 
 
 def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
-    """Of the stage that needs most: its fullest worker, with what exchanges bring at their peak."""
+    """Of the stage that needs most: its fullest worker, with what exchanges bring to one at their
+    peak. Dedicated servers hold nothing else, and need less."""
     p = rates.parallel
     tokens = max(int(held(step, m).max()) for m in range(len(step.micro_batches)))
-    received, known = 0, set()
+    received, known, workers = 0, set(), p.pp * p.placing
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         for slot in slots:
             if (key := (tick.phase, *map(id, slot))) in known:
                 continue
             known.add(key)
             both = [_received(rates, plan, tick.phase == FORWARD) for plan in slot]
-            received = max(received, int(np.sum(both, axis=0).max()))
+            received = max(received, int(np.sum(both, axis=0)[:workers].max()))
     stages = zip(step.stages, step.schedule.in_flight, strict=True)
     sizes = [
         estimate(rates.shape, p, tokens, recompute=rates.recompute, layers=stop - start,

@@ -6,6 +6,7 @@ side. Arrays have one entry for each lane, so one line of a program runs on all 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -45,14 +46,13 @@ class Exchange:
     def within(cls, group: Ints, seconds: Floats, num_bytes: int) -> Exchange:
         """A collective of all lanes with the same number in ``group``; -1 takes no part."""
         lanes = np.arange(len(group))
-        order = np.lexsort((lanes, group))
-        count = np.bincount(group[group >= 0], minlength=1) if len(group) else lanes
-        begin = np.concatenate([[0], np.cumsum(count)])[:-1] + np.count_nonzero(group < 0)
-        size = np.where(group >= 0, count[group], 1)
-        first = np.concatenate([[0], np.cumsum(size)])[:-1]
+        own = group.max(initial=-1) + 1 + lanes  # a group of one for each lane without a part
+        number = np.where(group >= 0, group, own)
+        order, count = np.argsort(number, kind="stable"), np.bincount(number)
+        size = count[number]
+        first = np.cumsum(size) - size
         inside = np.arange(int(size.sum())) - np.repeat(first, size)
-        partner = order[np.repeat(begin[group], size) + inside] if len(group) else lanes
-        partner = np.where(np.repeat(group, size) >= 0, partner, np.repeat(lanes, size))
+        partner = order[np.repeat((np.cumsum(count) - count)[number], size) + inside]
         return cls(np.where(group >= 0, seconds, 0.0), partner, first, num_bytes)
 
     def latest(self, times: Floats) -> Floats:
@@ -98,7 +98,7 @@ class Streams:
         link_jitter: float = 0.0,
         alone: bool = False,
         record: bool = False,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ) -> None:
         lanes = len(speed)
         self.compute = np.zeros(lanes)  # when each compute stream is free
@@ -141,7 +141,7 @@ class Streams:
     def _shaken(self, seconds: Floats, jitter: float) -> Floats:
         if not jitter:
             return seconds
-        # Of mean 1, and never below a third of the usual.
+        # Never below a third of the usual.
         factor = np.maximum(1 + jitter * self._draw.standard_normal(len(seconds)), 1 / 3)
         return seconds * factor
 

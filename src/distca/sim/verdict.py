@@ -42,7 +42,7 @@ class Verdict:
 
     @property
     def pays(self) -> bool | None:
-        return None if self.speed_up is None else self.speed_up > PAYS and not self.because
+        return None if self.speed_up is None else self.speed_up > PAYS
 
 
 def verdict(scenario: Scenario, found: Sequence[Found], batch: Batch) -> Verdict:
@@ -58,7 +58,7 @@ def verdict(scenario: Scenario, found: Sequence[Found], batch: Batch) -> Verdict
         busiest=busiest(scenario, other.way, batch),
     )
     if said.pays:
-        return replace(said, because="weights") if _only_weights(ours, other) else said
+        return said
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
     if other.step_s / free_s > PAYS:
@@ -73,15 +73,6 @@ def verdict(scenario: Scenario, found: Sequence[Found], batch: Batch) -> Verdict
     }
     because = next(name for name, holds in reasons.items() if holds)
     return replace(said, because=because, needed_bytes_per_s=needed)
-
-
-def _only_weights(ours: Summary, other: Summary) -> bool:
-    """Whether all that is gained are exchanges of weights, which the other could hide as well.
-
-    Without context parallelism and stages there are no others between nodes.
-    """
-    p, free_s = other.way.parallel, (1 - other.exposed) * other.step_s
-    return p.cp == p.pp == 1 and free_s / ours.step_s <= PAYS
 
 
 def _fastest(found: Sequence[Found], *, disaggregated: bool) -> Summary | None:

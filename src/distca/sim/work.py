@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.planning.costs import PS, CostModel, cost_model
+from distca.planning.costs import PS, CostModel, TableCost
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.parallel import Parallel
 from distca.planning.plan import Plan
@@ -19,6 +19,7 @@ from distca.sim.streams import Exchange, count
 
 BACKWARD_TIMES = 2  # of forward, for linear layers: by the input, and by the weight
 GRADIENT_BYTES = 4  # of a parameter, where gradients are reduced
+COPY_BYTES_PER_S = 4.2e12  # of an H200, where a profile says nothing
 OPTIMIZER_BYTES = 40  # of a parameter: weight, gradient and two moments, read and written
 
 
@@ -36,8 +37,18 @@ class Rates:
         return self.shape.share(self.parallel.tp)
 
     @cached_property
+    def profile(self) -> Profile:
+        try:
+            return Profile.read(self.cluster.profile)
+        except OSError:
+            raise ValueError(
+                f"profile {self.cluster.profile!r} is unknown: say h200, h200-flash, or the path of"
+                " a file that distca profile wrote"
+            ) from None
+
+    @cached_property
     def cost(self) -> CostModel:
-        return cost_model(self.cluster.profile, self.share)
+        return TableCost.from_profile(self.profile, self.share)
 
     @property
     def lanes(self) -> int:
@@ -89,10 +100,10 @@ class Rates:
         group = np.full(self.lanes, -1)
         group[: p.pp * members] = np.repeat(np.arange(p.pp), members)
         moved = num_bytes / p.tp * (members - 1) / members
-        seconds = self._collective(members, moved)
+        seconds = self.collective_s(members, moved)
         return Exchange.within(group, np.full(self.lanes, seconds), int(moved * members * p.pp))
 
-    def _collective(self, members: int, num_bytes: float) -> float:
+    def collective_s(self, members: int, num_bytes: float) -> float:
         """So many bytes received by every member of a group of neighbours."""
         link = self.cluster.group_link(members, self.cluster.lanes_per_node(self.parallel.tp))
         return float(link.seconds(np.asarray(num_bytes)))
@@ -101,7 +112,7 @@ class Rates:
     def optimizer_s(self) -> float:
         elements = self.shape.layers * self.shape.layer_elements + 2 * self.shape.end_elements
         own = elements / (self.parallel.num_workers)
-        return own * OPTIMIZER_BYTES / _copy_bytes_per_s(self.cluster.profile)
+        return own * OPTIMIZER_BYTES / (self.profile.copy_bytes_per_s or COPY_BYTES_PER_S)
 
     # -- attention -----------------------------------------------------------------------------
 
@@ -133,7 +144,7 @@ class Rates:
         if size == 1:
             return None, None
         num_bytes = tokens.reshape(-1, size).sum(axis=1) * plan.shape.kv_bytes * (size - 1) // size
-        seconds = np.array([self._collective(size, float(n)) for n in num_bytes])
+        seconds = np.array([self.collective_s(size, float(n)) for n in num_bytes])
         group = np.arange(len(tokens)) // size
         both = Exchange.within(group, seconds[group], int(num_bytes.sum()) * size)
         return (None, both) if backward else (both, None)
@@ -156,7 +167,3 @@ class Attention:
     remote_s: Floats
     out: Exchange | None
     back: Exchange | None
-
-
-def _copy_bytes_per_s(profile: str) -> float:
-    return Profile.read(profile).copy_bytes_per_s or 4.2e12

@@ -1,0 +1,273 @@
+"""A simulator that is slow and plain: one event after the other, out of a heap.
+
+Every lane has a list of instructions. Its compute stream takes them in order:
+
+    run SECONDS    computes
+    send NAME      hands a transfer to the port, and goes on
+    wait NAME      until that transfer is done on this lane
+    drain          until the port has nothing left to do
+
+The port takes transfers in the order in which they were handed over. A transfer is done on a lane
+when the lane and all its partners are through with their own seconds of it; until then it keeps
+the lane's port. Lanes without seconds of a transfer have nothing to do with it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+Instruction = tuple[str, Any]
+Program = list[Instruction]
+DRAIN: Instruction = ("drain", None)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """Of each lane that takes part: its port's seconds, and whom it waits for, itself included."""
+
+    seconds: Mapping[int, float]
+    partners: Mapping[int, frozenset[int]]
+
+
+@dataclass
+class Played:
+    """By lane."""
+
+    finish: list[float]  # of the compute stream
+    port: list[float]  # when it was last freed
+    busy: list[float]
+    waited: list[float]
+
+
+def play(programs: Sequence[Program], transfers: Mapping[Hashable, Transfer]) -> Played:
+    return _Play(programs, transfers).played()
+
+
+@dataclass
+class _Lane:
+    todo: deque[Instruction]
+    queue: deque[Hashable] = field(default_factory=deque)  # handed to the port
+    sending: Hashable = None
+    computing: bool = False
+    waits_since: float | None = None
+    done: set[Hashable] = field(default_factory=set)
+    finish: float = 0.0
+    port: float = 0.0
+    busy: float = 0.0
+    waited: float = 0.0
+
+
+class _Play:
+    def __init__(self, programs: Sequence[Program], transfers: Mapping[Hashable, Transfer]) -> None:
+        self.lanes = [_Lane(deque(program)) for program in programs]
+        self.transfers = transfers
+        self.through: dict[Hashable, set[int]] = {name: set() for name in transfers}
+        self.heap: list[tuple[float, int, str, int]] = []
+        self.ticket = count()
+
+    def played(self) -> Played:
+        for number in range(len(self.lanes)):
+            self.go_on(number, 0.0)
+        while self.heap:
+            now, _, what, number = heapq.heappop(self.heap)
+            if what == "computed":
+                self.lanes[number].computing, self.lanes[number].finish = False, now
+                self.go_on(number, now)
+            else:
+                self.is_through(number, now)
+        assert not any(lane.todo for lane in self.lanes), "deadlock"
+        columns = ([getattr(lane, name) for lane in self.lanes] for name in Played.__annotations__)
+        return Played(*columns)
+
+    def at(self, time: float, what: str, number: int) -> None:
+        heapq.heappush(self.heap, (time, next(self.ticket), what, number))
+
+    def go_on(self, number: int, now: float) -> None:
+        """The compute stream takes instructions until one of them takes time."""
+        lane = self.lanes[number]
+        if lane.computing:
+            return
+        while lane.todo:
+            verb, what = lane.todo[0]
+            if verb in ("wait", "drain") and not self.arrived(number, verb, what):
+                lane.waits_since = now if lane.waits_since is None else lane.waits_since
+                return
+            if lane.waits_since is not None:
+                lane.waited += now - lane.waits_since
+                lane.waits_since, lane.finish = None, now
+            lane.todo.popleft()
+            if verb == "run":
+                lane.busy += what
+                lane.computing = True
+                self.at(now + what, "computed", number)
+                return
+            if verb == "send" and number in self.transfers[what].seconds:
+                lane.queue.append(what)
+                self.begin(number, now)
+
+    def arrived(self, number: int, verb: str, what: Hashable) -> bool:
+        lane = self.lanes[number]
+        if verb == "drain":
+            return not lane.queue and lane.sending is None
+        return what in lane.done or number not in self.transfers[what].seconds
+
+    def begin(self, number: int, now: float) -> None:
+        """The port takes the next transfer if it is free."""
+        lane = self.lanes[number]
+        if lane.sending is None and lane.queue:
+            lane.sending = lane.queue.popleft()
+            self.at(now + self.transfers[lane.sending].seconds[number], "through", number)
+
+    def is_through(self, number: int, now: float) -> None:
+        name = self.lanes[number].sending
+        self.through[name].add(number)
+        ended = [
+            other
+            for other, partners in self.transfers[name].partners.items()
+            if number in partners and partners <= self.through[name]
+        ]
+        for other in ended:
+            lane = self.lanes[other]
+            lane.done.add(name)
+            lane.sending, lane.port = None, now
+            self.begin(other, now)
+        for other in ended:
+            self.go_on(other, now)
+
+
+# -- one pass through layers ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One layer's attention of one half: seconds by lane, and what travels before and after."""
+
+    own: Sequence[float]
+    remote: Sequence[float]
+    out: Transfer | None = None
+    back: Transfer | None = None
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A seam is what lies between two attentions; there is one more of them than of attentions."""
+
+    parts: Sequence[Sequence[Sequence[float]]]  # [seams][halves][lanes]
+    attention: Sequence[Sequence[Attended]]  # [seams - 1][halves]
+    gathering: Sequence[Transfer | None] = ()  # [seams], or none at all
+    reducing: Sequence[Transfer | None] = ()
+
+
+Named = dict[Hashable, Transfer]
+
+
+def programs_of(one: Pass, lanes: int, tag: Hashable = 0) -> tuple[list[Program], Named]:
+    """What every lane does; names of transfers begin with ``tag``."""
+    named: Named = {}
+    for seam, halves in enumerate(one.attention):
+        for half, attended in enumerate(halves):
+            name(named, (tag, "dispatch", seam, half), attended.out)
+            name(named, (tag, "return", seam, half), attended.back)
+    for what, transfers in (("weights", one.gathering), ("gradients", one.reducing)):
+        for seam, transfer in enumerate(transfers):
+            name(named, (tag, what, seam), transfer)
+    programs = [
+        [
+            (verb, what)
+            for verb, what in _instructions(one, lane, tag)
+            if verb == "run" or what in named
+        ]
+        for lane in range(lanes)
+    ]
+    return programs, named
+
+
+def name(named: Named, name: Hashable, transfer: Transfer | None) -> None:
+    if transfer is not None:
+        named[name] = transfer
+
+
+def _instructions(one: Pass, lane: int, tag: Hashable) -> Iterator[Instruction]:
+    last = len(one.parts) - 1
+    yield "send", (tag, "weights", 0)
+    for seam, halves in enumerate(one.parts):
+        # Weights of the next seam are on their way while this one computes.
+        yield "send", (tag, "weights", seam + 1)
+        yield "wait", (tag, "weights", seam)
+        for half, seconds in enumerate(halves):
+            yield "wait", (tag, "return", seam - 1, half)
+            yield "run", seconds[lane]
+            yield "send", (tag, "dispatch", seam, half)
+        yield "send", (tag, "gradients", seam)
+        if seam == last:
+            return
+        for half, attended in enumerate(one.attention[seam]):
+            yield "run", attended.own[lane]
+            yield "wait", (tag, "dispatch", seam, half)
+            yield "run", attended.remote[lane]
+            yield "send", (tag, "return", seam, half)
+
+
+# -- the usual pipeline --------------------------------------------------------------------------
+
+Cell = tuple[str, int, int]  # F or B, stage, micro-batch
+
+
+def usual_pipeline(
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    passing: Sequence[Sequence[float]],
+) -> dict[Cell, tuple[float, float]]:
+    """Start and stop of each cell; times are [stages][micro_batches], of one group, and those of
+    passing on [borders][micro_batches], where border s lies behind stage s.
+
+    A stage goes forward unless it holds as many micro-batches as stages are left, itself included,
+    or none is left to begin; then it goes backward.
+    """
+    stages, micro_batches = len(forward), len(forward[0])
+    taken = {"F": forward, "B": backward}
+    begun = {"F": [0] * stages, "B": [0] * stages}
+    working = [False] * stages
+    arrived: set[Cell] = {("F", 0, m) for m in range(micro_batches)}
+    found: dict[Cell, tuple[float, float]] = {}
+    heap: list[tuple[float, int, str, Cell]] = []
+    ticket = count()
+
+    def next_cell(stage: int) -> Cell | None:
+        held = begun["F"][stage] - begun["B"][stage]
+        if begun["F"][stage] < micro_batches and held < stages - stage:
+            return "F", stage, begun["F"][stage]
+        return ("B", stage, begun["B"][stage]) if begun["B"][stage] < micro_batches else None
+
+    def begin(stage: int, now: float) -> None:
+        cell = next_cell(stage)
+        if working[stage] or cell not in arrived:
+            return
+        phase, _, m = cell
+        working[stage] = True
+        begun[phase][stage] += 1
+        found[cell] = (now, now + taken[phase][stage][m])
+        heapq.heappush(heap, (found[cell][1], next(ticket), "ended", cell))
+
+    begin(0, 0.0)
+    while heap:
+        now, _, what, (phase, stage, m) = heapq.heappop(heap)
+        if what == "arrived":
+            arrived.add((phase, stage, m))
+            begin(stage, now)
+            continue
+        working[stage] = False
+        neighbour = stage + 1 if phase == "F" else stage - 1
+        if neighbour == stages:  # the last stage turns round
+            arrived.add(("B", stage, m))
+        elif neighbour >= 0:
+            cell, on_the_way = (phase, neighbour, m), passing[min(stage, neighbour)][m]
+            heapq.heappush(heap, (now + on_the_way, next(ticket), "arrived", cell))
+        begin(stage, now)
+    assert len(found) == 2 * stages * micro_batches, "deadlock"
+    return found

@@ -1,0 +1,317 @@
+"""Time on lanes: by hand, and against the simulator that goes event by event."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from sim.draws import close, exchange_of, kernels, speeds, transfers
+from sim.oracle import Program, Transfer, play
+from sim.steps import point_to_point
+from sim.tiny import machines
+
+from distca.planning.spans import as_ints
+from distca.sim.cluster import Link
+from distca.sim.streams import Exchange, Streams
+
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def even(lanes: int = 2, **options: Any) -> Streams:
+    return Streams(np.ones(lanes), **options)
+
+
+def pair(first: float, second: float, lanes: int = 2) -> Exchange:
+    """Lanes 0 and 1, with so many seconds at their ports."""
+    both = frozenset((0, 1))
+    return exchange_of(Transfer({0: first, 1: second}, {0: both, 1: both}), lanes)
+
+
+# -- by hand -------------------------------------------------------------------------------------
+
+
+def test_a_lane_computes_one_thing_after_the_other() -> None:
+    streams = even()
+    streams.run("one", np.array([3.0, 1.0]))
+    streams.run("two", np.array([2.0, 0.0]))
+    assert streams.compute.tolist() == streams.busy.tolist() == [5.0, 1.0]
+
+
+def test_a_slow_lane_takes_longer_to_compute() -> None:
+    streams = Streams(np.array([1.0, 0.5]))
+    streams.run("one", np.array([3.0, 3.0]))
+    assert streams.compute.tolist() == streams.busy.tolist() == [3.0, 6.0]
+
+
+def test_a_slow_lane_sends_as_fast_as_others() -> None:
+    streams = Streams(np.array([0.5, 0.5]))
+    assert streams.send("one", pair(3.0, 3.0)).tolist() == [3.0, 3.0]
+
+
+def test_an_exchange_ends_when_the_last_partner_is_through() -> None:
+    """Lane 0 is there at 1 and sends for 2; lane 1 is there at 4 and sends for 5."""
+    streams = even()
+    streams.run("one", np.array([1.0, 4.0]))
+    assert streams.send("two", pair(2.0, 5.0)).tolist() == [9.0, 9.0]
+
+
+def test_computing_goes_on_beside_an_exchange() -> None:
+    streams = even()
+    done = streams.send("one", pair(5.0, 5.0))
+    streams.run("two", np.array([3.0, 8.0]))
+    streams.wait(done)
+    assert streams.compute.tolist() == [5.0, 8.0]
+    assert streams.waited.tolist() == [2.0, 0.0]
+    assert streams.busy.tolist() == [3.0, 8.0]
+
+
+def test_a_port_sends_one_thing_after_the_other() -> None:
+    streams = even()
+    assert streams.send("one", pair(5.0, 5.0)).tolist() == [5.0, 5.0]
+    assert streams.send("two", pair(2.0, 2.0)).tolist() == [7.0, 7.0]
+
+
+def test_a_port_is_held_until_the_partner_is_through_too() -> None:
+    """Lane 0 alone would be through at 1, but lane 1 comes at 6; only then can lane 0 go on."""
+    streams = even()
+    streams.run("late", np.array([0.0, 6.0]))
+    streams.send("one", pair(1.0, 1.0))
+    assert streams.send("two", pair(2.0, 2.0)).tolist() == [9.0, 9.0]
+
+
+def test_partners_of_partners_are_not_waited_for() -> None:
+    """0 and 1 meet, 1 and 2 meet; lane 2 comes late, which lane 0 does not notice."""
+    sets = {0: frozenset((0, 1)), 1: frozenset((0, 1, 2)), 2: frozenset((1, 2))}
+    streams = even(3)
+    streams.run("late", np.array([0.0, 0.0, 10.0]))
+    done = streams.send("one", exchange_of(Transfer(dict.fromkeys(range(3), 1.0), sets), 3))
+    assert done.tolist() == [1.0, 11.0, 11.0]
+
+
+def test_lanes_without_a_part_are_not_held_up() -> None:
+    streams = even(3)
+    streams.run("late", np.array([0.0, 4.0, 1.0]))
+    done = streams.send("one", pair(2.0, 2.0, lanes=3))
+    streams.wait(done)
+    assert streams.compute.tolist() == [6.0, 6.0, 1.0]
+    assert streams.port.tolist() == [6.0, 6.0, 0.0]
+
+
+def test_alone_a_lane_finds_its_partners_ready() -> None:
+    streams = even(alone=True)
+    streams.run("late", np.array([1.0, 4.0]))
+    assert streams.send("one", pair(2.0, 5.0)).tolist() == [3.0, 9.0]
+
+
+def test_nothing_to_send_takes_no_time() -> None:
+    streams = even()
+    streams.run("one", np.array([1.0, 2.0]))
+    streams.wait(streams.send("nothing", None))
+    assert streams.compute.tolist() == [1.0, 2.0]
+    assert streams.num_bytes == 0
+
+
+# -- exchanges -----------------------------------------------------------------------------------
+
+NEAR, FAR = Link(100.0, 1.0), Link(10.0, 2.0)  # bytes a second, and seconds before them
+
+
+def between(flows: dict[tuple[int, int], int], lanes: int = 4, tp: int = 1) -> Exchange | None:
+    """On nodes of two lanes."""
+    cluster = machines("none", lanes * tp, gpus_per_node=2 * tp, inside=NEAR, across=FAR)
+    source, target = (as_ints([ends[i] for ends in flows]) for i in (0, 1))
+    return Exchange.between(source, target, as_ints(list(flows.values())), cluster, tp, lanes)
+
+
+def seconds_between(flows: dict[tuple[int, int], int], **sizes: int) -> list[float]:
+    exchange = between(flows, **sizes)
+    assert exchange is not None
+    return exchange.seconds.tolist()
+
+
+def test_inside_a_node_the_fast_link_is_used() -> None:
+    assert seconds_between({(0, 1): 300}) == [1 + 3.0, 1 + 3.0, 0.0, 0.0]
+
+
+def test_across_nodes_the_slow_one() -> None:
+    assert seconds_between({(0, 2): 300}) == [2 + 30.0, 0.0, 2 + 30.0, 0.0]
+
+
+def test_a_port_shares_its_bandwidth_among_partners_and_pays_the_latency_once() -> None:
+    """Lane 0 sends 300 and 200 bytes over one port; its partners receive only their own."""
+    assert seconds_between({(0, 2): 300, (0, 3): 200}) == [2 + 50.0, 0.0, 2 + 30.0, 2 + 20.0]
+
+
+def test_what_comes_in_from_two_sides_shares_a_port_too() -> None:
+    assert seconds_between({(2, 0): 300, (3, 0): 200})[0] == 2 + 50.0
+
+
+def test_a_port_sends_and_receives_at_once() -> None:
+    assert seconds_between({(0, 1): 300, (1, 0): 200})[:2] == [1 + 3.0, 1 + 3.0]
+
+
+def test_the_links_inside_and_across_work_side_by_side() -> None:
+    assert seconds_between({(0, 1): 5000, (0, 2): 300})[0] == max(1 + 50.0, 2 + 30.0)
+
+
+def test_nodes_hold_fewer_lanes_with_tensor_parallelism() -> None:
+    """Four GPUs in a node are two lanes of tp = 2."""
+    assert seconds_between({(1, 2): 300}, tp=2) == [0.0, 2 + 30.0, 2 + 30.0, 0.0]
+
+
+def test_an_exchange_of_no_bytes_is_none() -> None:
+    assert between({(0, 1): 0}) is None
+    assert between({}) is None
+
+
+def test_bytes_are_counted_once() -> None:
+    exchange = between({(0, 1): 300, (1, 0): 200, (2, 3): 0})
+    assert exchange is not None
+    assert exchange.num_bytes == 500
+
+
+@given(st.data())
+def test_loads_of_ports_are_those_of_all_flows_one_by_one(data: st.DataObject) -> None:
+    lanes = data.draw(st.integers(2, 6))
+    lane = st.integers(0, lanes - 1)
+    flows = data.draw(st.dictionaries(st.tuples(lane, lane), st.integers(0, 500), max_size=8))
+    flows = {ends: n for ends, n in flows.items() if ends[0] != ends[1]}
+    cluster = machines("none", lanes, gpus_per_node=2, inside=NEAR, across=FAR)
+    expected, found = point_to_point(flows, cluster), between(flows, lanes)
+    if expected is None or found is None:
+        assert expected is found
+        return
+    assert found.seconds.tolist() == close([expected.seconds.get(i, 0.0) for i in range(lanes)])
+    assert partners_of(found) == [expected.partners.get(i, {i}) for i in range(lanes)]
+
+
+def partners_of(exchange: Exchange) -> list[set[int]]:
+    return [set(part.tolist()) for part in np.split(exchange.partner, exchange.first[1:])]
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=8))
+def test_a_collective_joins_the_lanes_of_a_group(group: list[int]) -> None:
+    exchange = Exchange.within(np.array(group), np.arange(1.0, len(group) + 1), 7)
+    for lane, number in enumerate(group):
+        members = {other for other, its in enumerate(group) if its == number}
+        assert partners_of(exchange)[lane] == (members if number >= 0 else {lane})
+        assert exchange.seconds[lane] == (lane + 1.0 if number >= 0 else 0.0)
+
+
+def test_in_a_collective_of_nobody_everyone_is_alone() -> None:
+    exchange = Exchange.within(np.array([-1, -1]), np.ones(2), 0)
+    assert partners_of(exchange) == [{0}, {1}]
+    assert exchange.seconds.tolist() == [0.0, 0.0]
+
+
+def test_nobody_has_anything_before_it_is_sent_however_fast_the_link() -> None:
+    """Lane 0 comes at 5 to send 100 bytes; there are no links that take no time at all."""
+    cluster = machines("none", 2, inside=Link(1e300))
+    exchange = Exchange.between(as_ints([0]), as_ints([1]), as_ints([100]), cluster, 1, 2)
+    streams = even()
+    streams.run("late", np.array([5.0, 0.0]))
+    streams.wait(streams.send("one", exchange))
+    assert streams.compute.tolist() == [5.0, 5.0]
+
+
+# -- jitter and events ---------------------------------------------------------------------------
+
+
+def test_the_same_seed_shakes_alike_and_another_one_differently() -> None:
+    def end(seed: int | tuple[int, int]) -> list[float]:
+        streams = even(jitter=0.2, link_jitter=0.2, seed=seed)
+        streams.run("one", np.ones(2))
+        streams.wait(streams.send("two", pair(1.0, 1.0)))
+        return streams.compute.tolist()
+
+    assert end(1) == end(1)
+    assert end(1) != end(2)
+    assert end((1, 0)) == end((1, 0)) != end((1, 1)) != end((0, 1))
+
+
+def test_jitter_is_about_one_on_average_and_as_wide_as_it_says() -> None:
+    streams = even(20_000, jitter=0.1)
+    streams.run("one", np.full(20_000, 5.0))
+    assert streams.compute.mean() == pytest.approx(5.0, rel=0.005)
+    assert streams.compute.std() == pytest.approx(0.5, rel=0.03)
+
+
+def test_jitter_never_makes_time_go_back() -> None:
+    streams = even(20_000, jitter=0.9)
+    streams.run("one", np.ones(20_000))
+    assert streams.compute.min() > 0.3
+
+
+def test_nothing_is_shaken_where_nothing_happens() -> None:
+    streams = even(3, jitter=0.5, link_jitter=0.5)
+    streams.run("one", np.array([1.0, 1.0, 0.0]))
+    streams.wait(streams.send("two", pair(1.0, 1.0, lanes=3)))
+    assert streams.compute[2] == 0.0
+
+
+def test_recorded_events_say_when_each_stream_worked() -> None:
+    streams = even(record=True)
+    streams.run("one", np.array([1.0, 4.0]))
+    streams.send("two", pair(2.0, 2.0))
+    assert streams.events is not None
+    found = [(e.stream, e.what, e.start.tolist(), e.stop.tolist()) for e in streams.events]
+    assert found == [
+        ("compute", "one", [0.0, 0.0], [1.0, 4.0]),
+        ("port", "two", [1.0, 4.0], [6.0, 6.0]),
+    ]
+
+
+def test_nothing_is_recorded_unless_asked_for() -> None:
+    assert even().events is None
+
+
+# -- against the oracle --------------------------------------------------------------------------
+
+
+@st.composite
+def stories(draw: Draw) -> tuple[int, list[tuple[str, Any]]]:
+    """Any order of computing, sending and waiting, the same on all lanes."""
+    lanes = draw(st.integers(2, 4))
+    story: list[tuple[str, Any]] = []
+    for _ in range(draw(st.integers(1, 12))):
+        sent = [n for n, (verb, _) in enumerate(story) if verb == "send"]
+        verb = draw(st.sampled_from(["run", "send", "wait"] if sent else ["run", "send"]))
+        if verb == "run":
+            story.append((verb, draw(kernels(lanes))))
+        elif verb == "send":
+            story.append((verb, draw(transfers(lanes))))
+        else:
+            story.append((verb, draw(st.sampled_from(sent))))
+    return lanes, story
+
+
+@given(stories(), st.booleans(), st.data())
+def test_any_program_takes_what_the_oracle_says(
+    told: tuple[int, list[tuple[str, Any]]], alone: bool, data: st.DataObject
+) -> None:
+    lanes, story = told
+    speed = data.draw(speeds(lanes))
+    streams, done = Streams(np.array(speed), alone=alone), {}
+    programs: list[Program] = [[] for _ in range(lanes)]
+    named = {}
+    for n, (verb, what) in enumerate(story):
+        if verb == "run":
+            streams.run("run", np.array(what))
+        elif verb == "send":
+            done[n] = streams.send("send", exchange_of(what, lanes))
+            itself = {lane: frozenset([lane]) for lane in what.seconds}
+            named[n] = Transfer(what.seconds, itself) if alone else what
+        else:
+            streams.wait(done[what])
+        for lane, program in enumerate(programs):
+            run = what[lane] / speed[lane] if verb == "run" else None
+            program.append((verb, {"run": run, "send": n, "wait": what}[verb]))
+    expected = play(programs, named)
+    assert streams.compute.tolist() == close(expected.finish)
+    assert streams.port.tolist() == close(expected.port)
+    assert streams.busy.tolist() == close(expected.busy)
+    assert streams.waited.tolist() == close(expected.waited)
