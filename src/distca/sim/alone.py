@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from distca.data.lengths import distribution
+from distca.planning.costs import CostModel, cost_model
 from distca.planning.masks import Mask
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.parallel import Parallel
@@ -172,6 +174,11 @@ class _Rates(Rates):
     """Corrected; no weights travel, and none are updated."""
 
     factors: Factors = AS_PRICED
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """By a profile, or not: without an optimizer a replay needs no more of one."""
+        return cost_model(self.cluster.profile, self.share)
 
     def attention(self, plan: Plan, *, backward: bool) -> Attention:
         found, times = super().attention(plan, backward=backward), self.factors.attention

@@ -98,7 +98,7 @@ class Cluster:
     def group_link(self, members: int, per_node: int) -> Link:
         """Of a ring of neighbours: what a node lacks comes in once, over the ports of all members
         there. A group that does not divide a node may lie across two, with one port between."""
-        if per_node % members == 0:
+        if per_node % members == 0 or self.gpus <= self.gpus_per_node:
             return self.inside
         together = per_node if members % per_node == 0 else 1
         rate = min(self.inside.bytes_per_s, self.across.bytes_per_s * together)
