@@ -32,7 +32,8 @@ def report(results: Record) -> str:
 
 
 def dated(part: Record, title: str) -> list[str]:
-    return ["", f"### {title}", "", f"{part['date']}, {part['batches']} global batches a cell.", ""]
+    said = f"{part['date']}, global batches of each cell: {part['batches']}."
+    return ["", f"### {title}", "", said, ""]
 
 
 def gather_table(part: Record) -> list[str]:
