@@ -11,6 +11,7 @@ import typer
 
 from distca import __version__
 from distca.cli.bench import app as bench
+from distca.cli.check import check
 from distca.cli.plan import plan
 from distca.cli.profile import profile
 from distca.cli.selftest import selftest
@@ -29,6 +30,7 @@ app.command()(train)
 app.command()(simulate)
 app.command()(profile)
 app.command()(selftest)
+app.command()(check)
 app.add_typer(bench, name="bench")
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name

@@ -1,0 +1,200 @@
+"""transformers' Trainer with sdpa and with distca: 2 ranks on 2 cores, one thread each.
+
+    python benchmarks/transformers_cpu.py             about ten minutes
+    python benchmarks/transformers_cpu.py --rounds 2  quicker, noisier
+
+The same small Llama, documents and Trainer on all sides. Every round runs a few steps of each side,
+so that whatever else the machine does strikes all of them; the first step of each is not counted.
+Lengths are fixed below: one rank has one long document, the other short ones, equally many tokens.
+
+- *sdpa*: transformers' own, which masks other documents and computes their scores all the same.
+- *colocated*: distca's kernels on whole documents, nothing moved (``policy="colocated"``). The gain
+  over sdpa is that of documents one by one.
+- *distca*: planned over both ranks. The gain over colocated is that of balance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import tempfile
+import time
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+LENGTHS = ([4096], [64] * 64)  # by rank, in every step
+MODEL = {
+    "vocab_size": 259,
+    "hidden_size": 256,
+    "intermediate_size": 320,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,  # attention then has about the share of Llama-3-8B's at a context of 128K
+    "max_position_embeddings": 4096,
+}
+SIDES = ("sdpa", "colocated", "distca")
+STEPS = 4  # of a side in a round, of which the first is not counted
+RESULTS = Path(__file__).parent / "results"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(_rank, (options.rounds, folder), nprocs=2)
+        record = json.loads(Path(folder, "result.json").read_text())
+    text = report(record)
+    print(text)
+    options.out.joinpath("transformers_cpu.md").write_text(text)
+    options.out.joinpath("transformers_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def _rank(rank: int, rounds: int, folder: str) -> None:
+    from distca.integrations.transformers import register
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # which finds the world that is made here
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    ways = {"colocated": register("colocated", policy="colocated"), "distca": register("distca")}
+    models = {side: model_with(side) for side in SIDES}
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    losses: dict[str, list[float]] = {side: [] for side in SIDES}
+    attention: dict[str, list[float]] = {side: [0.0, 0.0] for side in SIDES}
+    turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
+    for _ in range(rounds):
+        for side in turns.permutation(SIDES).tolist():
+            seconds, learned = trained(models[side], ways.get(side), folder)
+            times[side].append(median(seconds[1:]))
+            losses[side] += learned
+            if side in ways:
+                spent = ways[side].attention.take_seconds()["attention"] / STEPS
+                both = [torch.zeros(()) for _ in range(2)]
+                dist.all_gather(both, torch.tensor(spent))
+                attention[side] = [value.item() for value in both]
+    if rank == 0:
+        record = {"step_s": times, "losses": losses, "attention_s": attention}
+        Path(folder, "result.json").write_text(json.dumps(record))
+    dist.destroy_process_group()
+
+
+def model_with(attention: str) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation=attention))
+
+
+def trained(model: Any, way: Any, folder: str) -> tuple[list[float], list[float]]:
+    """Seconds and losses of a few steps of a Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
+
+    class Watch(TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.began, self.seconds = 0.0, list[float]()
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            self.began = time.perf_counter()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            dist.barrier()
+            self.seconds.append(time.perf_counter() - self.began)
+
+    watch = Watch()
+    arguments = TrainingArguments(
+        folder,
+        max_steps=STEPS,
+        per_device_train_batch_size=1,
+        train_sampling_strategy="sequential",  # batches go to the ranks in turn
+        learning_rate=1e-3,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        use_cpu=True,
+        ddp_find_unused_parameters=False,
+    )
+    callbacks = [watch] if way is None else [watch, way.callback()]
+    dataset = [packed(lengths) for _ in range(STEPS) for lengths in LENGTHS]
+    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=callbacks)
+    trainer.train()
+    return watch.seconds, [one["loss"] for one in trainer.state.log_history if "loss" in one]
+
+
+def packed(lengths: list[int]) -> dict[str, list[int]]:
+    """Random documents in one row, with position_ids that restart."""
+    tokens = np.random.default_rng(sum(lengths[:1])).integers(0, MODEL["vocab_size"], sum(lengths))
+    positions = np.concatenate([np.arange(length) for length in lengths])
+    labels = np.where(positions == 0, -100, tokens)
+    return {
+        "input_ids": tokens.tolist(),
+        "position_ids": positions.tolist(),
+        "labels": labels.tolist(),
+    }
+
+
+def report(record: dict[str, Any]) -> str:
+    step_s, losses = record["step_s"], record["losses"]
+    tokens = sum(map(sum, LENGTHS))
+    versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
+    lines = [
+        "# transformers' Trainer on two cores",
+        "",
+        f"`python benchmarks/transformers_cpu.py`, {date.today()}, {os.cpu_count()} cores,"
+        f" {platform.processor() or platform.machine()}, {versions}, gloo, 2 ranks",
+        "with one thread each, DDP. Llama of width 256 with 4 layers and 8 heads of 64, float32."
+        " One rank has a",
+        f"document of 4,096 tokens, the other 64 of 64; {len(step_s['sdpa'])} rounds of {STEPS}"
+        " steps of each side.",
+        "",
+        "| side | tokens/s | over sdpa (range of rounds) | over colocated (range) |"
+        " attention s (rank 0, 1) |",
+        "|---|---|---|---|---|",
+    ]
+    for side in SIDES:
+        spent = ", ".join(f"{value:.2f}" for value in record["attention_s"][side])
+        lines.append(
+            f"| {side} | {tokens / median(step_s[side]):.0f} |"
+            f" {gain(step_s['sdpa'], step_s[side])} | {gain(step_s['colocated'], step_s[side])} |"
+            f" {spent if side != 'sdpa' else 'not told'} |"
+        )
+    apart = max(
+        abs(a - b) / abs(a)
+        for side in SIDES[1:]
+        for a, b in zip(losses["sdpa"], losses[side], strict=True)
+    )
+    steps = len(losses["sdpa"])
+    lines += [
+        "",
+        f"Losses of {steps} steps, from {losses['sdpa'][0]:.4f} to {losses['sdpa'][-1]:.4f}, are at"
+        f" most {apart:.1e} apart (relative).",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def gain(base: list[float], ours: list[float]) -> str:
+    """Round by round, where the machine is in one mood."""
+    ratios = [a / b for a, b in zip(base, ours, strict=True)]
+    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+if __name__ == "__main__":
+    main()

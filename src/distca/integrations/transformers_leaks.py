@@ -1,0 +1,193 @@
+"""Do packed documents leak into each other? Changes one, and looks whether another moves.
+
+Attention that misses where documents begin trains on wrong numbers without a word. Which models and
+settings do can be read nowhere, so they are tried: any causal model of transformers, with any
+attention implementation.
+
+Legend: T tokens in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+LENGTHS = (19, 7, 1, 12)
+# What rounding may move, as a share of a tensor's largest value: experts and kernels may sum in
+# another order when other documents change.
+_ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
+_ROUNDING_16 = 3e-2
+
+Key = tuple[str, int]  # a module's name, and which of its calls
+
+
+@dataclass(frozen=True)
+class Leak:
+    """One document was changed, and others moved."""
+
+    changed: int  # number of the document
+    moved: tuple[int, ...]
+    layer: str  # the innermost module into which they came unmoved
+    by: float  # how much they moved there, as a share of the largest value
+
+
+def find_leaks(
+    model: nn.Module,
+    lengths: Sequence[int] = LENGTHS,
+    *,
+    cu_seq_lens: bool = False,
+    gradients: bool = False,
+    seed: int = 0,
+    **keywords: Any,
+) -> list[Leak]:
+    """Each packed document is changed in turn; a leak for each that others noticed.
+
+    The model is called as a trainer does: packed tokens [1, T] with ``position_ids`` that restart,
+    and whatever ``keywords`` say (``use_cache=False``).
+
+    cu_seq_lens: cumulative lengths are given too, as flash attention takes them.
+    gradients: leaves them on, as in training; ranks that share their attention all call this.
+    """
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    batch = packed(model, lengths, cu_seq_lens=cu_seq_lens, seed=seed) | keywords
+    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    with torch.set_grad_enabled(gradients):
+        before = _Record(names, len(documents))
+        _run(model, batch, before, seed)
+        leaks = []
+        for changed in range(len(lengths)):
+            chosen = (documents == changed).to(batch["input_ids"].device)
+            other = torch.where(chosen, _others(model, batch["input_ids"]), batch["input_ids"])
+            after = _Record(names, len(documents))
+            _run(model, batch | {"input_ids": other}, after, seed)
+            leaks += _leak(before, after, documents, changed)
+    return leaks
+
+
+def packed(
+    model: nn.Module, lengths: Sequence[int], *, cu_seq_lens: bool = False, seed: int = 0
+) -> dict[str, Any]:
+    """Random documents in one row, as ``DataCollatorWithFlattening`` gives them."""
+    device = next(model.parameters()).device
+    draw = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(_vocabulary(model), (1, sum(lengths)), generator=draw)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    batch: dict[str, Any] = {"input_ids": tokens.to(device), "position_ids": positions.to(device)}
+    if cu_seq_lens:
+        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+        batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
+    return batch
+
+
+def load(folder: Path) -> nn.Module:
+    """A model in float32 from its folder; with random weights where there is only a config."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} has no config.json: give the folder of a transformers model")
+    if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
+        loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+    else:
+        torch.manual_seed(0)
+        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model: nn.Module = loaded.float().eval()
+    return model
+
+
+class _Record:
+    """What goes into modules and comes out, as rows of tokens, in the order in which they end."""
+
+    def __init__(self, names: Mapping[nn.Module, str], num_tokens: int) -> None:
+        self._names, self._num_tokens = names, num_tokens
+        self._calls: dict[str, int] = {}
+        self._open: list[tuple[nn.Module, list[Tensor]]] = []
+        self.into: dict[Key, list[Tensor]] = {}
+        self.out_of: dict[Key, list[Tensor]] = {}
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        with ExitStack() as hooks:
+            for module in self._names:
+                hooks.enter_context(module.register_forward_pre_hook(self._begin, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._end))
+            yield
+
+    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        self._open.append((module, self._rows((args, kwargs))))
+
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
+        opened, rows = self._open.pop()
+        assert opened is module, "modules end in the reverse order of their beginnings"
+        name = self._names[module]
+        key = (name, self._calls.setdefault(name, 0))
+        self._calls[name] += 1
+        self.into[key], self.out_of[key] = rows, self._rows(output)
+
+    def _rows(self, values: Any) -> list[Tensor]:
+        """[T, ...] of each tensor that has tokens along its first axis, or after one of size 1."""
+        if hasattr(values, "to_tuple"):  # an output of transformers
+            values = values.to_tuple()
+        found = []
+        for value in tree_leaves(values):
+            if isinstance(value, Tensor) and value.ndim:
+                if value.ndim > 1 and value.shape[0] == 1:
+                    value = value[0]
+                if value.shape[0] == self._num_tokens:
+                    found.append(value.detach().flatten(1).cpu() if value.ndim > 1 else value.cpu())
+        return found
+
+
+def _run(model: nn.Module, batch: Mapping[str, Any], record: _Record, seed: int) -> None:
+    with torch.random.fork_rng(), record.watching():
+        torch.manual_seed(seed)  # dropout, if any, drops the same
+        model(**batch)
+
+
+def _leak(before: _Record, after: _Record, documents: Tensor, changed: int) -> list[Leak]:
+    for key in after.out_of:  # inner modules end first
+        if key not in before.out_of:  # an expert that nobody was routed to
+            continue
+        inputs = _moves(before.into[key], after.into[key], documents, changed)
+        outputs = _moves(before.out_of[key], after.out_of[key], documents, changed)
+        moved = {doc: by for doc, by in outputs.items() if doc not in inputs}
+        if moved and before.into[key]:
+            return [Leak(changed, tuple(sorted(moved)), key[0], max(moved.values()))]
+    return []
+
+
+def _moves(
+    before: Sequence[Tensor], after: Sequence[Tensor], documents: Tensor, changed: int
+) -> dict[int, float]:
+    """Other documents than the changed one whose rows differ, and by how much."""
+    moves: dict[int, float] = {}
+    for old, new in zip(before, after, strict=False):
+        if old.shape != new.shape or old.dtype != new.dtype:
+            continue
+        rounding = _ROUNDING.get(old.dtype, _ROUNDING_16) if old.is_floating_point() else 0.0
+        old, new = old.double().nan_to_num(), new.double().nan_to_num()
+        scale = max(float(old.abs().max()), 1e-30)
+        rows = (new - old).abs().reshape(len(documents), -1).amax(1) / scale
+        for document in set(documents[rows > rounding].tolist()):
+            if document != changed:
+                by = float(rows[documents == document].max())
+                moves[document] = max(moves.get(document, 0.0), by)
+    return moves
+
+
+def _vocabulary(model: nn.Module) -> int:
+    config: Any = model.config
+    size: int = config.get_text_config().vocab_size
+    return size
+
+
+def _others(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Another token in the place of each."""
+    return (tokens + _vocabulary(model) // 2) % _vocabulary(model)

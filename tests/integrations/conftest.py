@@ -1,0 +1,21 @@
+"""Ranks of their own: trainers leave marks on the processes that they run in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from ranks import RankPool
+
+
+@pytest.fixture(scope="session")
+def pair() -> Iterator[RankPool]:
+    """Two ranks of a gloo world."""
+    from ranks import RankPool
+
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -1,0 +1,28 @@
+"""Examples run as they stand, on two local ranks."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from distca.runtime.launch import launch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def test_transformers_trainer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    path = EXAMPLES / "transformers_trainer.py"
+    assert len(path.read_text().splitlines()) <= 40
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    launch([sys.executable, str(path)], 2, tmp_path / "logs")
+    losses = re.findall(r"'loss': '?([0-9.]+)", capfd.readouterr().out)
+    assert len(losses) == 5
+    assert all(5 < float(loss) < 6 for loss in losses)

@@ -1,0 +1,115 @@
+"""What integrations share: lengths from batches, notes of any length, loaders that plan ahead."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+from integrations import gathering
+from integrations.tiny import packed
+from ranks import RankPool, World
+
+from distca.integrations.ahead import Ahead
+from distca.integrations.lengths import (
+    lengths_of_offsets,
+    lengths_of_starts,
+    starts_of_positions,
+)
+from distca.integrations.planned import Kind, PlannedAttention, PlannedBatch
+from distca.integrations.transformers_batches import filler, lengths_of
+from distca.planning.masks import CAUSAL, Mask
+
+
+def test_lengths_of_offsets() -> None:
+    assert lengths_of_offsets(torch.tensor([0, 3, 4, 9, 9, 9]), 9) == [3, 1, 5]
+    assert lengths_of_offsets(torch.tensor([0]), 0) == []
+    for wrong in ([0, 3], [1, 9], [0, 5, 4, 9], []):
+        with pytest.raises(ValueError, match=r"for 9 tokens: they must rise from 0"):
+            lengths_of_offsets(torch.tensor(wrong), 9)
+
+
+def test_lengths_of_positions() -> None:
+    positions = torch.tensor([[0, 1, 2, 0, 0, 1], [5, 6, 7, 8, 9, 0]])
+    assert lengths_of_starts(starts_of_positions(positions)) == [3, 1, 2, 5, 1]
+
+
+def test_lengths_of_batches() -> None:
+    batch: dict[str, Any] = packed([4, 1, 3])
+    assert lengths_of(batch) == [4, 1, 3]
+    assert lengths_of(batch | {"cu_seq_lens_q": torch.tensor([0, 5, 8])}) == [5, 3]
+    assert lengths_of({"input_ids": torch.zeros(3, 7)}) == [7, 7, 7]
+    assert lengths_of({"inputs_embeds": torch.zeros(2, 7, 16)}) == [7, 7]
+    assert lengths_of(filler(batch)) == [1]
+    with pytest.raises(ValueError, match="padding"):
+        lengths_of(batch | {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])})
+    with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
+        lengths_of({"pixels": torch.zeros(1)})
+
+
+def test_windows_that_are_nowhere_too_small_share_the_causal_plan() -> None:
+    batch = PlannedAttention(cost="pairs").alone([30, 12])
+    causal, wide, narrow = (
+        batch.plan(Kind(Mask(reach), 4, 2, 8, "cpu")) for reach in (CAUSAL, 30, 29)
+    )
+    assert wide is causal
+    assert narrow is not causal
+
+
+def test_other_head_sizes_of_v() -> None:
+    """As latent attention has them."""
+    attention = PlannedAttention(cost="pairs")
+    batch = attention.alone([40])
+    q, k = torch.randn(2, 40, 4, 12, dtype=torch.float64)
+    for size in (8, 16):
+        v = torch.randn(40, 4, size, dtype=torch.float64)
+        out = attention.attend(q, k, v, batch)
+        q_, k_, v_ = (x.transpose(0, 1) for x in (q, k, v))
+        right = torch.nn.functional.scaled_dot_product_attention(q_, k_, v_, is_causal=True)
+        torch.testing.assert_close(out.transpose(0, 1), right)
+
+
+def test_a_loader_reads_one_ahead() -> None:
+    """What is next is being planned while the caller works on what it has."""
+    read: list[int] = []
+
+    def loader() -> Any:
+        for number in range(3):
+            read.append(number)
+            yield number
+
+    ahead: Ahead[Any] = Ahead(
+        loader(),
+        PlannedAttention(cost="pairs"),
+        lengths_of=lambda batch: [batch + 1],
+        attach=lambda batch, promise: (batch, promise),
+        filler=lambda last: 0,
+    )
+    seen = []
+    for number, promise in ahead:
+        assert isinstance(promise, Future)
+        batch = promise.result()
+        assert isinstance(batch, PlannedBatch)
+        assert batch.ranks == ((number + 1,),)
+        seen.append((number, len(read)))
+    assert seen == [(0, 2), (1, 3), (2, 3)]
+
+
+def test_notes_of_any_length(pair: RankPool) -> None:
+    lengths = [list(range(1, 2000)), [7]]
+    for ranks in pair.run(gathering.gathered, lengths, ranks=2):
+        assert [list(one) for one in ranks] == lengths
+
+
+def test_groups_that_are_parts_of_the_world(world: World) -> None:
+    """One of them with a rank that has no documents, and one of a single rank."""
+    errors = world(4).run(gathering.in_parts, ranks=4)
+    assert max(errors) < 1e-5
+
+
+def test_what_one_rank_complains_of_all_raise(pair: RankPool) -> None:
+    assert pair.run(gathering.complained, ranks=2) == [
+        "rank 1 cannot take part: no ink",
+        "no ink",
+    ]

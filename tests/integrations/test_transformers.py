@@ -1,0 +1,176 @@
+"""Models of transformers on two ranks against sdpa on one process: losses, and every gradient."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from integrations.tiny import (
+    LENGTHS,
+    assert_close,
+    batches,
+    by_sdpa,
+    gradients,
+    loss_of,
+    model_of,
+    packed,
+)
+from ranks import RankPool
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from integrations import bodies
+
+LAYERS = 3
+MODELS = ["llama", "qwen3", "mistral", "gemma3"]
+
+
+@pytest.mark.parametrize("checkpointing", [None, "reentrant", "plain", "selective"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_and_gradients(pair: RankPool, name: str, checkpointing: str | None) -> None:
+    losses, exact = by_sdpa(name, batches())
+    answers = pair.run(bodies.learned, name, checkpointing, ranks=2)
+    for (loss, found, exchanges), right in zip(answers, losses, strict=True):
+        assert loss == pytest.approx(right, rel=1e-5)
+        assert_close(found, exact)
+        # Out and back, forward and backward; whole layers that run again exchange forward again.
+        assert exchanges == (6 if checkpointing in ("reentrant", "plain") else 4) * LAYERS
+
+
+def test_with_use_cache_which_is_the_default(pair: RankPool) -> None:
+    """Where sdpa lets documents leak; the right numbers are those without."""
+    losses, exact = by_sdpa("llama", batches())
+    answers = pair.run(bodies.learned, "llama", None, True, ranks=2)
+    for (loss, found, _), right in zip(answers, losses, strict=True):
+        assert loss == pytest.approx(right, rel=1e-5)
+        assert_close(found, exact)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"return_flash_attn_kwargs": True},
+        {"return_flash_attn_kwargs": True, "return_position_ids": False},
+    ],
+    ids=["position_ids", "both", "cu_seq_lens"],
+)
+def test_batches_of_the_flattening_collator(pair: RankPool, options: dict[str, bool]) -> None:
+    losses, _ = by_sdpa("llama", batches())
+    assert pair.run(bodies.collated, options, ranks=2) == pytest.approx(losses, rel=1e-5)
+
+
+def test_rows_are_documents(pair: RankPool) -> None:
+    """A batch as it is without packing: three rows of one document each."""
+    batch = {name: rows.view(3, 120) for name, rows in packed([120] * 3).items()}
+    del batch["position_ids"]
+    assert pair.run(bodies.loss_of_rows, batch, ranks=2) == pytest.approx(
+        [loss_of(model_of("llama"), batch).item()] * 2, rel=1e-5
+    )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_batch_is_gathered_once_and_planned_once_for_each_mask(
+    pair: RankPool, ahead: bool
+) -> None:
+    """Two batches of a model with windows and without, whose layers are run again in backward."""
+    last_word = int(ahead)  # that no rank has another batch
+    for gathered, planned, agreed in pair.run(bodies.planned_once, ahead, ranks=2):
+        assert (gathered, planned, agreed) == (2 + last_word, 4, 4)
+
+
+@pytest.mark.parametrize("checkpointing", [None, "plain", "reentrant"])
+def test_frozen_weights_with_adapters(pair: RankPool, checkpointing: str | None) -> None:
+    exact, _ = pair.run(bodies.frozen, "sdpa", None, ranks=2)
+    for found in pair.run(bodies.frozen, "distca", checkpointing, ranks=2):
+        assert_close(found, exact)
+
+
+def test_a_rank_without_a_batch_left_joins_with_fillers(pair: RankPool) -> None:
+    lengths = [[[400, 5], [300], [200, 9]], [[60, 3]]]
+    one_by_one = [packed(own, seed) for rank in lengths for seed, own in enumerate(rank)]
+    losses, exact = by_sdpa("llama", one_by_one)
+    (first, grads, exchanges), (second, same, _) = pair.run(
+        bodies.planned_ahead, lengths, True, ranks=2
+    )
+    assert first == pytest.approx(losses[:3], rel=1e-5)
+    assert second == [pytest.approx(losses[3], rel=1e-5), 0.0, 0.0]
+    assert exchanges == 3 * 4 * LAYERS
+    for found in (grads, same):
+        assert_close(found, exact)
+
+
+def test_a_rank_without_any_batch_joins_with_fillers(pair: RankPool) -> None:
+    (first, _, _), (second, _, _) = pair.run(
+        bodies.planned_ahead, [[[400, 5], [300]], []], True, ranks=2
+    )
+    assert len(first) == len(second) == 2
+    assert second == [0.0, 0.0]
+
+
+def test_evaluation_by_plans_is_shared_too(pair: RankPool) -> None:
+    lengths = [[[400, 5], [300]], [[60, 3]]]
+    (first, _, exchanges), _ = pair.run(bodies.planned_ahead, lengths, False, ranks=2)
+    losses, _ = by_sdpa("llama", [packed(own, seed) for seed, own in enumerate(lengths[0])])
+    assert first == pytest.approx(losses, rel=1e-5)
+    assert exchanges == 2 * 2 * LAYERS
+
+
+def test_evaluation_without_plans_waits_for_nobody(pair: RankPool) -> None:
+    first, second = pair.run(bodies.evaluated, [3, 1], ranks=2)
+    losses, _ = by_sdpa("llama", [packed([50, 20], seed) for seed in range(3)])
+    assert first == pytest.approx(losses, rel=1e-5)
+    assert second == pytest.approx(losses[:1], rel=1e-5)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_generation_is_local(pair: RankPool, name: str) -> None:
+    """With a padded prompt, and with a window that is shorter than the prompts."""
+    assert pair.run(bodies.generated, name, "distca", ranks=2) == pair.run(
+        bodies.generated, name, "sdpa", ranks=2
+    )
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_padding_on_one_rank_is_told_on_all_at_once(pair: RankPool, ahead: bool) -> None:
+    (first, first_s), (second, second_s) = pair.run(bodies.padded_on_one, ahead, ranks=2)
+    where = "the batch" if ahead else r"layer 0 \(LlamaAttention\)"
+    assert re.match(where + " is given padding.*DataCollatorWithFlattening", second)
+    assert first == f"rank 1 cannot take part: {second}"
+    assert max(first_s, second_s) < 5
+
+
+def test_a_rank_that_never_comes_is_named(pair: RankPool) -> None:
+    waiting, _ = pair.run(bodies.missing, ranks=2)
+    assert "ranks [1] did not come" in waiting
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_documents_keep_to_themselves_in_training(pair: RankPool, name: str) -> None:
+    assert pair.run(bodies.leaking, name, ranks=2) == [[], []]
+
+
+def test_one_process_needs_no_world() -> None:
+    from distca.integrations.transformers import register
+
+    register(cost="pairs")
+    model = model_of("gemma3", "distca")
+    losses, exact = by_sdpa("gemma3", [packed(LENGTHS[0])])
+    loss = loss_of(model, packed(LENGTHS[0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(losses[0], rel=1e-5)
+    assert_close(gradients(model), exact)
+
+
+def test_autocast_as_sdpa_does_it() -> None:
+    """The norms of Qwen3 leave q and k in float32 beside v in bfloat16."""
+    from distca.integrations.transformers import register
+
+    register(cost="pairs")
+    with torch.autocast("cpu", torch.bfloat16):
+        right, found = (
+            loss_of(model_of("qwen3", attention), packed([150, 9]))
+            for attention in ("sdpa", "distca")
+        )
+    assert found.item() == pytest.approx(right.item(), rel=1e-3)

@@ -1,0 +1,133 @@
+"""The probe finds leaks that are there, says where, and finds none where there are none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from integrations.tiny import model_of
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from distca.cli import main
+from distca.integrations.transformers import register
+from distca.integrations.transformers_leaks import LENGTHS, find_leaks
+
+
+def test_none_where_documents_are_masked() -> None:
+    for attention in ("sdpa", "eager"):
+        assert find_leaks(model_of("gemma3", attention)) == []
+
+
+def test_a_cache_switches_the_masks_of_documents_off() -> None:
+    leaks = find_leaks(model_of("llama"), use_cache=True)
+    assert [(leak.changed, leak.moved) for leak in leaks] == [
+        (0, (1, 2, 3)),
+        (1, (2, 3)),
+        (2, (3,)),
+    ]
+    assert {leak.layer for leak in leaks} == {"model.layers.0.self_attn"}
+    assert min(leak.by for leak in leaks) > 0.01
+
+
+def test_masks_that_do_not_look_at_positions() -> None:
+    leaks = find_leaks(model_of("opt"))
+    assert leaks[0].layer == "model.decoder.layers.0.self_attn"
+
+
+def test_one_layer_among_others_is_named() -> None:
+    model = model_of("llama")
+    layer = model.model.layers[1].self_attn
+    forward = layer.forward
+
+    def leaking(*args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        return forward(*args, attention_mask=None, **kwargs)
+
+    layer.forward = leaking
+    leaks = find_leaks(model)
+    assert {leak.layer for leak in leaks} == {"model.layers.1.self_attn"}
+
+
+def test_a_mixer_that_is_no_attention() -> None:
+    """What sums over all tokens leaks both ways."""
+
+    class Mixed(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) + x.mean(1, keepdim=True)
+
+    model = model_of("llama")
+    model.model.layers[2].mlp = Mixed(model.model.layers[2].mlp)
+    leaks = find_leaks(model)
+    assert [leak.changed for leak in leaks] == [0, 1, 2, 3]
+    assert {leak.layer for leak in leaks} == {"model.layers.2.mlp"}
+    assert leaks[3].moved == (0, 1, 2)
+
+
+@pytest.mark.parametrize("cu_seq_lens", [False, True])
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "opt"])
+def test_none_with_distca(name: str, use_cache: bool, cu_seq_lens: bool) -> None:
+    register(cost="pairs")
+    model = model_of(name, "distca")
+    for gradients in (False, True):
+        options = {"cu_seq_lens": cu_seq_lens, "gradients": gradients, "use_cache": use_cache}
+        assert find_leaks(model, (130, 1, 7), **options) == []
+
+
+def test_weights_and_mode_are_left_alone() -> None:
+    model = model_of("llama")
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    state = torch.random.get_rng_state()
+    find_leaks(model)
+    assert model.training
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert torch.equal(state, torch.random.get_rng_state())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def checked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as end:
+        main(["check", *args])
+    said = capsys.readouterr()
+    return int(end.value.code or 0), said.out, said.err
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    status, out, _ = checked(capsys, str(tmp_path), "--json")
+    rows = json.loads(out)["checks"]
+    assert status == 1
+    assert {row["check"] for row in rows if row["passed"]} == {
+        "sdpa, use_cache=False",
+        "sdpa, use_cache=False, cu_seq_lens",
+        "distca, use_cache=False",
+        "distca, use_cache=False, cu_seq_lens",
+        "distca, use_cache=True",
+        "distca, use_cache=True, cu_seq_lens",
+    }
+    leak = next(row for row in rows if not row["passed"])["leaks"][0]
+    assert leak["layer"] == "model.layers.0.self_attn"
+    assert max(leak["moved"]) < len(LENGTHS)
+
+
+def test_command_on_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model_of("gemma2", "eager").config.save_pretrained(tmp_path)
+    status, out, _ = checked(capsys, str(tmp_path), "--attention", "eager", "--attention", "distca")
+    assert status == 1
+    assert "documents keep to themselves" in out
+    assert "softcap" in " ".join(out.split())
+    status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
+    assert status == 2
+
+
+def test_command_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    status, _, err = checked(capsys, str(tmp_path))
+    assert status == 2
+    assert "no config.json: give the folder of a transformers model" in err

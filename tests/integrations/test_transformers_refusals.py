@@ -1,0 +1,168 @@
+"""What layers need and distca cannot do is refused, in a sentence, and never computed wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from integrations.tiny import by_sdpa, loss_of, model_of, packed
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+from distca.integrations.transformers import register
+from distca.integrations.transformers_masks import document_starts
+from distca.integrations.transformers_tickets import Tickets
+from distca.planning.masks import CAUSAL
+
+WAY_OUT = "attn_implementation"
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register(cost="pairs")
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "words"),
+    [
+        ("gemma2", {}, r"layer 0 \(Gemma2Attention\) caps its scores \(softcap\)"),
+        ("gpt_oss", {}, r"layer 0 \(GptOssAttention\) has attention sinks \(s_aux\)"),
+    ],
+)
+def test_layers_that_want_more(name: str, options: dict[str, Any], words: str) -> None:
+    model = model_of(name, "distca", **options)
+    for learns in (True, False):  # nor is it evaluated wrongly
+        with (
+            torch.set_grad_enabled(learns),
+            pytest.raises(ValueError, match=f"{words}, which distca does not: .*{WAY_OUT}"),
+        ):
+            loss_of(model, packed([20, 9]))
+
+
+def test_dropout() -> None:
+    model = model_of("llama", "distca", attention_dropout=0.1)
+    with pytest.raises(ValueError, match=r"layer 0 .*drops attention weights.*attention_dropout"):
+        loss_of(model, packed([20, 9]))
+    loss_of(model.eval(), packed([20, 9]))  # drops nothing
+
+
+def test_padding_is_refused_in_training_and_exact_in_evaluation() -> None:
+    batch = packed([60])
+    batch = {name: rows.view(2, 30) for name, rows in batch.items() if name != "position_ids"}
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][1, 20:] = 0
+    batch["labels"] = torch.where(batch["attention_mask"] == 1, batch["labels"], -100)
+    with pytest.raises(ValueError, match=r"layer 0 \(LlamaAttention\) is given padding"):
+        loss_of(model_of("llama", "distca"), batch)
+    with torch.no_grad():
+        right, found = (loss_of(model_of("llama", a), batch).item() for a in ("sdpa", "distca"))
+    assert found == pytest.approx(right, rel=1e-5)
+
+
+def test_a_mask_of_ones_is_no_padding() -> None:
+    batch = packed([30, 12])
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    losses, _ = by_sdpa("llama", [packed([30, 12])])
+    assert loss_of(model_of("llama", "distca"), batch).item() == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_a_mask_of_the_users_own() -> None:
+    batch = packed([30])
+    batch["attention_mask"] = torch.ones(1, 1, 30, 30, dtype=torch.bool).tril()
+    with pytest.raises(ValueError, match=r"layer 0 .*is given a mask of its own.*documents"):
+        loss_of(model_of("llama", "distca"), batch)
+    with torch.no_grad():
+        right, found = (loss_of(model_of("llama", a), batch).item() for a in ("sdpa", "distca"))
+    assert found == pytest.approx(right, rel=1e-5)
+
+
+def test_a_bidirectional_model() -> None:
+    with pytest.raises(ValueError, match=r"layer 0 .*neither causal nor a sliding window"):
+        loss_of(model_of("gemma3", "distca", use_bidirectional_attention=True), packed([30, 4]))
+
+
+def test_a_model_that_handles_its_masks_itself() -> None:
+    ticket = register(cost="pairs").mask(
+        batch_size=1,
+        q_length=4,
+        kv_length=4,
+        mask_function=lambda b, h, q, k: k <= q,
+        device="cpu",
+    )
+    for touch in (lambda: ticket.dtype, lambda: ticket[:, :, 0]):
+        with pytest.raises(ValueError, match=f"does something to its masks.*{WAY_OUT}"):
+            touch()
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, r"\[0, 5, 20\] for 30 tokens"),
+        (
+            {
+                "cu_seq_lens_q": torch.tensor([0, 5, 30]),
+                "cu_seq_lens_k": torch.tensor([0, 6, 30]),
+            },
+            "cu_seq_lens_q and cu_seq_lens_k differ",
+        ),
+    ],
+)
+def test_lengths_that_do_not_fit(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=rf"layer 0 \(LlamaAttention\).*{words}"):
+        loss_of(model_of("llama", "distca"), packed([30]) | given)
+
+
+S = 24
+DOCUMENTS = torch.tensor([0] * 9 + [1] + [2] * 14)
+KINDS: dict[str, tuple[Callable[..., Any], int, bool]] = {
+    "causal": (lambda b, h, q, k: k <= q, CAUSAL, True),
+    "packed": (lambda b, h, q, k: (k <= q) & (DOCUMENTS[q] == DOCUMENTS[k]), CAUSAL, True),
+    "window": (lambda b, h, q, k: (k <= q) & (k > q - 5), 5, True),
+    "window, packed": (
+        lambda b, h, q, k: (k <= q) & (k > q - 5) & (DOCUMENTS[q] == DOCUMENTS[k]),
+        5,
+        True,
+    ),
+    "a window that is not told": (lambda b, h, q, k: (k <= q) & (k > q - 5), CAUSAL, False),
+    "full": (lambda b, h, q, k: k >= 0, CAUSAL, False),
+    "a prefix": (lambda b, h, q, k: (k <= q) | (k < 6), CAUSAL, False),
+    "strided": (lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), CAUSAL, False),
+    "not itself": (lambda b, h, q, k: k < q, CAUSAL, False),
+    "padding": (lambda b, h, q, k: (k <= q) & (k > 3), CAUSAL, False),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_are_told_apart(kind: str) -> None:
+    function, reach, known = KINDS[kind]
+    starts = document_starts(function, 1, S, reach, torch.device("cpu"))
+    assert (starts is not None) == known
+    if starts is not None:
+        packed_too = "packed" in kind
+        assert starts[0].nonzero().flatten().tolist() == ([0, 9, 10] if packed_too else [0])
+
+
+def test_chunks_look_like_documents_but_are_none() -> None:
+    """Known by the config, as in Llama 4, or by what else is known of the documents."""
+
+    def chunks(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (k <= q) & (k // 8 == q // 8)
+
+    asked = {"batch_size": 1, "q_length": S, "kv_length": S, "device": "cpu", "local_size": 8}
+    for size, words in ((8, "neither causal"), (None, "")):
+        config = SimpleNamespace(attention_chunk_size=size)
+        ticket = Tickets()(asked | {"mask_function": chunks, "config": config})
+        assert words in ticket.complaint
+    with pytest.raises(ValueError, match="neither causal nor a sliding window of documents"):
+        ticket.check([S])
+
+
+def test_a_batch_that_was_changed_after_it_was_planned() -> None:
+    one = register(cost="pairs")
+    (batch,) = one.plan_ahead([packed([30, 4])])
+    short = {name: x[:, :-1] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
+    with pytest.raises(ValueError, match=r"layer 0 .*33 tokens, but documents of 34 were planned"):
+        loss_of(model_of("llama", "distca"), short)

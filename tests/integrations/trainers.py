@@ -1,0 +1,130 @@
+"""What ranks run in the tests of integrations: transformers' Trainer, Accelerate, FSDP2."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from integrations.bodies import counted
+from integrations.tiny import batches, features, loss_of, model_of
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from distca.integrations.transformers import register
+
+# Documents, in the order in which samplers hand them to the ranks, two at a time.
+DOCUMENTS = [500, 9, 33, 90, 450, 20, 300, 5, 64, 1, 200, 128, 40, 30]
+
+
+def mark(rank: int, size: int) -> None:
+    """What a launcher would have told this process."""
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29999",  # never used: the world is there
+        "ACCELERATE_USE_CPU": "true",
+        "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    }
+
+
+def trained(
+    group: dist.ProcessGroup, attention: str, ahead: bool, name: str, options: dict[str, Any]
+) -> tuple[list[float], list[float], int]:
+    """Losses of training and of evaluation as the Trainer logs them; how often ranks exchanged."""
+    from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
+
+    mark(dist.get_rank(), dist.get_world_size())
+    one = register(cost="pairs")
+    with tempfile.TemporaryDirectory() as folder, counted() as sent:
+        arguments = TrainingArguments(
+            folder,
+            per_device_train_batch_size=2,
+            per_device_eval_batch_size=2,
+            num_train_epochs=2,
+            learning_rate=1e-2,
+            lr_scheduler_type="constant",
+            logging_steps=1,
+            eval_strategy="epoch",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+            use_cpu=True,
+            **options,
+        )
+        trainer = Trainer(
+            model_of(name, attention),
+            arguments,
+            train_dataset=features(DOCUMENTS),
+            eval_dataset=features(DOCUMENTS[:5], seed=1),  # the last batch is short
+            data_collator=DataCollatorWithFlattening(),
+            callbacks=[one.callback()] if ahead else [],
+        )
+        trainer.train()
+    logged = trainer.state.log_history
+    return (
+        [entry["loss"] for entry in logged if "loss" in entry],
+        [entry["eval_loss"] for entry in logged if "eval_loss" in entry],
+        len(sent),
+    )
+
+
+def accelerated(
+    group: dist.ProcessGroup, attention: str, flash: bool
+) -> tuple[list[float], list[float], int]:
+    """Losses of an Accelerate loop with gradient accumulation; then of an evaluation."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from transformers import DataCollatorWithFlattening
+
+    mark(dist.get_rank(), dist.get_world_size())
+    one = register(cost="pairs")
+    uneven = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, dataloader_config=uneven)
+    model = model_of("llama", attention)
+    collator = DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+    loader: Any = torch.utils.data.DataLoader(features(DOCUMENTS), 2, collate_fn=collator)
+    model, loader = accelerator.prepare(model, loader)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    loader = one.plan_ahead(loader)
+    losses = []
+    with counted() as sent:
+        for batch in loader:  # 7 batches: the second rank has one less, and gets a filler
+            with accelerator.accumulate(model):
+                loss = loss_of(model, batch | {"num_items_in_batch": 100})
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(accelerator.reduce(loss.detach()).item())
+        model.eval()
+        with torch.no_grad():
+            evaluation = [loss_of(model, batch).item() for batch in loader]
+    return losses, evaluation, len(sent)
+
+
+def sharded(
+    group: dist.ProcessGroup, name: str, checkpointing: bool
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss of this rank and gradients of all, with weights sharded by FSDP2."""
+    register(cost="pairs")
+    model = model_of(name, "distca")
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    for module in (*model.model.layers, model):
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)
+    loss = loss_of(model, batches()[dist.get_rank()])
+    loss.backward()
+    grads = {
+        parameter: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for parameter, p in model.named_parameters()
+    }
+    return loss.item(), grads
