@@ -80,7 +80,8 @@ class PlannedBatch:
             if kind not in self._plans:
                 shape = ModelShape("layer", kind.heads, kind.kv_heads, kind.head_dim)
                 options = dict(self._options)
-                options["cost"] = options["cost"] or ("cpu" if kind.device == "cpu" else DEFAULT_COST)
+                usual = "cpu" if kind.device == "cpu" else DEFAULT_COST
+                options["cost"] = options["cost"] or usual
                 self._plans[kind] = plan(self.ranks, model=shape, mask=kind.mask, **options)
             return self._plans[kind]
 
