@@ -1,11 +1,11 @@
 """transformers' Trainer with sdpa and with distca: 2 ranks on 2 cores, one thread each.
 
-    python benchmarks/transformers_cpu.py             about ten minutes
-    python benchmarks/transformers_cpu.py --rounds 2  quicker, noisier
+    python benchmarks/transformers_cpu.py            about four minutes
+    python benchmarks/transformers_cpu.py --steps 4  quicker, noisier
 
-The same small Llama, documents and Trainer on all sides. Every round runs a few steps of each side,
-so that whatever else the machine does strikes all of them; the first step of each is not counted.
-Lengths are fixed below: one rank has one long document, the other short ones, equally many tokens.
+The same small Llama, documents and Trainer on all sides, which take turns step by step in one run,
+so that whatever else the machine does strikes all of them. Lengths are fixed below: one rank has
+one long document, the other short ones, equally many tokens.
 
 - *sdpa*: transformers' own, which masks other documents and computes their scores all the same.
 - *colocated*: distca's kernels on whole documents, nothing moved (``policy="colocated"``). The gain
@@ -20,7 +20,11 @@ import json
 import os
 import platform
 import tempfile
+import threading
 import time
+import traceback
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
@@ -46,17 +50,17 @@ MODEL = {
     "max_position_embeddings": 4096,
 }
 SIDES = ("sdpa", "colocated", "distca")
-STEPS = 4  # of a side in a round, of which the first is not counted
+WARM_UP = 2  # steps of each side that are not counted
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=12, help="of each side, after two to warm up")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (options.rounds, folder), nprocs=2)
+        mp.spawn(_rank, (options.steps + WARM_UP, folder), nprocs=2)
         record = json.loads(Path(folder, "result.json").read_text())
     text = report(record)
     print(text)
@@ -64,7 +68,23 @@ def main() -> None:
     options.out.joinpath("transformers_cpu.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
-def _rank(rank: int, rounds: int, folder: str) -> None:
+class Turns:
+    """Lets one side run at a time, each of them in a thread, in the same order on both ranks."""
+
+    def __init__(self, order: Sequence[str]) -> None:
+        self._order, self._changed = list(order), threading.Condition()
+
+    def take(self, side: str) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._order[0] == side)
+
+    def give(self) -> None:
+        with self._changed:
+            self._order.pop(0)
+            self._changed.notify_all()
+
+
+def _rank(rank: int, steps: int, folder: str) -> None:
     from distca.integrations.transformers import register
 
     torch.set_num_threads(1)
@@ -73,25 +93,31 @@ def _rank(rank: int, rounds: int, folder: str) -> None:
     os.environ["ACCELERATE_USE_CPU"] = "true"  # which finds the world that is made here
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
     ways = {"colocated": register("colocated", policy="colocated"), "distca": register("distca")}
-    models = {side: model_with(side) for side in SIDES}
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
-    losses: dict[str, list[float]] = {side: [] for side in SIDES}
-    attention: dict[str, list[float]] = {side: [0.0, 0.0] for side in SIDES}
-    turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
-    for _ in range(rounds):
-        for side in turns.permutation(SIDES).tolist():
-            seconds, learned = trained(models[side], ways.get(side), folder)
-            times[side].append(median(seconds[1:]))
-            losses[side] += learned
-            if side in ways:
-                spent = ways[side].attention.take_seconds()["attention"] / STEPS
-                both = [torch.zeros(()) for _ in range(2)]
-                dist.all_gather(both, torch.tensor(spent))
-                attention[side] = [value.item() for value in both]
+    draw = np.random.default_rng(0)  # whoever comes first or after whom may matter
+    turns = Turns([side for _ in range(steps + 1) for side in draw.permutation(SIDES).tolist()])
+    with ThreadPoolExecutor(len(SIDES)) as pool:
+        running = {
+            side: pool.submit(guarded, trained, side, ways.get(side), turns, steps, folder)
+            for side in SIDES
+        }
+    sides = {side: one.result() for side, one in running.items()}
+    for side, way in ways.items():
+        spent = way.attention.take_seconds()["attention"] / steps
+        both = [torch.zeros(()) for _ in range(2)]
+        dist.all_gather(both, torch.tensor(spent))
+        sides[side]["attention_s"] = [value.item() for value in both]
     if rank == 0:
-        record = {"step_s": times, "losses": losses, "attention_s": attention}
-        Path(folder, "result.json").write_text(json.dumps(record))
+        Path(folder, "result.json").write_text(json.dumps(sides))
     dist.destroy_process_group()
+
+
+def guarded(work: Any, *args: Any) -> Any:
+    """Others wait for the turn of one that has failed: then all end."""
+    try:
+        return work(*args)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
 
 
 def model_with(attention: str) -> Any:
@@ -101,28 +127,32 @@ def model_with(attention: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation=attention))
 
 
-def trained(model: Any, way: Any, folder: str) -> tuple[list[float], list[float]]:
-    """Seconds and losses of a few steps of a Trainer."""
+def trained(side: str, way: Any, turns: Turns, steps: int, folder: str) -> dict[str, Any]:
+    """Seconds and losses of the steps of a Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
-    class Watch(TrainerCallback):  # type: ignore[misc]
+    class TakingTurns(TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
             self.began, self.seconds = 0.0, list[float]()
 
         def on_step_begin(self, *_: Any, **__: Any) -> None:
+            turns.give()
+            turns.take(side)
+            dist.barrier()
             self.began = time.perf_counter()
 
         def on_step_end(self, *_: Any, **__: Any) -> None:
             dist.barrier()
             self.seconds.append(time.perf_counter() - self.began)
 
-    watch = Watch()
+    turns.take(side)
+    watch = TakingTurns()
     arguments = TrainingArguments(
         folder,
-        max_steps=STEPS,
+        max_steps=steps,
         per_device_train_batch_size=1,
         train_sampling_strategy="sequential",  # batches go to the ranks in turn
-        learning_rate=1e-3,
+        learning_rate=1e-4,
         lr_scheduler_type="constant",
         logging_steps=1,
         save_strategy="no",
@@ -132,10 +162,12 @@ def trained(model: Any, way: Any, folder: str) -> tuple[list[float], list[float]
         ddp_find_unused_parameters=False,
     )
     callbacks = [watch] if way is None else [watch, way.callback()]
-    dataset = [packed(lengths) for _ in range(STEPS) for lengths in LENGTHS]
-    trainer = Trainer(model, arguments, train_dataset=dataset, callbacks=callbacks)
+    dataset = [packed(lengths) for _ in range(steps) for lengths in LENGTHS]
+    trainer = Trainer(model_with(side), arguments, train_dataset=dataset, callbacks=callbacks)
     trainer.train()
-    return watch.seconds, [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    turns.give()
+    losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]
+    return {"step_s": watch.seconds[WARM_UP:], "losses": losses}
 
 
 def packed(lengths: list[int]) -> dict[str, list[int]]:
@@ -151,7 +183,8 @@ def packed(lengths: list[int]) -> dict[str, list[int]]:
 
 
 def report(record: dict[str, Any]) -> str:
-    step_s, losses = record["step_s"], record["losses"]
+    step_s = {side: record[side]["step_s"] for side in SIDES}
+    losses = {side: record[side]["losses"] for side in SIDES}
     tokens = sum(map(sum, LENGTHS))
     versions = ", ".join(f"{name} {version(name)}" for name in ("torch", "transformers"))
     lines = [
@@ -161,39 +194,39 @@ def report(record: dict[str, Any]) -> str:
         f" {platform.processor() or platform.machine()}, {versions}, gloo, 2 ranks",
         "with one thread each, DDP. Llama of width 256 with 4 layers and 8 heads of 64, float32."
         " One rank has a",
-        f"document of 4,096 tokens, the other 64 of 64; {len(step_s['sdpa'])} rounds of {STEPS}"
-        " steps of each side.",
+        f"document of 4,096 tokens, the other 64 of 64; {len(step_s['sdpa'])} steps of each side,"
+        " in turns.",
         "",
-        "| side | tokens/s | over sdpa (range of rounds) | over colocated (range) |"
+        "| side | tokens/s | over sdpa (quartiles) | over colocated (quartiles) |"
         " attention s (rank 0, 1) |",
         "|---|---|---|---|---|",
     ]
     for side in SIDES:
-        spent = ", ".join(f"{value:.2f}" for value in record["attention_s"][side])
+        spent = ", ".join(f"{value:.2f}" for value in record[side].get("attention_s", []))
         lines.append(
             f"| {side} | {tokens / median(step_s[side]):.0f} |"
             f" {gain(step_s['sdpa'], step_s[side])} | {gain(step_s['colocated'], step_s[side])} |"
-            f" {spent if side != 'sdpa' else 'not told'} |"
+            f" {spent or 'not told'} |"
         )
     apart = max(
         abs(a - b) / abs(a)
         for side in SIDES[1:]
         for a, b in zip(losses["sdpa"], losses[side], strict=True)
     )
-    steps = len(losses["sdpa"])
+    first, *_, last = losses["sdpa"]
     lines += [
         "",
-        f"Losses of {steps} steps, from {losses['sdpa'][0]:.4f} to {losses['sdpa'][-1]:.4f}, are at"
-        f" most {apart:.1e} apart (relative).",
+        f"Losses of {len(losses['sdpa'])} steps, from {first:.4f} to {last:.4f}, are at most"
+        f" {apart:.1e} apart (relative).",
         "",
     ]
     return "\n".join(lines)
 
 
 def gain(base: list[float], ours: list[float]) -> str:
-    """Round by round, where the machine is in one mood."""
-    ratios = [a / b for a, b in zip(base, ours, strict=True)]
-    return f"{median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    """Step by step, where the machine is in one mood."""
+    low, middle, high = np.percentile(np.array(base) / np.array(ours), [25, 50, 75])
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":
