@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
+from threading import Event
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from integrations import gathering
 from integrations.tiny import packed
 from ranks import RankPool, World
 
+from distca.integrations import background
 from distca.integrations.ahead import Ahead
 from distca.integrations.lengths import (
     lengths_of_offsets,
@@ -42,10 +45,28 @@ def test_lengths_of_batches() -> None:
     assert lengths_of({"input_ids": torch.zeros(3, 7)}) == [7, 7, 7]
     assert lengths_of({"inputs_embeds": torch.zeros(2, 7, 16)}) == [7, 7]
     assert lengths_of(filler(batch)) == [1]
+    several = batch["position_ids"].expand(4, 1, 8)  # of text, time, height and width
+    assert lengths_of(batch | {"position_ids": several}) == [4, 1, 3]
     with pytest.raises(ValueError, match="padding"):
         lengths_of(batch | {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])})
     with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
         lengths_of({"pixels": torch.zeros(1)})
+    with pytest.raises(ValueError, match="without tokens: leave it out"):
+        lengths_of({"input_ids": torch.zeros(1, 0)})
+
+
+def test_the_end_of_a_process_waits_for_what_is_under_way_but_not_for_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A thread inside a collective would abort it."""
+    at_end: list[Any] = []
+    monkeypatch.setattr(background.atexit, "register", lambda *call: at_end.append(call))
+    monkeypatch.setattr(background, "_PATIENCE_S", 0.2)
+    for work, done in ((lambda: time.sleep(0.05), True), (Event().wait, False)):
+        promise = background.InOrder().submit(work)
+        end, *args = at_end.pop()
+        end(*args)
+        assert promise.done() == done
 
 
 def test_windows_that_are_nowhere_too_small_share_the_causal_plan() -> None:

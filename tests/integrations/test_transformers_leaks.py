@@ -81,6 +81,19 @@ def test_none_with_distca(name: str, use_cache: bool, cu_seq_lens: bool) -> None
         assert find_leaks(model, (130, 1, 7), **options) == []
 
 
+def test_a_model_that_is_compiled_is_run_as_it_is_written() -> None:
+    model = model_of("llama")
+    compiled = torch.compile(model, backend="eager")
+    assert find_leaks(compiled, use_cache=False) == []
+    assert find_leaks(compiled, use_cache=True)
+
+
+def test_one_document_cannot_leak() -> None:
+    for lengths in ((), (9,), (5, 0, 3)):
+        with pytest.raises(ValueError, match="give two or more, none of them empty"):
+            find_leaks(model_of("llama"), lengths)
+
+
 def test_weights_and_mode_are_left_alone() -> None:
     model = model_of("llama")
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -125,6 +138,34 @@ def test_command_on_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "softcap" in " ".join(out.split())
     status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
     assert status == 2
+
+
+def test_command_calls_as_in_training(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is only refused with gradients is not called fine; and in a narrow terminal."""
+    monkeypatch.setenv("COLUMNS", "40")
+    model_of("gemma3", use_bidirectional_attention=True).config.save_pretrained(tmp_path)
+    status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
+    assert status == 2
+    assert "neither causal" in " ".join(out.split())
+    assert "left out" in out
+
+
+def test_command_on_other_kinds_of_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers import BloomConfig, T5Config
+
+    T5Config().save_pretrained(tmp_path)
+    status, _, err = checked(capsys, str(tmp_path))
+    assert status == 2
+    assert err.rstrip().endswith("is of type t5, which is no causal language model")
+    BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4).save_pretrained(tmp_path)
+    status, out, _ = checked(capsys, str(tmp_path), "--json")
+    assert status == 2
+    assert "attends in its own way: --attention eager" in out
+    assert checked(capsys, str(tmp_path), "--attention", "eager")[0] == 1
 
 
 def test_command_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

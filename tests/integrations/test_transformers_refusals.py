@@ -14,8 +14,8 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from distca.integrations.transformers import register
 from distca.integrations.transformers_masks import document_starts
-from distca.integrations.transformers_tickets import Tickets
-from distca.planning.masks import CAUSAL
+from distca.integrations.transformers_tickets import Forward, Ticket, Tickets
+from distca.planning.masks import CAUSAL, Mask
 
 WAY_OUT = "attn_implementation"
 
@@ -92,7 +92,15 @@ def test_a_model_that_handles_its_masks_itself() -> None:
         mask_function=lambda b, h, q, k: k <= q,
         device="cpu",
     )
-    for touch in (lambda: ticket.dtype, lambda: ticket[:, :, 0]):
+    x = torch.zeros(4, 4)
+    for touch in (
+        lambda: ticket.dtype,
+        lambda: ticket[:, :, 0],
+        lambda: x + ticket,
+        lambda: ~ticket,
+        lambda: x.masked_fill(ticket, 0),
+        lambda: torch.where(ticket, x, x),
+    ):
         with pytest.raises(ValueError, match=f"does something to its masks.*{WAY_OUT}"):
             touch()
 
@@ -108,11 +116,64 @@ def test_a_model_that_handles_its_masks_itself() -> None:
             },
             "cu_seq_lens_q and cu_seq_lens_k differ",
         ),
+        (
+            {
+                "cu_seq_lens_q": torch.tensor([0, 30]),
+                "position_ids": packed([20, 10])["position_ids"],
+            },
+            "position_ids restart where cu_seq_lens_q",
+        ),
     ],
 )
 def test_lengths_that_do_not_fit(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=rf"layer 0 \(LlamaAttention\).*{words}"):
         loss_of(model_of("llama", "distca"), packed([30]) | given)
+
+
+def test_layers_that_are_told_nothing_of_documents() -> None:
+    """Those of GPT-BigCode get no position_ids, and with a cache the mask does not show them."""
+    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
+
+    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes | still))
+    right = loss_of(model, packed([20, 9]), use_cache=False).item()
+    model.set_attn_implementation("distca")
+    with pytest.raises(ValueError, match=r"layer 0 .*not told where documents begin: .*use_cache"):
+        loss_of(model, packed([20, 9]))
+    (batch,) = register(cost="pairs").plan_ahead([packed([20, 9])])
+    assert loss_of(model, batch).item() == pytest.approx(right, rel=1e-5)
+    model.config.use_cache = False
+    assert loss_of(model, packed([20, 9])).item() == pytest.approx(right, rel=1e-5)
+
+
+def test_layers_with_several_positions_for_each_token() -> None:
+    """Those of Qwen2-VL are given None, where the positions of text are not told apart."""
+    from transformers import LlamaConfig
+
+    one = register(cost="pairs")
+    model, batch = model_of("llama", "distca"), packed([20, 9])
+    ticket = one.mask(
+        batch_size=1,
+        q_length=29,
+        kv_length=29,
+        mask_function=lambda b, h, q, k: k <= q,
+        device="cpu",
+        config=LlamaConfig(use_cache=False),
+    )
+    q, k, v = torch.zeros(3, 1, 4, 29, 8)
+    layer = model.model.layers[0].self_attn
+    with pytest.raises(ValueError, match=r"layer 0 .*not told where .*give cu_seq_lens_q"):
+        one.attend(layer, q, k, v, ticket, position_ids=None)
+    one.attend(layer, q, k, v, ticket, position_ids=batch["position_ids"])
+
+
+def test_fsdp_hands_tickets_on_as_they_are() -> None:
+    """Its first version makes copies of dataclasses, layer by layer."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    ticket = Ticket(Forward(None, True, 1, 4), Mask(CAUSAL))
+    assert _apply_to_tensors(lambda x: x, {"mask": ticket})["mask"] is ticket
 
 
 S = 24

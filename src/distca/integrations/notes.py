@@ -1,4 +1,4 @@
-"""The lengths of all ranks, gathered over the host."""
+"""The documents of all ranks, gathered over the host."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 
 from distca.attention.agreement import DisagreementError
 from distca.dispatch.transport import NOTE_BYTES, Transport
+from distca.planning.placement import Entry
 
 _HEAD = 6  # digits that say how many pages a text has
 _LONGEST = 10_000  # of a complaint
@@ -16,7 +17,7 @@ _LONGEST = 10_000  # of a complaint
 class Note:
     """What a rank comes with."""
 
-    lengths: tuple[int, ...]  # of its documents
+    documents: tuple[Entry, ...]  # lengths of them, or shards
     done: bool = False  # it has no batch left, and these documents only fill in
     complaint: str = ""  # why it cannot take part
 
@@ -30,7 +31,7 @@ def exchange(transport: Transport, mine: Note) -> list[Note]:
     for rank, note in enumerate(said):
         if note["complaint"]:
             raise DisagreementError(f"rank {rank} cannot take part: {note['complaint']}")
-    return [Note(tuple(note["lengths"]), note["done"]) for note in said]
+    return [Note(tuple(note["documents"]), note["done"]) for note in said]
 
 
 def gather_texts(transport: Transport, text: bytes) -> list[bytes]:

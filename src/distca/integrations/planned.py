@@ -4,9 +4,9 @@ What integrations share. A trainer brings packed batches of its own, a batch a r
 each other their documents' lengths once per batch, and every rank makes the same plans from them.
 
     attention = PlannedAttention()              # of all ranks; groups are made when needed
-    batch = attention.gather(lengths)           # on every rank: the documents of all of them
+    batch = attention.gather(documents)         # on every rank: the documents of all of them
     out = attention.attend(q, k, v, batch)      # in every layer, forward and recomputed
-    batch = attention.alone(lengths)            # instead: nobody else is asked, nothing moves
+    batch = attention.alone(documents)          # instead: nobody else is asked, nothing moves
 
 ``submit`` gathers and plans in the background, in the order of its calls; ``ahead.Ahead`` does so
 for a loader.
@@ -37,8 +37,11 @@ from distca.planning.api import plan
 from distca.planning.costs import CostModel
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
+from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.profile import DEFAULT_COST
+
+Documents = Sequence[Entry]  # of a rank, in order: lengths, or shards of documents that span ranks
 
 TIMEOUT_S = 600.0
 _RESTLESS_S = 30.0  # after so long a rank says that it waits
@@ -60,21 +63,23 @@ class Kind:
 class PlannedBatch:
     """The documents of all ranks in one micro-batch, and a plan for each kind of attention.
 
-    Made from the same lengths by the same rules, plans are the same on every rank. They live as
+    Made from the same documents by the same rules, plans are the same on every rank. They live as
     long as this object does: keep it until the batch's backward is over.
     """
 
     def __init__(
-        self, ranks: Sequence[Sequence[int]], rank: int, options: Mapping[str, Any], *, alone: bool
+        self, ranks: Sequence[Documents], rank: int, options: Mapping[str, Any], *, alone: bool
     ) -> None:
-        self.ranks = tuple(tuple(lengths) for lengths in ranks)  # lengths of documents, by rank
-        self.lengths, self.alone = self.ranks[rank], alone  # of this rank; nobody else is in it
+        self.ranks = tuple(tuple(documents) for documents in ranks)
+        self.alone = alone  # nobody else is in it
+        self.lengths = tuple(_size(entry) for entry in self.ranks[rank])  # tokens on this rank
         self._options, self._plans, self._lock = options, dict[Kind, Plan](), Lock()
-        self._longest = max((max(lengths, default=0) for lengths in self.ranks), default=0)
+        self._placement = Placement.from_ranks(self.ranks)
 
     def plan(self, kind: Kind) -> Plan:
         """Made when first asked for, here or in the background."""
-        if kind.mask.reach >= self._longest:  # a window that is nowhere too small
+        longest = int(self._placement.lengths.max(initial=0))
+        if kind.mask.reach >= longest:  # a window that is nowhere too small
             kind = replace(kind, mask=Mask(CAUSAL))
         with self._lock:
             if kind not in self._plans:
@@ -82,7 +87,7 @@ class PlannedBatch:
                 options = dict(self._options)
                 usual = "cpu" if kind.device == "cpu" else DEFAULT_COST
                 options["cost"] = options["cost"] or usual
-                self._plans[kind] = plan(self.ranks, model=shape, mask=kind.mask, **options)
+                self._plans[kind] = plan(self._placement, model=shape, mask=kind.mask, **options)
             return self._plans[kind]
 
 
@@ -129,27 +134,27 @@ class PlannedAttention:
         """Makes the groups now, on all ranks of the world at the same point."""
         self._link()
 
-    def alone(self, lengths: Sequence[int]) -> PlannedBatch:
+    def alone(self, documents: Documents) -> PlannedBatch:
         """A batch of this rank, whatever the others do: nothing is exchanged."""
-        return PlannedBatch([lengths], 0, self._options, alone=True)
+        return PlannedBatch([documents], 0, self._options, alone=True)
 
-    def gather(self, lengths: Sequence[int], complaint: str = "") -> PlannedBatch:
+    def gather(self, documents: Documents, complaint: str = "") -> PlannedBatch:
         """The batch of all ranks, of which these are this rank's documents, packed in this order.
 
         Every rank of the group calls it at the same point; one without documents gives none. With a
         ``complaint`` on one rank, all of them raise it.
         """
-        batch = self.wait(self.submit(lengths, complaint=complaint))
+        batch = self.wait(self.submit(documents, complaint=complaint))
         assert batch is not None, "this rank has one"
         return batch
 
-    def submit(self, lengths: Sequence[int], *, done: bool = False, complaint: str = "") -> Promise:
+    def submit(self, documents: Documents, *, done: bool = False, complaint: str = "") -> Promise:
         """The same in the background, with plans for the kinds of attention known so far.
 
         A rank that is ``done`` has no batch left, and joins with fillers until all ranks are: then
         nobody gets a batch, but None.
         """
-        note, links = Note(tuple(lengths), done, complaint), self._link()
+        note, links = Note(tuple(documents), done, complaint), self._link()
         if links is None:
             return at_once(lambda: self._by_myself(note))
         return self._in_order.submit(lambda: self._with_all(links, note))
@@ -205,13 +210,13 @@ class PlannedAttention:
     def _by_myself(self, note: Note) -> PlannedBatch | None:
         if note.complaint:
             raise ValueError(note.complaint)
-        return None if note.done else self.alone(note.lengths)
+        return None if note.done else self.alone(note.documents)
 
     def _with_all(self, links: _Links, note: Note) -> PlannedBatch | None:
         notes = exchange(links.planning, note)
         if all(one.done for one in notes):
             return None
-        ranks = [one.lengths for one in notes]
+        ranks = [one.documents for one in notes]
         batch = PlannedBatch(ranks, links.planning.rank, self._options, alone=False)
         for kind in list(self._kinds):
             batch.plan(kind)
@@ -251,23 +256,22 @@ class _Links:
     def make(
         cls, world: dist.ProcessGroup, group: dist.ProcessGroup | None, timeout: timedelta
     ) -> _Links:
-        def another(**options: Any) -> dist.ProcessGroup:
-            made: dist.ProcessGroup = dist.new_group(**options)
-            return made
-
-        gloo = {"backend": "gloo", "timeout": timeout}
-        if group is None:
-            return cls(world, another(), another(**gloo), DistributedTransport(another(**gloo)))
+        mine = tuple(dist.get_process_group_ranks(world if group is None else group))
+        everyone: list[Any] = [mine] * dist.get_world_size(world)
+        if group is not None:
+            dist.all_gather_object(everyone, mine)
+        gloo: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         # Every rank makes every group, in the same order, also those that it is not in.
-        everyone: list[Any] = [None] * dist.get_world_size(world)
-        mine = tuple(dist.get_process_group_ranks(group))
-        dist.all_gather_object(everyone, mine)
         made = {
-            ranks: (another(ranks=ranks, **gloo), another(ranks=ranks, **gloo))
+            ranks: [dist.new_group(ranks, **options) for options in ({}, gloo, gloo)]
             for ranks in sorted({*everyone})
         }
-        control, planning = made[mine]
-        return cls(world, group, control, DistributedTransport(planning))
+        layers, control, planning = made[mine]
+        return cls(world, layers, control, DistributedTransport(planning))
+
+
+def _size(entry: Entry) -> int:
+    return entry if isinstance(entry, int) else entry["stop"] - entry["start"]
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -144,7 +144,8 @@ class Registered:
             out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")
-        if window not in (None, mask.reach):  # sdpa goes by the mask, flash attention by the window
+        # sdpa goes by the mask, flash attention by the window.
+        if window not in (None, mask.reach) and not attention_mask.complaint:
             raise ValueError(
                 f"{where} wants a window of {window} keys, but its mask is {mask}: {OTHERWISE}"
             )
@@ -163,6 +164,8 @@ class Registered:
                 raise ValueError(ticket.complaint)
             if forward.batch is None:
                 lengths = documents(forward.num_rows, forward.num_tokens, given, ticket.starts)
+                if forward.learns and len(lengths) == forward.num_rows:
+                    _refuse_blindness(forward.config, given)
             ticket.check(forward.batch.lengths if forward.batch else lengths)
         except ValueError as error:
             complaint = f"{where} {error}"
@@ -199,6 +202,19 @@ def _refuse(where: str, dropout: float, given: Mapping[str, Any]) -> None:
     for keyword, what in _REFUSED.items():
         if given.get(keyword) is not None:
             raise ValueError(f"{where} {what}, which distca does not: {OTHERWISE}")
+
+
+def _refuse_blindness(config: Any, given: Mapping[str, Any]) -> None:
+    """Layers without positions rely on transformers' mask, which does not look at them either where
+    there is a cache, or where a model has several for each token (Qwen2-VL)."""
+    if any(given.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
+        return
+    several, caches = "position_ids" in given, getattr(config, "use_cache", False)
+    if several or caches:
+        way = "give cu_seq_lens_q" if several else "set use_cache to False in the model's config"
+        raise ValueError(
+            f"is not told where documents begin: wrap the loader with plan_ahead, or {way}"
+        )
 
 
 def _refuse_mask(

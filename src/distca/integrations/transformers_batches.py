@@ -34,6 +34,8 @@ def lengths_of(batch: Mapping[str, Any]) -> list[int]:
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if name in batch), None)
     if tokens is None:
         raise ValueError(f"a batch of {', '.join(batch)} has neither input_ids nor inputs_embeds")
+    if not tokens.numel():
+        raise ValueError("a batch without tokens: leave it out, plan_ahead fills in for it")
     return documents(tokens.shape[0], tokens.shape[1], batch)
 
 
@@ -48,6 +50,8 @@ def documents(
         return lengths_of_offsets(offsets, num_rows * num_tokens)
     positions = given.get("position_ids")
     if positions is not None:
+        if positions.ndim == 3 and len(positions) == 4:  # of text, time, height, width
+            positions = positions[0]
         if positions.ndim != 2 or positions.shape[1] != num_tokens:
             raise ValueError(
                 f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"

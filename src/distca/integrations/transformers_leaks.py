@@ -55,6 +55,10 @@ def find_leaks(
     cu_seq_lens: cumulative lengths are given too, as flash attention takes them.
     gradients: leaves them on, as in training; ranks that share their attention all call this.
     """
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise ValueError(
+            f"documents of {list(lengths)} tokens: give two or more, none of them empty"
+        )
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     batch = packed(model, lengths, cu_seq_lens=cu_seq_lens, seed=seed) | keywords
     documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
@@ -89,15 +93,24 @@ def packed(
 
 def load(folder: Path) -> nn.Module:
     """A model in float32 from its folder; with random weights where there is only a config."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a transformers model")
+    config = AutoConfig.from_pretrained(folder)
+    kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
+    own = getattr(config, "auto_map", {})  # code in the folder
+    known = (k for k in kinds if type(config) in k._model_mapping or k.__name__ in own)
+    kind = next(known, None)
+    if kind is None:
+        raise ValueError(
+            f"{folder} is of type {config.model_type}, which is no causal language model"
+        )
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
-        loaded = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        loaded = kind.from_pretrained(folder, local_files_only=True)
     else:
         torch.manual_seed(0)
-        loaded = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        loaded = kind.from_config(config)
     model: nn.Module = loaded.float().eval()
     return model
 
@@ -146,7 +159,8 @@ class _Record:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], record: _Record, seed: int) -> None:
-    with torch.random.fork_rng(), record.watching():
+    eagerly = torch.compiler.set_stance("force_eager")  # what is compiled has no hooks
+    with torch.random.fork_rng(), record.watching(), eagerly:
         torch.manual_seed(seed)  # dropout, if any, drops the same
         model(**batch)
 
@@ -172,6 +186,8 @@ def _moves(
         if old.shape != new.shape or old.dtype != new.dtype:
             continue
         rounding = _ROUNDING.get(old.dtype, _ROUNDING_16) if old.is_floating_point() else 0.0
+        if old.is_complex():
+            old, new = torch.view_as_real(old), torch.view_as_real(new)
         old, new = old.double().nan_to_num(), new.double().nan_to_num()
         scale = max(float(old.abs().max()), 1e-30)
         rows = (new - old).abs().reshape(len(documents), -1).amax(1) / scale

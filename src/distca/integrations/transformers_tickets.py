@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ from distca.integrations.transformers_masks import document_starts
 from distca.planning.masks import CAUSAL, Mask
 
 OTHERWISE = "load this model with another attn_implementation, such as 'eager'"
-STRANGE = f"has a mask that is neither causal nor a sliding window of documents: {OTHERWISE}"
+_STRANGE = "has a mask that is neither causal nor a sliding window of documents"
+STRANGE = f"{_STRANGE}: {OTHERWISE}"
 
 
 class ForeignMaskError(AttributeError, TypeError, ValueError):
@@ -42,14 +43,13 @@ class Forward:
     batch: PlannedBatch | None = None  # known from the first layer on
 
 
-@dataclass(eq=False)
 class Ticket:
-    """[Note: tickets]"""
+    """[Note: tickets] Not a dataclass: FSDP's first version copies those for every layer."""
 
-    forward: Forward
-    mask: Mask
-    starts: Tensor | None  # [B, S], where transformers' own mask starts a document
-    complaint: str = ""  # why these layers cannot be attended
+    def __init__(self, forward: Forward, mask: Mask) -> None:
+        self.forward, self.mask = forward, mask
+        self.starts: Tensor | None = None  # [B, S], where transformers' mask starts a document
+        self.complaint = ""  # why these layers cannot be attended
 
     def check(self, lengths: Sequence[int]) -> None:
         """Refuses documents that cannot be what transformers' mask shows, once they are known."""
@@ -64,16 +64,28 @@ class Ticket:
             )
         starts[begins] = False
         if starts.any():  # it hides more than other documents
-            raise ValueError(STRANGE)
+            raise ValueError(
+                f"{_STRANGE}, or its position_ids restart where cu_seq_lens_q or the plan start no"
+                f" document: give a batch that agrees with itself, or {OTHERWISE}"
+            )
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> NoReturn:
         raise ForeignMaskError(
             f"this model does something to its masks ({name}) that distca cannot follow:"
             f" {OTHERWISE}"
         )
 
-    def __getitem__(self, _: Any) -> Any:
-        return self.__getattr__("indexing")
+    def __getitem__(self, _: Any) -> NoReturn:
+        self.__getattr__("indexing")
+
+    def _compute(self, *_: Any) -> NoReturn:
+        self.__getattr__("arithmetic")
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __invert__ = _compute
+
+    @classmethod
+    def __torch_function__(cls, function: Any, *_: Any) -> NoReturn:
+        cls.__new__(cls).__getattr__(getattr(function, "__name__", "arithmetic"))
 
 
 class Tickets:
@@ -88,7 +100,7 @@ class Tickets:
 
     def __call__(self, asked: Mapping[str, Any]) -> Ticket | None:
         forward, window = self._forward(asked), asked.get("local_size")
-        ticket = Ticket(forward, Mask(CAUSAL if window is None else window), None)
+        ticket = Ticket(forward, Mask(CAUSAL if window is None else window))
         num_keys, padding = asked["kv_length"], asked.get("attention_mask")
         if num_keys != forward.num_tokens or asked.get("q_offset"):
             ticket.complaint = (

@@ -1,0 +1,57 @@
+"""Megatron-Core without a GPU: where it says cuda, these tests say cpu.
+
+python megatron_on_cpu.py SCRIPT            runs it so
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_CPU = torch.device("cpu")
+
+
+class _ForCuda(TorchFunctionMode):
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        given = dict(kwargs or {})
+        if str(given.get("device")).startswith("cuda"):
+            given["device"] = _CPU
+        given.pop("pin_memory", None)
+        return func(*args, **given)
+
+
+@contextmanager
+def on_cpu() -> Iterator[None]:
+    """New tensors on the CPU, nothing to synchronize, and no random numbers of a GPU."""
+    home = "megatron.core.tensor_parallel.random"
+    with ExitStack() as stack:
+        for name, stand_in in {
+            "torch.cuda.current_device": lambda: _CPU,
+            "torch.cuda.synchronize": lambda *_: None,
+            f"{home}._get_cuda_rng_state": lambda *_, **__: torch.zeros(1),
+            f"{home}._set_cuda_rng_state": lambda *_, **__: None,
+            f"{home}.CudaRNGStatesTracker.fork": lambda *_: nullcontext(),
+        }.items():
+            stack.enter_context(patch(name, stand_in))
+        stack.enter_context(_ForCuda())
+        yield
+
+
+if __name__ == "__main__":
+    with on_cpu():
+        runpy.run_path(sys.argv[1], run_name="__main__")

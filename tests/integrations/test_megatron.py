@@ -1,0 +1,140 @@
+"""Megatron-Core's models and schedules on gloo: losses and gradients of its own local attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import RankPool, World
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed")
+
+from integrations import megatron_bodies as bodies
+from integrations.megatron_bodies import Case
+
+from distca.integrations.megatron_batches import head_and_tail, lengths_of, lengths_of_mask
+
+ROWS = [[[96, 96], [96, 96]], [[96, 96], [96, 96]]]
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+WINDOWS = {"window_size": (19, 0), "window_attn_skip_freq": 2}
+TOLERANCE = 5e-6
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(),
+        Case(ahead=True),
+        Case(ours=FULL),
+        Case(ours=SELECTIVE, ahead=True),
+        Case(form="sbhd"),
+        Case(config=WINDOWS),
+    ],
+    ids=["packed", "ahead", "full-recompute", "core-recompute", "documents-in-rows", "windows"],
+)
+def test_data_parallel(pair: RankPool, case: Case) -> None:
+    assert max(pair.run(bodies.stepped, case, ranks=2)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [Case(form="rows", lengths=ROWS), Case(form="mask"), Case(pp=2), Case(form="mask", pp=2)],
+    ids=["rows", "masks", "one-pipeline", "one-pipeline-masks"],
+)
+def test_nothing_moves_where_there_is_nothing_to_gain(pair: RankPool, case: Case) -> None:
+    assert max(pair.run(bodies.stepped, case, False, ranks=2)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(pp=2),
+        Case(pp=2, ours=FULL, ahead=True),
+        Case(pp=2, chunks=2, ours=FULL | {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+        Case(tp=2),
+        Case(cp=2),
+        Case(cp=2, form="rows", lengths=ROWS),
+        Case(cp=2, pp=2, config=WINDOWS, ours=SELECTIVE),
+    ],
+    ids=[
+        "pipelines",
+        "pipelines-recompute",
+        "interleaved-recompute",
+        "tensor",
+        "context",
+        "context-rows",
+        "context-pipeline-windows",
+    ],
+)
+def test_with_other_parallelism(world: World, case: Case) -> None:
+    assert max(world(4).run(bodies.stepped, case, ranks=4)) < TOLERANCE
+
+
+@pytest.mark.parametrize("form", ["thd", "mask"])
+def test_evaluation_is_local(pair: RankPool, form: str) -> None:
+    assert max(pair.run(bodies.evaluated, form, ranks=2)) < TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("offsets", "documents of 150 tokens in PackedSeqParams, but tensors of 192"),
+        ("none", "PackedSeqParams without cu_seqlens_q"),
+        ("reused", "is given the PackedSeqParams of an earlier forward pass"),
+    ],
+)
+def test_what_is_wrong_on_one_rank_all_raise(pair: RankPool, what: str, words: str) -> None:
+    first, second = pair.run(bodies.said, what, ranks=2)
+    assert second.startswith("layer 1 (DistcaDotProductAttention)")
+    assert words in second
+    assert first == f"rank 1 cannot take part: {second}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (
+            {"attention_dropout": 0.1},
+            "drops attention weights (0.1), which distca does not do: set",
+        ),
+        ({"softmax_type": "off-by-one"}, "has attention sinks (softmax_type off-by-one)"),
+        ({"window_size": (8, 2)}, "has window_size (8, 2), which shows it later keys"),
+        ({"qk_clip": True}, "asks for logits"),
+        ({"attn_mask_type": "no_mask"}, "has attn_mask_type no_mask, not causal"),
+        ({"bias": True}, "adds a bias to its scores"),
+        ({"cache": True}, "is given 1 queries for 8 keys, as with a cache"),
+        ({"called": "padding"}, "is called with attn_mask_type padding, not causal"),
+        ({"mask": "later"}, "is given a mask that is not of causal documents: leave it out"),
+        ({"mask": "holes"}, "is given a mask that is not of causal documents: leave it out"),
+    ],
+)
+def test_refusals(pair: RankPool, changes: dict[str, Any], words: str) -> None:
+    for said in pair.run(bodies.refused, changes, ranks=2):
+        assert said.startswith("layer 1 (DistcaDotProductAttention) ")
+        assert words in said
+
+
+def test_documents() -> None:
+    packed = bodies.packed_of([3, 1, 4])
+    assert lengths_of(packed) == [3, 1, 4]
+    packed.cu_seqlens_q_padded = packed.cu_seqlens_kv_padded = torch.tensor([0, 4, 8, 12])
+    assert lengths_of(packed) == [4, 4, 4]
+    packed.cu_seqlens_kv_padded = torch.tensor([0, 4, 6, 12])
+    with pytest.raises(ValueError, match="cu_seqlens_q and cu_seqlens_kv differ"):
+        lengths_of(packed)
+    masks = torch.cat([bodies.mask_of([3, 1, 4]), bodies.mask_of([8])])
+    assert lengths_of_mask(masks, 2) == [3, 1, 4, 8]
+    assert lengths_of_mask(masks[1:], 3) == [8, 8, 8]
+
+
+def test_head_and_tail() -> None:
+    def spans(rank: int) -> list[tuple[int, int]]:
+        shards: list[Any] = head_and_tail([8, 4], rank, 2, 0)
+        return [(shard["start"], shard["stop"]) for shard in shards]
+
+    assert spans(0) == [(0, 2), (6, 8), (0, 1), (3, 4)]
+    assert spans(1) == [(2, 4), (4, 6), (1, 2), (2, 3)]
+    with pytest.raises(ValueError, match="document 1 has 6 tokens"):
+        head_and_tail([8, 6], 0, 2, 0)

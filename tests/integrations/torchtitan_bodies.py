@@ -1,0 +1,210 @@
+"""What ranks run in the tests of torchtitan: its Trainer, on documents of a few hundred tokens."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial, reduce
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from integrations import torchtitan_on_cpu as on_cpu
+from torch import Tensor
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
+from torchtitan.hf_datasets import DatasetConfig
+from torchtitan.hf_datasets.text_datasets import DATASETS
+from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
+from torchtitan.models.llama3 import config_registry as llama3
+
+from distca.dispatch.transport import DistributedTransport
+from distca.integrations import planned
+from distca.integrations.torchtitan import InnerAttention, adopt
+
+on_cpu.shim()
+LENGTHS = (700, 20, 45, 300, 9, 130, 64, 5)  # tokens of documents, drawn from at random
+CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
+
+
+def texts(sizes: list[int], _: str) -> Dataset:
+    draw = random.Random(0)
+    return Dataset.from_list([{"text": "".join(draw.choices("abcdefgh", k=n))} for n in sizes])
+
+
+for name, sizes in {
+    "texts": random.Random(0).choices(LENGTHS, k=200),
+    "long": [5000] * 8,  # every row is one document
+    "few": [700] * 6 + [200] * 6,  # the first rank gets the first half
+    "none": [700] * 2 + [50] * 2,  # and the second not even a row
+}.items():
+    DATASETS[name] = DatasetConfig("", partial(texts, sizes), lambda row: row["text"])
+
+
+class Bytes(BaseTokenizer):
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Config, **_: Any) -> None:
+        super().__init__()
+        self.eos_id = 1
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        return [2] * add_bos + list(text.encode()) + [1] * add_eos
+
+    def decode(self, tokens: list[int]) -> str:
+        return bytes(tokens).decode()
+
+    def get_vocab_size(self) -> int:
+        return 2048
+
+
+class Metrics(MetricsProcessor):
+    """Keeps what torchtitan logs."""
+
+    logged: list[tuple[float, float]]
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        pass
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.logged, self.validated = [], []
+
+    def log(self, step: int, loss: float, most: float, norm: float, **options: Any) -> None:
+        self.logged.append((loss, norm))
+        super().log(step, loss, most, norm, **options)
+
+    def log_validation(self, loss: float, step: int, **options: Any) -> None:
+        self.validated.append(loss)
+
+
+def config_of(attention: str, folder: str) -> Any:
+    config = llama3.llama3_debugmodel_varlen_attn()
+    spec = config.model_spec
+    spec.model.layers = spec.model.layers[:3]
+    config.dump_folder = folder
+    config.tokenizer = Bytes.Config()
+    config.dataloader = replace(config.dataloader, dataset="texts")
+    config.metrics = Metrics.Config(log_freq=1)
+    config.checkpoint.enable = False
+    config.validator.enable = False
+    config.training = replace(
+        config.training,
+        local_batch_size=1,
+        seq_len=512,
+        steps=3,
+        mixed_precision_param="float32",
+    )
+    config.parallelism.spmd_backend = "partial_dtensor"  # the others need a newer torch than 2.13
+    config.debug.seed = 7
+    if attention.startswith("distca"):
+        return adopt(config, ahead=attention == "distca", cost="pairs", timeout_s=30.0)
+    config.override.imports.append(f"integrations.torchtitan_on_cpu.{attention}_attention")
+    return config
+
+
+@contextmanager
+def gathered() -> Iterator[list[Any]]:
+    """What this rank told the others of its documents."""
+    notes: list[Any] = []
+    tell = planned.exchange
+
+    def telling(transport: Any, mine: Any) -> Any:
+        notes.append(mine)
+        return tell(transport, mine)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "exchange", telling)
+        yield notes
+
+
+@contextmanager
+def counted() -> Iterator[list[int]]:
+    """Bytes sent by each exchange."""
+    sent: list[int] = []
+    start = DistributedTransport.start
+
+    def counting(self: Any, send: Tensor, recv: Tensor, *splits: Any) -> Any:
+        sent.append(send.numel())
+        return start(self, send, recv, *splits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DistributedTransport, "start", counting)
+        yield sent
+
+
+def mark() -> None:
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+
+
+@dataclass
+class Trained:
+    steps: list[tuple[float, float]]  # loss and gradient norm
+    validated: list[float]
+    exchanges: int
+    gatherings: int  # of lengths
+    fillers: int  # with which this rank joined
+
+
+def trained(
+    group: dist.ProcessGroup, attention: str, checkpointing: str, options: dict[str, Any]
+) -> Trained:
+    """options: of the Trainer's config, by dotted names; "window" is of the second layer."""
+    mark()
+    with tempfile.TemporaryDirectory() as folder, counted() as sent, gathered() as notes:
+        config = config_of(attention, folder)
+        config.activation_checkpoint = CHECKPOINTING[checkpointing]
+        given = dict(options)
+        if window := given.pop("window", None):
+            inner = VarlenAttention.Config(window_size=window)
+            config.model_spec.model.layers[1].attention.inner_attention = inner
+        for name, value in given.items():
+            home, _, last = name.rpartition(".")
+            setattr(reduce(getattr, home.split("."), config), last, value)
+        trainer = config.build()
+        trainer.train()
+        trainer.close()
+    metrics = trainer.metrics_processor
+    fillers = sum(note.done for note in notes)
+    return Trained(metrics.logged, metrics.validated, len(sent), len(notes), fillers)
+
+
+def resumed(group: dist.ProcessGroup, folder: str) -> list[list[tuple[float, float]]]:
+    """Four steps; then the last two again, from the checkpoint after the second."""
+    mark()
+    runs = []
+    for load_step in (-1, 2):
+        config = config_of("distca", folder)
+        config.checkpoint.enable, config.checkpoint.interval = True, 2
+        config.checkpoint.load_step, config.training.steps = load_step, 4
+        trainer = config.build()
+        trainer.train()
+        trainer.close()
+        runs.append(trainer.metrics_processor.logged)
+    return runs
+
+
+def wrong_on_one(group: dist.ProcessGroup) -> tuple[str, float]:
+    """What a rank raises, and after how long, where the second one's documents do not fit."""
+    layer = InnerAttention.Config(cost="pairs", timeout_s=20.0).build()
+    q = torch.randn(1, 64, 2, 16, requires_grad=True)
+    end = 64 - dist.get_rank()
+    offsets = torch.tensor([0, 20, end], dtype=torch.int32)
+    began = time.monotonic()
+    try:
+        layer(q, q, q, attention_masks=VarlenMetadata(offsets, offsets, 44, 44))
+    except ValueError as error:
+        return str(error), time.monotonic() - began
+    return "", 0.0
