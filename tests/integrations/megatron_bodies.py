@@ -7,10 +7,11 @@ Legend: M micro-batches, R data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -92,14 +93,27 @@ def model_of(config: TransformerConfig, attention: type | None, **options: Any) 
 
 @contextmanager
 def groups(case: Case) -> Iterator[None]:
-    parallel_state.initialize_model_parallel(
-        case.tp, case.pp, case.chunks if case.chunks > 1 else None, context_parallel_size=case.cp
-    )
-    try:
-        with on_cpu():
+    """Megatron's, of which there are dozens: those of gloo have threads, and must not pile up."""
+    made: list[Any] = []
+    new_group = dist.new_group
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        made.append(new_group(*args, **kwargs))
+        return made[-1]
+
+    chunks = case.chunks if case.chunks > 1 else None
+    with patch("torch.distributed.new_group", recording), on_cpu():
+        parallel_state.initialize_model_parallel(
+            case.tp, case.pp, chunks, context_parallel_size=case.cp
+        )
+        try:
             yield
-    finally:
-        parallel_state.destroy_model_parallel()
+        finally:
+            parallel_state.destroy_model_parallel()
+            for group in made:
+                if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                    with suppress(ValueError):  # Megatron has ended some of them itself
+                        dist.destroy_process_group(group)
 
 
 def tokens_of(number: int, rank: int, size: int = TOKENS) -> Tensor:

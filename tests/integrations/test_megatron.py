@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from ranks import RankPool, World
+from ranks import RankPool
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
@@ -22,6 +23,21 @@ WINDOWS = {"window_size": (19, 0), "window_attn_skip_freq": 2}
 TOLERANCE = 5e-6
 
 
+@pytest.fixture(scope="module")
+def two() -> Iterator[RankPool]:
+    """Of these tests alone: Megatron's many groups leave threads behind."""
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[RankPool]:
+    pool = RankPool(4)
+    yield pool
+    pool.close()
+
+
 @pytest.mark.parametrize(
     "case",
     [
@@ -34,8 +50,8 @@ TOLERANCE = 5e-6
     ],
     ids=["packed", "ahead", "full-recompute", "core-recompute", "documents-in-rows", "windows"],
 )
-def test_data_parallel(pair: RankPool, case: Case) -> None:
-    assert max(pair.run(bodies.stepped, case, ranks=2)) < TOLERANCE
+def test_data_parallel(two: RankPool, case: Case) -> None:
+    assert max(two.run(bodies.stepped, case, ranks=2)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -43,8 +59,8 @@ def test_data_parallel(pair: RankPool, case: Case) -> None:
     [Case(form="rows", lengths=ROWS), Case(form="mask"), Case(pp=2), Case(form="mask", pp=2)],
     ids=["rows", "masks", "one-pipeline", "one-pipeline-masks"],
 )
-def test_nothing_moves_where_there_is_nothing_to_gain(pair: RankPool, case: Case) -> None:
-    assert max(pair.run(bodies.stepped, case, False, ranks=2)) < TOLERANCE
+def test_nothing_moves_where_there_is_nothing_to_gain(two: RankPool, case: Case) -> None:
+    assert max(two.run(bodies.stepped, case, False, ranks=2)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -68,13 +84,13 @@ def test_nothing_moves_where_there_is_nothing_to_gain(pair: RankPool, case: Case
         "context-pipeline-windows",
     ],
 )
-def test_with_other_parallelism(world: World, case: Case) -> None:
-    assert max(world(4).run(bodies.stepped, case, ranks=4)) < TOLERANCE
+def test_with_other_parallelism(four: RankPool, case: Case) -> None:
+    assert max(four.run(bodies.stepped, case, ranks=4)) < TOLERANCE
 
 
 @pytest.mark.parametrize("form", ["thd", "mask"])
-def test_evaluation_is_local(pair: RankPool, form: str) -> None:
-    assert max(pair.run(bodies.evaluated, form, ranks=2)) < TOLERANCE
+def test_evaluation_is_local(two: RankPool, form: str) -> None:
+    assert max(two.run(bodies.evaluated, form, ranks=2)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -85,8 +101,8 @@ def test_evaluation_is_local(pair: RankPool, form: str) -> None:
         ("reused", "is given the PackedSeqParams of an earlier forward pass"),
     ],
 )
-def test_what_is_wrong_on_one_rank_all_raise(pair: RankPool, what: str, words: str) -> None:
-    first, second = pair.run(bodies.said, what, ranks=2)
+def test_what_is_wrong_on_one_rank_all_raise(two: RankPool, what: str, words: str) -> None:
+    first, second = two.run(bodies.said, what, ranks=2)
     assert second.startswith("layer 1 (DistcaDotProductAttention)")
     assert words in second
     assert first == f"rank 1 cannot take part: {second}"
@@ -110,8 +126,8 @@ def test_what_is_wrong_on_one_rank_all_raise(pair: RankPool, what: str, words: s
         ({"mask": "holes"}, "is given a mask that is not of causal documents: leave it out"),
     ],
 )
-def test_refusals(pair: RankPool, changes: dict[str, Any], words: str) -> None:
-    for said in pair.run(bodies.refused, changes, ranks=2):
+def test_refusals(two: RankPool, changes: dict[str, Any], words: str) -> None:
+    for said in two.run(bodies.refused, changes, ranks=2):
         assert said.startswith("layer 1 (DistcaDotProductAttention) ")
         assert words in said
 

@@ -9,12 +9,12 @@ import torch
 from integrations.tiny import (
     LENGTHS,
     assert_close,
-    batches,
     by_sdpa,
     gradients,
     loss_of,
     model_of,
     packed,
+    reference,
 )
 from ranks import RankPool
 
@@ -29,7 +29,7 @@ MODELS = ["llama", "qwen3", "mistral", "gemma3"]
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "plain", "selective"])
 @pytest.mark.parametrize("name", MODELS)
 def test_losses_and_gradients(pair: RankPool, name: str, checkpointing: str | None) -> None:
-    losses, exact = by_sdpa(name, batches())
+    losses, exact = reference(name)
     answers = pair.run(bodies.learned, name, checkpointing, ranks=2)
     for (loss, found, exchanges), right in zip(answers, losses, strict=True):
         assert loss == pytest.approx(right, rel=1e-5)
@@ -40,7 +40,7 @@ def test_losses_and_gradients(pair: RankPool, name: str, checkpointing: str | No
 
 def test_with_use_cache_which_is_the_default(pair: RankPool) -> None:
     """Where sdpa lets documents leak; the right numbers are those without."""
-    losses, exact = by_sdpa("llama", batches())
+    losses, exact = reference("llama")
     answers = pair.run(bodies.learned, "llama", None, True, ranks=2)
     for (loss, found, _), right in zip(answers, losses, strict=True):
         assert loss == pytest.approx(right, rel=1e-5)
@@ -57,7 +57,7 @@ def test_with_use_cache_which_is_the_default(pair: RankPool) -> None:
     ids=["position_ids", "both", "cu_seq_lens"],
 )
 def test_batches_of_the_flattening_collator(pair: RankPool, options: dict[str, bool]) -> None:
-    losses, _ = by_sdpa("llama", batches())
+    losses, _ = reference("llama")
     assert pair.run(bodies.collated, options, ranks=2) == pytest.approx(losses, rel=1e-5)
 
 

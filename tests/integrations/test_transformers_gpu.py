@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from integrations.tiny import assert_close, batches, by_sdpa, gradients, loss_of, model_of, packed
+from integrations.tiny import assert_close, gradients, loss_of, model_of, packed, reference
 from ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -38,7 +38,7 @@ def test_bfloat16_against_sdpa(name: str) -> None:
 @pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_two_ranks_on_one_gpu(pair: RankPool, name: str, ahead: bool) -> None:
-    losses, exact = by_sdpa(name, batches())
+    losses, exact = reference(name)
     answers = pair.run(bodies.learned_on_gpu, name, ahead, ranks=2)
     for (loss, found), right in zip(answers, losses, strict=True):
         assert loss == pytest.approx(right, rel=1e-4)

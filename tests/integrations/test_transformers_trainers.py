@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from integrations.tiny import assert_close, batches, by_sdpa
+from integrations.tiny import assert_close, reference
 from ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -53,7 +53,7 @@ def test_accelerate_with_uneven_batches(pair: RankPool, flash: bool) -> None:
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_fsdp2(pair: RankPool, name: str, checkpointing: bool) -> None:
-    losses, exact = by_sdpa(name, batches())
+    losses, exact = reference(name)
     for (loss, found), right in zip(
         pair.run(trainers.sharded, name, checkpointing, ranks=2), losses, strict=True
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -95,6 +96,12 @@ def by_sdpa(
         loss.backward()
         losses.append(loss.item())
     return losses, gradients(model)
+
+
+@cache
+def reference(name: str) -> tuple[list[float], dict[str, Tensor]]:
+    """What ranks with ``batches()`` are compared with."""
+    return by_sdpa(name, batches())
 
 
 def assert_close(found: dict[str, Tensor], exact: dict[str, Tensor], error: float = 1e-5) -> None:
