@@ -22,17 +22,18 @@ import torch
 import torch.distributed as dist
 
 START_S, RUN_S = 60, 60
-# Imported once, before ranks are forked: each of them takes a second or more. Those that are not
-# installed are passed over.
+# Imported once, before ranks are forked: each of them takes a second or more.
 PRELOADED = [
     "torch._dynamo",
     "torch.distributed.tensor.parallel",
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.checkpoint",
-    "transformers.models.llama.modeling_llama",
-    "megatron.core.models.gpt.gpt_layer_specs",
 ]
+if not torch.cuda.is_available():  # they wake it, which nobody may before a fork
+    PRELOADED += ["transformers.models.llama.modeling_llama"]
+    PRELOADED += ["megatron.core.models.gpt.gpt_layer_specs"]
+
 IMPATIENT: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 

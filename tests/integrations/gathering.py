@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from distca.integrations.planned import PlannedAttention
+from distca.integrations.planned import PlannedAttention, PlannedBatch
+from distca.planning.masks import Mask
 
 
 def gathered(group: dist.ProcessGroup, lengths: list[list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -23,12 +24,33 @@ def in_parts(group: dist.ProcessGroup) -> float:
     assert batch.lengths == tuple(lengths)
     assert batch.alone == (rank == 3)
     assert len(batch.ranks) == (1 if batch.alone else 3)
-    draw = torch.Generator().manual_seed(rank)
-    q, k, v = torch.randn(3, sum(lengths), 4, 8, generator=draw)
-    out = attention.attend(q, k, v, batch)
+    return _error(attention, batch)
+
+
+def on_another_device(group: dist.ProcessGroup) -> float:
+    """Where tensors are made elsewhere unless told otherwise, as after torch.set_default_device."""
+    attention = PlannedAttention(cost="pairs")
+    torch.set_default_device("meta")
+    try:
+        batch = attention.gather([[300], [20, 7]][dist.get_rank(group)])
+        return max(_error(attention, batch, mask) for mask in ("causal", "window:30"))
+    finally:
+        torch.set_default_device(None)
+
+
+def _error(attention: PlannedAttention, batch: PlannedBatch, mask: str = "causal") -> float:
+    lengths, draw = list(batch.lengths), torch.Generator().manual_seed(0)
+    q, k, v = torch.randn(3, sum(lengths), 4, 8, generator=draw, device="cpu").requires_grad_()
+    out = attention.attend(q, k, v, batch, mask=mask)
+    out.sum().backward()
+    window = Mask.parse(mask).reach
+    seen = [
+        torch.ones(length, length, dtype=torch.bool, device="cpu").tril().triu(1 - window)
+        for length in lengths
+    ]
     right = [
-        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in own), is_causal=True)
-        for own in zip(*(x.split(lengths) for x in (q, k, v)), strict=True)
+        F.scaled_dot_product_attention(*(x.transpose(0, 1) for x in own), attn_mask=keys)
+        for *own, keys in zip(*(x.split(lengths) for x in (q, k, v)), seen, strict=True)
     ]
     parts_of = zip(out.split(lengths), right, strict=True)
     return max([float((a.transpose(0, 1) - b).norm() / b.norm()) for a, b in parts_of], default=0.0)

@@ -7,7 +7,7 @@ Legend: M micro-batches, R data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -92,7 +92,7 @@ def model_of(config: TransformerConfig, attention: type | None, **options: Any) 
 
 
 @contextmanager
-def groups(case: Case) -> Iterator[None]:
+def groups(case: Case, device: str = "cpu") -> Iterator[None]:
     """Megatron's, of which there are dozens: those of gloo have threads, and must not pile up."""
     made: list[Any] = []
     new_group = dist.new_group
@@ -102,7 +102,7 @@ def groups(case: Case) -> Iterator[None]:
         return made[-1]
 
     chunks = case.chunks if case.chunks > 1 else None
-    with patch("torch.distributed.new_group", recording), on_cpu():
+    with patch("torch.distributed.new_group", recording), _shim(device):
         parallel_state.initialize_model_parallel(
             case.tp, case.pp, chunks, context_parallel_size=case.cp
         )
@@ -116,9 +116,14 @@ def groups(case: Case) -> Iterator[None]:
                         dist.destroy_process_group(group)
 
 
+def _shim(device: str) -> AbstractContextManager[None]:
+    return on_cpu() if device == "cpu" else nullcontext()
+
+
 def tokens_of(number: int, rank: int, size: int = TOKENS) -> Tensor:
     draw = torch.Generator().manual_seed(100 * number + rank)
-    return torch.randint(VOCABULARY, (size + 1,), generator=draw)
+    row = torch.randint(VOCABULARY, (size + 1,), generator=draw, device="cpu")
+    return row.to(torch.get_default_device())
 
 
 def loss_alone(model: GPTModel, lengths: list[int], number: int, rank: int) -> list[Tensor]:
@@ -177,7 +182,7 @@ def _step(case: Case, weights: dict[str, Tensor]) -> tuple[list[float], dict[str
     with torch.no_grad():
         for name, p in named.items():
             p.copy_(cuts[name](weights[name]))
-    iterators = [_micro_batches(case, attention) for _ in models]
+    iterators = [micro_batches(case, attention) for _ in models]
     data = get_forward_backward_func()(
         forward_step_func=_forward,
         data_iterator=iterators if case.chunks > 1 else iterators[0],
@@ -235,7 +240,7 @@ def _forward(data: Iterator[dict[str, Any]], model: GPTModel) -> tuple[Tensor, A
     return model(**given), loss_of
 
 
-def _micro_batches(case: Case, attention: type[DistcaDotProductAttention]) -> Iterator[Any]:
+def micro_batches(case: Case, attention: type[DistcaDotProductAttention]) -> Iterator[Any]:
     rank = parallel_state.get_data_parallel_rank()
     scale = len(case.lengths) / case.cp
     ready = []
@@ -288,7 +293,7 @@ def evaluated(group: dist.ProcessGroup, form: str) -> float:
         model = model_of(config_of(), DistcaDotProductAttention.configured(cost="pairs")).eval()
         apart = 0.0
         if dist.get_rank(group) == 0:
-            data = next(_micro_batches(case, DistcaDotProductAttention))
+            data = next(micro_batches(case, DistcaDotProductAttention))
             del data["scale"]
             with torch.no_grad():
                 losses = [model(**data).sum().item() for _ in range(2)]

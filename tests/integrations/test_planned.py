@@ -129,6 +129,10 @@ def test_groups_that_are_parts_of_the_world(world: World) -> None:
     assert max(errors) < 1e-5
 
 
+def test_where_tensors_are_made_on_another_device(pair: RankPool) -> None:
+    assert max(pair.run(gathering.on_another_device, ranks=2)) < 1e-5
+
+
 def test_what_one_rank_complains_of_all_raise(pair: RankPool) -> None:
     assert pair.run(gathering.complained, ranks=2) == [
         "rank 1 cannot take part: no ink",

@@ -31,7 +31,6 @@ MESHES: dict[str, tuple[int, dict[str, str]]] = {
     "dp2, colocated": (2, COLOCATED),
     "dp2, ping-pong": (2, PING_PONG),
     "2 + 1 server": (3, SERVED),
-    "pp2 x dp2": (4, PIPELINE),
 }
 OTHERS: dict[str, tuple[int, dict[str, str]]] = {
     "cp2": (2, {"parallel.cp": "2", "parallel.placement": "given"}),
@@ -41,6 +40,7 @@ OTHERS: dict[str, tuple[int, dict[str, str]]] = {
     "2 + 2 servers, ping-pong": (4, {"parallel.servers": "2", **PING_PONG}),
     "dp2, three micro-batches": (2, {"parallel.micro_batches": "3"}),
     "pp2, ping-pong": (2, {"parallel.pp": "2", "parallel.micro_batches": "2", **PING_PONG}),
+    "pp2 x dp2": (4, PIPELINE),
     "pp2 x tp2": (4, {"parallel.tp": "2", **PIPELINE}),
     "pp2 x dp2 + 1 server": (5, {"parallel.servers": "1", **PIPELINE}),
 }

@@ -223,7 +223,7 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> None:
 
 
 def _to_device(offsets: Ints, device: torch.device) -> Tensor:
-    tensor = torch.tensor(offsets, dtype=torch.int32)
+    tensor = torch.tensor(offsets, dtype=torch.int32, device="cpu")
     if device.type == "cuda":  # from pinned memory a copy does not wait for the device
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -31,8 +31,8 @@ def register(execution: steps.Execution) -> int:
 
 def attend(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
     """q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
-    out, _ = torch.ops.distca.core_attention(q, k, v, handle)
-    return torch.as_tensor(out)
+    out: Tensor = torch.ops.distca.core_attention(q, k, v, handle)[0]
+    return out
 
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())

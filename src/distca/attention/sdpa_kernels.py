@@ -92,7 +92,8 @@ def _bias(q: Tensor, k: Tensor, mask: Mask) -> Tensor | None:
 @lru_cache(maxsize=2)  # all blocks of a document have one shape, but for the first and the last
 def _window_bias(queries: int, keys: int, mask: Mask, dtype: torch.dtype) -> Tensor:
     visible = seen(queries, keys, mask, torch.device("cpu"))
-    return torch.zeros(queries, keys, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    bias = torch.zeros(queries, keys, dtype=dtype, device="cpu")
+    return bias.masked_fill_(~visible, float("-inf"))
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attended:

@@ -92,7 +92,7 @@ class DistributedTransport:
         return wait
 
     def gather(self, note: bytes) -> list[bytes]:
-        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8)
+        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
         mine[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
         notes = [torch.empty_like(mine) for _ in range(self.num_ranks)]
         self._gathers += 1

@@ -61,7 +61,8 @@ def find_leaks(
         )
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     batch = packed(model, lengths, cu_seq_lens=cu_seq_lens, seed=seed) | keywords
-    documents = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    numbers = [number for number, length in enumerate(lengths) for _ in range(length)]
+    documents = torch.tensor(numbers, device="cpu")
     with torch.set_grad_enabled(gradients):
         before = _Record(names, len(documents))
         _run(model, batch, before, seed)
@@ -80,12 +81,12 @@ def packed(
 ) -> dict[str, Any]:
     """Random documents in one row, as ``DataCollatorWithFlattening`` gives them."""
     device = next(model.parameters()).device
-    draw = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(_vocabulary(model), (1, sum(lengths)), generator=draw)
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    draw, shape = torch.Generator().manual_seed(seed), (1, sum(lengths))
+    tokens = torch.randint(_vocabulary(model), shape, generator=draw, device="cpu")
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     batch: dict[str, Any] = {"input_ids": tokens.to(device), "position_ids": positions.to(device)}
     if cu_seq_lens:
-        ends = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+        ends = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
         batch |= {"max_length_q": max(lengths), "max_length_k": max(lengths)}
     return batch
