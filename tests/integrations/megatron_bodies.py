@@ -7,7 +7,7 @@ Legend: M micro-batches, R data-parallel ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
@@ -108,12 +108,12 @@ def groups(case: Case, device: str = "cpu") -> Iterator[None]:
         )
         try:
             yield
-        finally:
-            parallel_state.destroy_model_parallel()
+            dist.barrier()  # a peer may still be connecting
             for group in made:
                 if group is not dist.GroupMember.NON_GROUP_MEMBER:
-                    with suppress(ValueError):  # Megatron has ended some of them itself
-                        dist.destroy_process_group(group)
+                    dist.destroy_process_group(group)
+        finally:
+            parallel_state.destroy_model_parallel()
 
 
 def _shim(device: str) -> AbstractContextManager[None]:
@@ -333,24 +333,28 @@ def _call(model: GPTModel, packed: PackedSeqParams) -> Tensor:
     return model(row, row, None, labels=row, packed_seq_params=packed)
 
 
-def refused(group: dist.ProcessGroup, changes: dict[str, Any]) -> str:
-    """What a layer says to something that is not done."""
+def refused(group: dist.ProcessGroup, all_changes: list[dict[str, Any]]) -> list[str]:
+    """What a layer says to each of several things that are not done."""
+    with groups(Case()):
+        return [_refused(dict(changes)) for changes in all_changes]
+
+
+def _refused(changes: dict[str, Any]) -> str:
     call = {name: changes.pop(name, None) for name in ("bias", "cache", "called", "mask")}
     kind = AttnMaskType[changes.pop("attn_mask_type", "causal")]
     q, k = torch.randn(8, 1, 4, 8), torch.randn(8, 1, 2, 8)
     masks = {"later": torch.zeros(1, 1, 8, 8, dtype=torch.bool), "holes": mask_of([8])}
     masks["holes"][0, 0, 5, 2] = True
-    with groups(Case()):
-        try:
-            layer = DistcaDotProductAttention(config_of(**changes), 1, kind, "self")
-            layer(
-                q[:1] if call["cache"] else q,
-                k,
-                k,
-                masks.get(call["mask"]),
-                attn_mask_type=AttnMaskType[call["called"]] if call["called"] else None,
-                attention_bias=torch.zeros(1) if call["bias"] else None,
-            )
-        except ValueError as error:
-            return str(error)
+    try:
+        layer = DistcaDotProductAttention(config_of(**changes), 1, kind, "self")
+        layer(
+            q[:1] if call["cache"] else q,
+            k,
+            k,
+            masks.get(call["mask"]),
+            attn_mask_type=AttnMaskType[call["called"]] if call["called"] else None,
+            attention_bias=torch.zeros(1) if call["bias"] else None,
+        )
+    except ValueError as error:
+        return str(error)
     return ""

@@ -108,28 +108,25 @@ def test_what_is_wrong_on_one_rank_all_raise(two: RankPool, what: str, words: st
     assert first == f"rank 1 cannot take part: {second}"
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        (
-            {"attention_dropout": 0.1},
-            "drops attention weights (0.1), which distca does not do: set",
-        ),
-        ({"softmax_type": "off-by-one"}, "has attention sinks (softmax_type off-by-one)"),
-        ({"window_size": (8, 2)}, "has window_size (8, 2), which shows it later keys"),
-        ({"qk_clip": True}, "asks for logits"),
-        ({"attn_mask_type": "no_mask"}, "has attn_mask_type no_mask, not causal"),
-        ({"bias": True}, "adds a bias to its scores"),
-        ({"cache": True}, "is given 1 queries for 8 keys, as with a cache"),
-        ({"called": "padding"}, "is called with attn_mask_type padding, not causal"),
-        ({"mask": "later"}, "is given a mask that is not of causal documents: leave it out"),
-        ({"mask": "holes"}, "is given a mask that is not of causal documents: leave it out"),
-    ],
-)
-def test_refusals(two: RankPool, changes: dict[str, Any], words: str) -> None:
-    for said in two.run(bodies.refused, changes, ranks=2):
-        assert said.startswith("layer 1 (DistcaDotProductAttention) ")
-        assert words in said
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"attention_dropout": 0.1}, "drops attention weights (0.1), which distca does not do: set"),
+    ({"softmax_type": "off-by-one"}, "has attention sinks (softmax_type off-by-one)"),
+    ({"window_size": (8, 2)}, "has window_size (8, 2), which shows it later keys"),
+    ({"qk_clip": True}, "asks for logits"),
+    ({"attn_mask_type": "no_mask"}, "has attn_mask_type no_mask, not causal"),
+    ({"bias": True}, "adds a bias to its scores"),
+    ({"cache": True}, "is given 1 queries for 8 keys, as with a cache"),
+    ({"called": "padding"}, "is called with attn_mask_type padding, not causal"),
+    ({"mask": "later"}, "is given a mask that is not of causal documents: leave it out"),
+    ({"mask": "holes"}, "is given a mask that is not of causal documents: leave it out"),
+]
+
+
+def test_refusals(two: RankPool) -> None:
+    for answers in two.run(bodies.refused, [changes for changes, _ in REFUSED], ranks=2):
+        for said, (_, words) in zip(answers, REFUSED, strict=True):
+            assert said.startswith("layer 1 (DistcaDotProductAttention) ")
+            assert words in said
 
 
 def test_documents() -> None:

@@ -227,3 +227,8 @@ def test_a_batch_that_was_changed_after_it_was_planned() -> None:
     short = {name: x[:, :-1] if isinstance(x, torch.Tensor) else x for name, x in batch.items()}
     with pytest.raises(ValueError, match=r"layer 0 .*33 tokens, but documents of 34 were planned"):
         loss_of(model_of("llama", "distca"), short)
+
+
+def test_a_name_that_transformers_keeps_for_itself() -> None:
+    with pytest.raises(ValueError, match="every name with flash in it"):
+        register("distca-flash")

@@ -134,9 +134,9 @@ def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> 
         assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", [*MESHES, "pp2 x dp2"])
 def test_frozen_layers(world: World, mesh: str, tmp_path: Path) -> None:
-    ranks, settings = MESHES[mesh]
+    ranks, settings = {**MESHES, **OTHERS}[mesh]
     frozen = {"train.frozen": '["seams.0.*", "seams.1.after.*"]', "train.steps": "3"}
     right = run(world, 1, tmp_path / "right", **frozen)
     found = run(world, ranks, tmp_path / "found", **frozen, **settings)

@@ -75,6 +75,11 @@ def register(
     set up later. Arguments as of ``PlannedAttention``. A second call under the same name takes the
     place of the first.
     """
+    if "flash" in name:
+        raise ValueError(
+            f"name {name!r}: transformers takes every name with flash in it for a kernel of its"
+            " own, so choose another"
+        )
     attention = PlannedAttention(
         group,
         backend=backend,
