@@ -40,6 +40,17 @@ def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[
         assert found[1] == pytest.approx(evaluation, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_trainer_with_fsdp2(pair: RankPool, name: str) -> None:
+    """As Accelerate shards it for a Trainer; layers are recomputed."""
+    again = {"gradient_checkpointing": True}
+    (losses, evaluation, _), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
+    for found in pair.run(trainers.trained, "distca", True, name, again, True, ranks=2):
+        assert found[0] == pytest.approx(losses, rel=1e-5)
+        assert found[1] == pytest.approx(evaluation, rel=1e-5)
+        assert found[2] > 0
+
+
 @pytest.mark.parametrize("flash", [False, True], ids=["position_ids", "cu_seq_lens"])
 def test_accelerate_with_uneven_batches(pair: RankPool, flash: bool) -> None:
     right = pair.run(trainers.accelerated, "sdpa", flash, ranks=2)

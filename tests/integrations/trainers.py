@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ import torch.distributed as dist
 from integrations.bodies import counted
 from integrations.tiny import batches, features, loss_of, model_of
 from torch import Tensor
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from distca.integrations.transformers import register
@@ -35,7 +37,12 @@ def mark(rank: int, size: int) -> None:
 
 
 def trained(
-    group: dist.ProcessGroup, attention: str, ahead: bool, name: str, options: dict[str, Any]
+    group: dist.ProcessGroup,
+    attention: str,
+    ahead: bool,
+    name: str,
+    options: dict[str, Any],
+    fsdp2: bool = False,
 ) -> tuple[list[float], list[float], int]:
     """Losses of training and of evaluation as the Trainer logs them; how often ranks exchanged."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
@@ -66,13 +73,34 @@ def trained(
             data_collator=DataCollatorWithFlattening(),
             callbacks=[one.callback()] if ahead else [],
         )
-        trainer.train()
+        with fsdp2_of(trainer) if fsdp2 else nullcontext():
+            trainer.train()
+        assert isinstance(trainer.model_wrapped, FSDPModule) == fsdp2
     logged = trainer.state.log_history
     return (
         [entry["loss"] for entry in logged if "loss" in entry],
         [entry["eval_loss"] for entry in logged if "eval_loss" in entry],
         len(sent),
     )
+
+
+@contextmanager
+def fsdp2_of(trainer: Any) -> Iterator[None]:
+    """Accelerate's FSDP2, which it would give a Trainer on GPUs only."""
+    from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+
+    state, kind = trainer.accelerator.state, trainer.accelerator.state.distributed_type
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=[type(trainer.model.model.layers[0]).__name__],
+        cpu_ram_efficient_loading=False,
+    )
+    state.distributed_type, trainer.is_fsdp_enabled = DistributedType.FSDP, True
+    try:
+        yield
+    finally:  # the state is that of all trainers in this process
+        state.distributed_type, state.fsdp_plugin = kind, None
 
 
 def accelerated(
