@@ -12,6 +12,7 @@ from ranks import RankPool
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
 from integrations import megatron_bodies as bodies
+from integrations import megatron_refusals as refusals
 from integrations.megatron_bodies import Case
 
 from distca.integrations.megatron_batches import head_and_tail, lengths_of, lengths_of_mask
@@ -90,7 +91,7 @@ def test_with_other_parallelism(four: RankPool, case: Case) -> None:
 
 @pytest.mark.parametrize("form", ["thd", "mask"])
 def test_evaluation_is_local(two: RankPool, form: str) -> None:
-    assert max(two.run(bodies.evaluated, form, ranks=2)) < TOLERANCE
+    assert max(two.run(refusals.evaluated, form, ranks=2)) < TOLERANCE
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_evaluation_is_local(two: RankPool, form: str) -> None:
     ],
 )
 def test_what_is_wrong_on_one_rank_all_raise(two: RankPool, what: str, words: str) -> None:
-    first, second = two.run(bodies.said, what, ranks=2)
+    first, second = two.run(refusals.said, what, ranks=2)
     assert second.startswith("layer 1 (DistcaDotProductAttention)")
     assert words in second
     assert first == f"rank 1 cannot take part: {second}"
@@ -123,7 +124,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 
 def test_refusals(two: RankPool) -> None:
-    for answers in two.run(bodies.refused, [changes for changes, _ in REFUSED], ranks=2):
+    for answers in two.run(refusals.refused, [changes for changes, _ in REFUSED], ranks=2):
         for said, (_, words) in zip(answers, REFUSED, strict=True):
             assert said.startswith("layer 1 (DistcaDotProductAttention) ")
             assert words in said

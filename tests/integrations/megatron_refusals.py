@@ -1,0 +1,100 @@
+"""What ranks of Megatron-Core run besides whole steps: evaluation, and what is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from integrations.bodies import counted
+from integrations.megatron_bodies import (
+    Case,
+    config_of,
+    groups,
+    loss_alone,
+    mask_of,
+    micro_batches,
+    model_of,
+    packed_of,
+    tokens_of,
+)
+from megatron.core.models.gpt import GPTModel
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.enums import AttnMaskType
+from torch import Tensor
+
+from distca.integrations.megatron import DistcaDotProductAttention
+
+
+def evaluated(group: dist.ProcessGroup, form: str) -> float:
+    """The first rank evaluates, alone: twice the same object, for which nobody is asked."""
+    case = Case(form=form)
+    with groups(case), counted() as sent:
+        model = model_of(config_of(), DistcaDotProductAttention.configured(cost="pairs")).eval()
+        apart = 0.0
+        if dist.get_rank(group) == 0:
+            data = next(micro_batches(case, DistcaDotProductAttention))
+            del data["scale"]
+            with torch.no_grad():
+                losses = [model(**data).sum().item() for _ in range(2)]
+            own = model_of(config_of(), None)
+            right = sum(loss.item() for loss in loss_alone(own, case.lengths[0][0], 0, 0))
+            apart = max(abs(loss / right - 1) for loss in losses)
+    assert not sent
+    dist.barrier(group)
+    return apart
+
+
+def said(group: dist.ProcessGroup, what: str) -> str:
+    """What a rank raises, where the second one does something wrong."""
+    bad = dist.get_rank(group) == 1
+    with groups(Case()):
+        attention = DistcaDotProductAttention.configured(cost="pairs")
+        # RoPE looks at the offsets too, and before attention does.
+        model = model_of(config_of(), attention, position_embedding_type="learned_absolute")
+        packed = packed_of([100, 92])
+        if what == "offsets" and bad:
+            packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, 100, 150])
+        if what == "none" and bad:
+            packed.cu_seqlens_q = packed.cu_seqlens_kv = None
+        if what == "reused" and bad:
+            _call(model, packed)
+        elif what == "reused":
+            _call(model, packed_of([100, 92]))
+        try:
+            _call(model, packed)
+        except ValueError as error:
+            return str(error)
+    return ""
+
+
+def _call(model: GPTModel, packed: PackedSeqParams) -> Tensor:
+    row = tokens_of(0, 0)[None, :-1]
+    return model(row, row, None, labels=row, packed_seq_params=packed)
+
+
+def refused(group: dist.ProcessGroup, all_changes: list[dict[str, Any]]) -> list[str]:
+    """What a layer says to each of several things that are not done."""
+    with groups(Case()):
+        return [_refused(dict(changes)) for changes in all_changes]
+
+
+def _refused(changes: dict[str, Any]) -> str:
+    call = {name: changes.pop(name, None) for name in ("bias", "cache", "called", "mask")}
+    kind = AttnMaskType[changes.pop("attn_mask_type", "causal")]
+    q, k = torch.randn(8, 1, 4, 8), torch.randn(8, 1, 2, 8)
+    masks = {"later": torch.zeros(1, 1, 8, 8, dtype=torch.bool), "holes": mask_of([8])}
+    masks["holes"][0, 0, 5, 2] = True
+    try:
+        layer = DistcaDotProductAttention(config_of(**changes), 1, kind, "self")
+        layer(
+            q[:1] if call["cache"] else q,
+            k,
+            k,
+            masks.get(call["mask"]),
+            attn_mask_type=AttnMaskType[call["called"]] if call["called"] else None,
+            attention_bias=torch.zeros(1) if call["bias"] else None,
+        )
+    except ValueError as error:
+        return str(error)
+    return ""
