@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from integrations.counting import counted
 from integrations.tiny import (
     LENGTHS,
     batches,
@@ -22,7 +21,7 @@ from integrations.tiny import (
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from distca.dispatch.transport import DistributedTransport, ExchangeError
+from distca.dispatch.transport import ExchangeError
 from distca.integrations.transformers import register
 from distca.integrations.transformers_leaks import Leak, find_leaks
 
@@ -32,23 +31,6 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
     "plain": {"use_reentrant": False},
     "selective": {"use_reentrant": False, "context_fn": SELECTIVE},
 }
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes sent by each exchange."""
-    sent: list[int] = []
-    start = DistributedTransport.start
-
-    def counting(self: Any, send: Tensor, recv: Tensor, *splits: Any) -> Any:
-        sent.append(send.numel())
-        return start(self, send, recv, *splits)
-
-    DistributedTransport.start = counting  # type: ignore[method-assign]
-    try:
-        yield sent
-    finally:
-        DistributedTransport.start = start  # type: ignore[method-assign]
 
 
 def summed(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from integrations.bodies import counted
+from integrations.counting import counted
 from integrations.megatron_on_cpu import on_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel

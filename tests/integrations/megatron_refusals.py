@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integrations.bodies import counted
+from integrations.counting import counted
 from integrations.megatron_bodies import (
     Case,
     config_of,

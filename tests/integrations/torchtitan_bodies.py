@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from integrations import torchtitan_on_cpu as on_cpu
-from torch import Tensor
+from integrations.counting import counted
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -26,7 +26,6 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.llama3 import config_registry as llama3
 
-from distca.dispatch.transport import DistributedTransport
 from distca.integrations import planned
 from distca.integrations.torchtitan import InnerAttention, adopt
 
@@ -127,21 +126,6 @@ def gathered() -> Iterator[list[Any]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "exchange", telling)
         yield notes
-
-
-@contextmanager
-def counted() -> Iterator[list[int]]:
-    """Bytes sent by each exchange."""
-    sent: list[int] = []
-    start = DistributedTransport.start
-
-    def counting(self: Any, send: Tensor, recv: Tensor, *splits: Any) -> Any:
-        sent.append(send.numel())
-        return start(self, send, recv, *splits)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DistributedTransport, "start", counting)
-        yield sent
 
 
 def mark() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integrations.bodies import counted
+from integrations.counting import counted
 from integrations.tiny import batches, features, loss_of, model_of
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
