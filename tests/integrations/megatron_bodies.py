@@ -44,6 +44,7 @@ class Case:
     cp: int = 1
     chunks: int = 1  # of the model on each stage
     form: str = "thd"  # of micro-batches: thd, sbhd, rows (a document in each) or mask
+    num_rows: int = 1
     ahead: bool = False
     config: dict[str, Any] = field(default_factory=dict)
     ours: dict[str, Any] = field(default_factory=dict)  # more of it, not in the reference
@@ -188,7 +189,7 @@ def _step(case: Case, weights: dict[str, Tensor]) -> tuple[list[float], dict[str
         model=models if case.chunks > 1 else models[0],
         num_microbatches=len(case.lengths),
         seq_length=TOKENS,
-        micro_batch_size=1 if case.form != "rows" else len(case.lengths[0][0]),
+        micro_batch_size=case.num_rows if case.form != "rows" else len(case.lengths[0][0]),
         forward_only=False,
     )
     both = parallel_state.get_data_parallel_group(with_context_parallel=True)
@@ -248,14 +249,14 @@ def micro_batches(case: Case, attention: type[DistcaDotProductAttention]) -> Ite
         row = tokens_of(number, rank, sum(lengths))
         positions = torch.cat([torch.arange(length) for length in lengths])
         columns = {"input_ids": row[:-1], "labels": row[1:], "position_ids": positions}
-        shape = (len(lengths), -1) if case.form == "rows" else (1, -1)
+        shape = (len(lengths) if case.form == "rows" else case.num_rows, -1)
         index = _rows_here(case, lengths)
         batch: dict[str, Any] = {name: x[index].view(shape) for name, x in columns.items()}
         batch |= {"scale": scale, "attention_mask": None}
         if case.form == "mask":
             batch["attention_mask"] = mask_of(lengths)
         elif case.form != "rows":
-            batch["packed_seq_params"] = packed_of(lengths, case.form)
+            batch["packed_seq_params"] = packed_of(lengths, case.form, case.num_rows)
             if case.ahead:
                 attention.plan_ahead(batch["packed_seq_params"])
         ready.append(batch)
@@ -272,9 +273,9 @@ def _rows_here(case: Case, lengths: list[int]) -> Tensor:
     return torch.cat(index)
 
 
-def packed_of(lengths: list[int], form: str = "thd") -> PackedSeqParams:
+def packed_of(lengths: list[int], form: str = "thd", num_rows: int = 1) -> PackedSeqParams:
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    longest = max(lengths) if form == "thd" else sum(lengths)  # of RoPE: of rows, where there are
+    longest = max(lengths) if form == "thd" else sum(lengths) // num_rows  # of what has positions
     return PackedSeqParams(form, offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 

@@ -57,20 +57,22 @@ def said(group: dist.ProcessGroup, what: str) -> str:
             packed.cu_seqlens_q = packed.cu_seqlens_kv = torch.tensor([0, 100, 150])
         if what == "none" and bad:
             packed.cu_seqlens_q = packed.cu_seqlens_kv = None
+        if what == "rows":
+            packed = packed_of([100, 92] if bad else [96, 96], "sbhd", 2)
         if what == "reused" and bad:
             _call(model, packed)
         elif what == "reused":
             _call(model, packed_of([100, 92]))
         try:
-            _call(model, packed)
+            _call(model, packed, 2 if what == "rows" else 1)
         except ValueError as error:
             return str(error)
     return ""
 
 
-def _call(model: GPTModel, packed: PackedSeqParams) -> Tensor:
-    row = tokens_of(0, 0)[None, :-1]
-    return model(row, row, None, labels=row, packed_seq_params=packed)
+def _call(model: GPTModel, packed: PackedSeqParams, num_rows: int = 1) -> Tensor:
+    rows = tokens_of(0, 0)[:-1].view(num_rows, -1)
+    return model(rows, rows, None, labels=rows, packed_seq_params=packed)
 
 
 def refused(group: dist.ProcessGroup, all_changes: list[dict[str, Any]]) -> list[str]:

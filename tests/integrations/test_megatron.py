@@ -18,6 +18,7 @@ from integrations.megatron_bodies import Case
 from distca.integrations.megatron_batches import head_and_tail, lengths_of, lengths_of_mask
 
 ROWS = [[[96, 96], [96, 96]], [[96, 96], [96, 96]]]
+TWO_ROWS = [[[40, 56, 96], [96, 96]], [[96, 8, 88], [10, 20, 30, 36, 96]]]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
 WINDOWS = {"window_size": (19, 0), "window_attn_skip_freq": 2}
@@ -47,9 +48,18 @@ def four() -> Iterator[RankPool]:
         Case(ours=FULL),
         Case(ours=SELECTIVE, ahead=True),
         Case(form="sbhd"),
+        Case(form="sbhd", num_rows=2, lengths=TWO_ROWS),
         Case(config=WINDOWS),
     ],
-    ids=["packed", "ahead", "full-recompute", "core-recompute", "documents-in-rows", "windows"],
+    ids=[
+        "packed",
+        "ahead",
+        "full-recompute",
+        "core-recompute",
+        "documents-in-a-row",
+        "documents-in-rows",
+        "windows",
+    ],
 )
 def test_data_parallel(two: RankPool, case: Case) -> None:
     assert max(two.run(bodies.stepped, case, ranks=2)) < TOLERANCE
@@ -97,8 +107,9 @@ def test_evaluation_is_local(two: RankPool, form: str) -> None:
 @pytest.mark.parametrize(
     ("what", "words"),
     [
-        ("offsets", "documents of 150 tokens in PackedSeqParams, but tensors of 192"),
+        ("offsets", "documents of 150 tokens, but tensors of 192"),
         ("none", "PackedSeqParams without cu_seqlens_q"),
+        ("rows", "a document goes on in the next row of 96 tokens"),
         ("reused", "is given the PackedSeqParams of an earlier forward pass"),
     ],
 )

@@ -70,12 +70,15 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         return cls._shared[both]
 
     @classmethod
-    def plan_ahead(cls, packed_seq_params: PackedSeqParams) -> PackedSeqParams:
+    def plan_ahead(
+        cls, packed_seq_params: PackedSeqParams, pg_collection: Any = None
+    ) -> PackedSeqParams:
         """Gathers and plans in the background, from when a micro-batch is read.
 
         On all ranks, in the order in which their micro-batches will be learnt from.
+        pg_collection: as the model has it, where it is not that of ``parallel_state``.
         """
-        cls.connect().issue(packed_seq_params)
+        cls.connect(pg_collection).issue(packed_seq_params)
         return packed_seq_params
 
     def __init__(
@@ -99,6 +102,11 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         self.scale = softmax_scale  # None: by the head size; scaling by layer cancels out
         self.mask = self._mask()
         self.sharing = self.connect(pg_collection)
+        if config.context_parallel_size != self.sharing.cp_size:
+            raise ValueError(
+                f"{self.where} has context_parallel_size {config.context_parallel_size} in groups"
+                f" of {self.sharing.cp_size}: give all layers the size of their groups"
+            )
 
     def forward(
         self,
@@ -143,18 +151,12 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
     def _refuse_config(self, mask: AttnMaskType, attention: str, dropout: float) -> None:
         config, softmax = self.config, getattr(self.config, "softmax_type", "vanilla")
         logits = ("qk_clip", "log_max_attention_logit")
-        cp_size = parallel_state.get_context_parallel_world_size()
         for refused, what, way_out in (
             (attention != "self", f"is {attention} attention", _OTHERWISE),
             (mask not in _CAUSAL, f"has attn_mask_type {mask.name}, not causal", _OTHERWISE),
             (dropout, f"drops attention weights ({dropout})", "set attention_dropout = 0.0"),
             (softmax != "vanilla", f"has attention sinks (softmax_type {softmax})", _OTHERWISE),
             (any(getattr(config, name, False) for name in logits), "asks for logits", _OTHERWISE),
-            (
-                config.context_parallel_size != cp_size,
-                f"has context_parallel_size {config.context_parallel_size} in groups of {cp_size}",
-                "give all layers the same",
-            ),
         ):
             if refused:
                 raise ValueError(f"{self.where} {what}, which distca does not do: {way_out}")

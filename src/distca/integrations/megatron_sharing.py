@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch.distributed as dist
@@ -67,6 +68,7 @@ class Sharing:
             )
         batch = self.planned.wait(ticket.promise)
         assert batch is not None, "this rank has one"
+        _check_rows(batch.lengths, rows, layer.where)  # not looked at before, where planned ahead
         return batch
 
     def issue(
@@ -120,11 +122,8 @@ class Sharing:
                 f"cu_seqlens_q with qkv_format {packed.qkv_format} under context parallelism, which"
                 " cuts rows and not documents: pack them (thd)"
             )
-        if rows is not None and sum(lengths) != sum(rows) * self.cp_size:
-            raise ValueError(
-                f"documents of {sum(lengths)} tokens in PackedSeqParams, but tensors of"
-                f" {sum(rows) * self.cp_size}: they must be equal"
-            )
+        if rows is not None:
+            _check_rows(lengths, [length * self.cp_size for length in rows], "PackedSeqParams")
         return head_and_tail(lengths, *self._cp, self._home)
 
     def _seen(self, layer: Any, mask: Tensor, num_rows: int) -> list[int]:
@@ -138,3 +137,16 @@ class Sharing:
             known = self._in_masks[mask] = (mask._version, num_rows), lengths
         found: list[int] = known[1]
         return found
+
+
+def _check_rows(lengths: Sequence[int], rows: Sequence[int], where: str) -> None:
+    """Documents fill the rows of a tensor, and none goes on in the next."""
+    if sum(lengths) != sum(rows):
+        raise ValueError(
+            f"{where}: documents of {sum(lengths)} tokens, but tensors of {sum(rows)}: they must be"
+            " equal"
+        )
+    if not {*accumulate(rows)} <= {*accumulate(lengths)}:
+        raise ValueError(
+            f"{where}: a document goes on in the next row of {rows[0]} tokens: end it with its row"
+        )
