@@ -194,18 +194,22 @@ def uneven(profile: str, **changes: Any) -> Scenario:
     )
 
 
-@ways
-def test_every_way_does_the_work_of_all_tokens_and_pairs(profile: str, way: Way) -> None:
+def assert_computes(found: Outcome, pairs: int) -> None:
     """Busy: 9 us of a token in each layer and 3 in the head, 3 ns of a pair in each layer, and the
     optimizer; FLOPs: 6 of a token and parameter, 3.5 x 32 of a pair; what is embedded is free."""
-    one = uneven(profile)
-    found = simulate(one, way, batch_of(one))
-    pairs = sum(position + 1 for n in UNEVEN for position in range(n))
-    assert found.tokens == sum(UNEVEN) == 4000
     assert found.flops == close(6 * 4000 * (2 * LAYER + END) + 3.5 * 32 * pairs * 2)
     optimizer = (2 * LAYER + 2 * END) * 40 / 1.28e9
     computing = 4000 * (2 * 9 + 3) * US + pairs * 2 * 3e-9
     assert float(found.busy_s.sum()) == close(computing + optimizer)
+
+
+@ways
+def test_every_way_does_the_work_of_all_tokens_and_pairs(profile: str, way: Way) -> None:
+    one = uneven(profile)
+    found = simulate(one, way, batch_of(one))
+    pairs = sum(position + 1 for n in UNEVEN for position in range(n))
+    assert found.tokens == sum(UNEVEN) == 4000
+    assert_computes(found, pairs)
 
 
 @ways
@@ -221,10 +225,7 @@ def test_windows_cost_the_pairs_that_they_show(profile: str, way: Way) -> None:
     one = replace(uneven(profile), mask="window:30")
     found = simulate(one, way, batch_of(one))
     pairs = sum(min(position + 1, 30) for n in UNEVEN for position in range(n))
-    assert found.flops == close(6 * 4000 * (2 * LAYER + END) + 3.5 * 32 * pairs * 2)
-    optimizer = (2 * LAYER + 2 * END) * 40 / 1.28e9
-    computing = 4000 * (2 * 9 + 3) * US + pairs * 2 * 3e-9
-    assert float(found.busy_s.sum()) == close(computing + optimizer)
+    assert_computes(found, pairs)
 
 
 @ways
