@@ -23,17 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention import Backend, Packed, Traits, backends
+from distca.attention.backends import Backend, Packed, Traits, backends
+from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
-from distca.attention.reference import Reference
+from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.route import TensorKind
-from distca.attention.steps import BackwardPass, ForwardPass
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Call, Layout
-from distca.dispatch.throttled import ThrottledTransport
+from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import plan as make_plan
 from distca.planning.calibration import TimedCall, calibrated
-from distca.planning.costs import AnalyticCost
+from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.masks import Mask
 from distca.planning.models import model_shape
 from distca.planning.placement import Placement
@@ -197,7 +197,7 @@ def fused() -> Iterator[Record]:
 
 def compare(plan: Plan, backend: Backend, whole: dict[str, float]) -> Record:
     """``whole``: seconds per pair of whole documents."""
-    measured = [served(plan, rank, backend) for rank in spread(8, plan.servers.num_ranks)]
+    measured = [served(plan, rank, backend) for rank in spread(8, plan.devices.num_ranks)]
     cut = {
         way: sum(taken[way] for taken, _ in measured) / sum(count[way] for _, count in measured)
         for way in WAYS
@@ -303,7 +303,7 @@ def replay_ranks(plan: Plan, backend: Backend, servers: Sequence[int]) -> Record
     """Whole passes, gathering included, with an exchange that takes no time."""
     times: dict[str, list[float]] = {"forward": [], "backward": [], "kernels": []}
     for rank in servers:
-        transport = ThrottledTransport(rank, plan.servers.num_ranks, bytes_per_s=1e18)
+        transport = ThrottledTransport(rank, plan.devices.num_ranks, bytes_per_s=1e18)
         attention = CoreAttention(transport=transport, backend=backend.name)
         tokens = int(plan.placement.tokens[rank])
         q, k, v, grad = (

@@ -29,8 +29,8 @@ from typing import Any
 
 from paper_tables import report, write
 
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import model_shape
-from distca.planning.parallel import Parallel
 from distca.sim.cluster import cluster
 from distca.sim.scenario import Scenario, Way
 from distca.sim.simulate import Summary
@@ -100,14 +100,14 @@ def splits(cell: Cell, policy: str, pp: int = 1, micro_batches: int = 1) -> list
     while cp <= lanes:
         dp = lanes // cp
         if dp * micro_batches <= cell.sequences:
-            ways.append(Way(policy, Parallel(pp, dp, cp, TP), micro_batches))
+            ways.append(Way(policy, MeshShape(pp, dp, cp, TP), micro_batches))
         cp *= 2
     return ways
 
 
 def ours(cell: Cell, pp: int = 1, micro_batches: int = 1) -> list[Way]:
     """The published design with our runtime (its planner, 5 %), then what we add to it."""
-    parallel = Parallel(pp, 1, cell.lanes(pp), TP)
+    parallel = MeshShape(pp, 1, cell.lanes(pp), TP)
     return [
         Way("greedy", parallel, micro_batches, tolerance=0.05),
         Way("distca", parallel, micro_batches),
@@ -228,8 +228,8 @@ GATHER = {2: 0.027, 4: 0.06, 8: 0.135, 16: 0.265, 32: 0.397}  # published, by no
 def idle(pool: Pool, batches: int) -> Iterator[Record]:
     """8B, 512K, 64 GPUs, four sequences (the published batch is not known)."""
     cell = Cell("llama3-8b", "pretrain", 512, 64, 4)
-    ways = [Way("wlb", Parallel(1, dp, 8 // dp, TP)) for dp in IDLE]
-    ways.append(Way("distca", Parallel(1, 1, 8, TP)))
+    ways = [Way("wlb", MeshShape(1, dp, 8 // dp, TP)) for dp in IDLE]
+    ways.append(Way("distca", MeshShape(1, 1, 8, TP)))
     records = pool.run([Job(cell, way, 4 * batches) for way in ways])
     shares = [*IDLE.items(), ("distca", 0.021)]
     for (dp, published), record in zip(shares, records, strict=True):
@@ -241,7 +241,7 @@ def gather(pool: Pool, batches: int) -> Iterator[Record]:
     """8B, documents of 32K, one context-parallel group over all nodes; any number of tokens."""
     for nodes, published in GATHER.items():
         cell = Cell("llama3-8b", "fixed:32768", 32, nodes * TP, 4 * nodes)
-        way = Way("per-document-cp", Parallel(1, 1, nodes, TP))
+        way = Way("per-document-cp", MeshShape(1, 1, nodes, TP))
         (record,) = pool.run([Job(cell, way, 1)])
         assert record is not None
         yield {"nodes": nodes, "published": published} | record
@@ -264,7 +264,7 @@ def pipeline(pool: Pool, batches: int) -> Iterator[Record]:
         cell = Cell(*numbers)
         for pp in (1, 2, 4):
             counts = (1, 2, 4) if pp == 1 else (4, 8, 16)
-            parallel = Parallel(pp, 1, cell.lanes(pp), TP)
+            parallel = MeshShape(pp, 1, cell.lanes(pp), TP)
             ways = [Way("distca", parallel, m) for m in counts if 2 * m <= cell.sequences]
             records = pool.run([Job(cell, way, batches) for way in ways])
             yield row(cell, {}) | {"pp": pp, "best": best(records)}

@@ -41,19 +41,19 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.profiler import profile
 from train_cpu import MODEL, batch_of, measured_cost
 
-from distca.attention.backend import Attended, Packed
-from distca.attention.sdpa import Sdpa
+from distca.attention.backends.base import Attended, Packed
+from distca.attention.backends.sdpa import Sdpa
 from distca.dispatch.layout import Call
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, on_meta, plainly
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import Mask
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
-from distca.planning.schedule import FORWARD, Tick
 from distca.runtime.batches import Step
-from distca.runtime.mesh import Seat, take_seat
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 
 STAGES, LONG, SHORT, SHORTS = 2, 12288, 128, 2
 MICRO_BATCHES = 1 + SHORTS
@@ -81,14 +81,14 @@ def _rank(rank: int, steps: int, folder: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=STAGES
     )
-    seat = take_seat(Parallel(pp=STAGES), torch.device("cpu"))
-    cost = measured_cost(seat)
+    context = join_mesh(MeshShape(pp=STAGES), torch.device("cpu"))
+    cost = measured_cost(context)
     batch = batch_of(LENGTHS)
     masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
     ours_of = {
         side: Step.of(
-            Recipe(
-                seat.parallel,
+            StepPlanner(
+                context.parallel,
                 MODEL.shape,
                 masks,
                 micro_batches=MICRO_BATCHES,
@@ -99,37 +99,37 @@ def _rank(rank: int, steps: int, folder: str) -> None:
         )
         for side, policy in (("per stage", "colocated"), ("pooled", "distca"))
     }
-    ours = {side: Ours(seat, step) for side, step in ours_of.items()}
-    sides: dict[str, Callable[[], float]] = {"1F1B": plain_1f1b(seat, ours_of["pooled"]), **ours}
+    ours = {side: Ours(context, step) for side, step in ours_of.items()}
+    sides: dict[str, Callable[[], float]] = {"1F1B": plain_1f1b(context, ours_of["pooled"]), **ours}
     walls: dict[str, list[float]] = {side: [] for side in sides}
     losses: dict[str, float] = {}
     turns = np.random.default_rng(0)
     for number in range(steps + 1):
         for side in turns.permutation(list(sides)).tolist():
-            wall, losses[side] = timed(sides[side], seat)
+            wall, losses[side] = timed(sides[side], context)
             if number:
                 walls[side].append(wall)
-    idle = {side: traced_idle(run, seat) for side, run in sides.items()}
-    ticks = {side: run.by_tick(seat) for side, run in ours.items()}
+    idle = {side: traced_idle(run, context) for side, run in sides.items()}
+    ticks = {side: run.by_tick(context) for side, run in ours.items()}
     if rank == 0:
         result = summary(walls, ticks, ours_of) | {"losses": losses, "idle": idle}
         Path(folder, "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
 
 
-def timed(run: Callable[[], float], seat: Seat) -> tuple[float, float]:
-    dist.barrier(group=seat.everyone)
+def timed(run: Callable[[], float], context: RankContext) -> tuple[float, float]:
+    dist.barrier(group=context.everyone)
     start = time.perf_counter()
     loss = torch.tensor(run())
-    dist.barrier(group=seat.everyone)
+    dist.barrier(group=context.everyone)
     wall = time.perf_counter() - start
-    dist.all_reduce(loss, group=seat.everyone)
+    dist.all_reduce(loss, group=context.everyone)
     return wall, float(loss)
 
 
-def gathered(mine: Any, seat: Seat) -> list[Any]:
+def gathered(mine: Any, context: RankContext) -> list[Any]:
     found: list[Any] = [None] * STAGES
-    dist.all_gather_object(found, mine, group=seat.everyone)
+    dist.all_gather_object(found, mine, group=context.everyone)
     return found
 
 
@@ -139,18 +139,18 @@ def gathered(mine: Any, seat: Seat) -> list[Any]:
 class Ours:
     """A step, with what this rank did in each tick: all its own seconds, and those of attention."""
 
-    def __init__(self, seat: Seat, step: Step) -> None:
+    def __init__(self, context: RankContext, step: Step) -> None:
         self.step, self.records = step, [[] for _ in step.plan.schedule.ticks]
-        self.attention = Crossing.of(seat).attentions
-        self.crossing = Crossing(seat, self.attention, observe=self._observe)
-        start, stop = step.plan.stages[seat.stage]
+        self.attention = StepRunner.of(context).attentions
+        self.runner = StepRunner(context, self.attention, observe=self._observe)
+        start, stop = step.plan.stages[context.stage]
         self.model = on_meta(MODEL, start, stop)
-        parallelize(self.model, seat, Precision())
+        parallelize(self.model, context, Precision())
         initialize(self.model, seed=0)
 
     def __call__(self) -> float:
         self._since = time.thread_time()
-        loss = float(self.crossing.learn(self.model, self.step))
+        loss = float(self.runner.learn(self.model, self.step))
         self.model.zero_grad()
         return loss
 
@@ -160,12 +160,12 @@ class Ours:
         self.records[number].append((now - self._since, spent.get("attention", 0.0)))
         self._since = now
 
-    def by_tick(self, seat: Seat) -> list[list[list[float]]]:
+    def by_tick(self, context: RankContext) -> list[list[list[float]]]:
         """[ticks][ranks] median (own, attention) seconds."""
         mine = [
             [median(values) for values in zip(*record[1:], strict=True)] for record in self.records
         ]
-        return [list(ranks) for ranks in zip(*gathered(mine, seat), strict=True)]
+        return [list(ranks) for ranks in zip(*gathered(mine, context), strict=True)]
 
 
 # -- plain 1F1B --------------------------------------------------------------------------------
@@ -207,18 +207,18 @@ class PlainStage(nn.Module):
         return leaving.x
 
 
-def plain_1f1b(seat: Seat, ours: Step) -> Callable[[], float]:
+def plain_1f1b(context: RankContext, ours: Step) -> Callable[[], float]:
     """The same micro-batches in the same order."""
     rows = [ours.rows(halves[0], 0) for halves in ours.plan.micro_batches]
     tokens, positions, labels = (
         torch.cat([getattr(r, name) for r in rows]) for name in rows[0]._fields[:3]
     )
     stage = PipelineStage(
-        PlainStage(*ours.plan.stages[seat.stage]),
-        seat.stage,
+        PlainStage(*ours.plan.stages[context.stage]),
+        context.stage,
         STAGES,
-        seat.device,
-        group=seat.pipeline,
+        context.device,
+        group=context.pipeline,
     )
 
     targets = ours.batch.num_targets
@@ -230,7 +230,7 @@ def plain_1f1b(seat: Seat, ours: Step) -> Callable[[], float]:
 
     def step() -> float:
         losses: list[Tensor] = []
-        if seat.stage == 0:
+        if context.stage == 0:
             schedule.step(tokens, positions=positions, return_outputs=False)
         else:
             schedule.step(target=labels, losses=losses, positions=positions, return_outputs=False)
@@ -243,13 +243,13 @@ def plain_1f1b(seat: Seat, ours: Step) -> Callable[[], float]:
 # -- what they show ----------------------------------------------------------------------------
 
 
-def traced_idle(run: Callable[[], float], seat: Seat) -> list[float]:
+def traced_idle(run: Callable[[], float], context: RankContext) -> list[float]:
     """Of one traced step on each rank: the share in which no operator ran."""
-    dist.barrier(group=seat.everyone)
+    dist.barrier(group=context.everyone)
     with profile() as profiler:
         start = time.perf_counter()
         run()
-        dist.barrier(group=seat.everyone)
+        dist.barrier(group=context.everyone)
         wall = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
@@ -264,7 +264,7 @@ def traced_idle(run: Callable[[], float], seat: Seat) -> list[float]:
     for first, last in spans:
         busy += max(last - max(first, end), 0.0)
         end = max(end, last)
-    return gathered(1 - busy / 1e6 / wall, seat)
+    return gathered(1 - busy / 1e6 / wall, context)
 
 
 def summary(

@@ -36,9 +36,9 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from distca.planning.step_plan import StepPlan
-from distca.sim.alone import PLACEMENTS, Case, Seconds, alone, compare
+from distca.pipeline.step_plan import StepPlan
 from distca.sim.cluster import Link
+from distca.sim.isolated import PLACEMENTS, Case, Seconds, alone, compare
 
 if TYPE_CHECKING:
     from distca.model.config import ModelConfig
@@ -112,9 +112,9 @@ def run(grid: Grid, only: str, backend: str, planners: int, out: Path) -> list[s
     """Measures what is missing; the names of cases that failed."""
     import torch
 
+    from distca.measure.profiling import device_name
+    from distca.measure.replay import backend_of, layers_of, share_of
     from distca.model.sizes import model_config
-    from distca.runtime.profiling import device_name
-    from distca.runtime.replay import backend_of, layers_of, share_of
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
@@ -186,7 +186,7 @@ def replayed(
 ) -> Record:
     import torch
 
-    from distca.runtime.replay import Replay, measure
+    from distca.measure.replay import Replay, measure
 
     step, plan_s = plan.result()
     began = time.perf_counter()

@@ -36,23 +36,23 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from distca.attention.backend import Packed
-from distca.attention.sdpa import Sdpa
+from distca.attention.backends.base import Packed
+from distca.attention.backends.sdpa import Sdpa
 from distca.data.documents import Batch, Document
 from distca.dispatch.layout import Call
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.model.sizes import model_config
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.calibration import TimedCall, calibrated
-from distca.planning.costs import AnalyticCost
+from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.masks import Mask
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
 from distca.planning.spans import Ints
 from distca.runtime.batches import Step
-from distca.runtime.mesh import Seat, take_seat
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 
 # With heads of 64 attention has about the share that it has in Llama-3-8B at a context of 128K.
 MODEL = replace(model_config("debug"), head_dim=64)
@@ -89,17 +89,19 @@ def measure(name: str, steps: int) -> dict[str, Any]:
 def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    parallel = Parallel(dp=2)
-    seat = take_seat(parallel, torch.device("cpu"))
+    parallel = MeshShape(dp=2)
+    context = join_mesh(parallel, torch.device("cpu"))
     model = on_meta(MODEL)
-    parallelize(model, seat, Precision())
+    parallelize(model, context, Precision())
     initialize(model, seed=0)
-    crossing = Crossing.of(seat)
+    runner = StepRunner.of(context)
     batch = batch_of(LENGTHS[name])
     masks = tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers))
-    cost = measured_cost(seat)
+    cost = measured_cost(context)
     sides = {
-        side: Step.of(Recipe(parallel, MODEL.shape, masks, options={"cost": cost}, **way), batch)
+        side: Step.of(
+            StepPlanner(parallel, MODEL.shape, masks, options={"cost": cost}, **way), batch
+        )
         for side, way in SIDES.items()
     }
     times: dict[str, list[list[float]]] = {
@@ -109,7 +111,7 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
     for number in range(steps + 2):
         for side in turns.permutation(list(sides)).tolist():
-            taken, losses[side] = stepped(model, crossing, sides[side], seat)
+            taken, losses[side] = stepped(model, runner, sides[side], context)
             if number >= 2:
                 times[side].append(taken)
     if rank == 0:
@@ -118,13 +120,13 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def measured_cost(seat: Seat) -> AnalyticCost:
+def measured_cost(context: RankContext) -> AnalyticCost:
     """Fitted to whole documents and to ends of long ones, as plans cut them; one for all ranks."""
     shapes = [(n, n) for n in (64, 256, 1024, 4096)]
     shapes += [(n, m) for m in (2048, 4096) for n in (128, 512, 1024)]
-    dist.barrier(group=seat.everyone)
+    dist.barrier(group=context.everyone)
     times = torch.tensor([timed(queries, keys) for queries, keys in shapes])
-    dist.all_reduce(times, group=seat.everyone)
+    dist.all_reduce(times, group=context.everyone)
     calls = [
         TimedCall(*count(queries, keys), *taken)
         for (queries, keys), taken in zip(shapes, (times / 2).tolist(), strict=True)
@@ -163,18 +165,20 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(tuple(Document.from_tokens(rng.integers(0, 259, n)) for n in lengths))
 
 
-def stepped(model: Llama, crossing: Crossing, step: Step, seat: Seat) -> tuple[list[float], float]:
+def stepped(
+    model: Llama, runner: StepRunner, step: Step, context: RankContext
+) -> tuple[list[float], float]:
     """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
-    dist.barrier(group=seat.everyone)
+    dist.barrier(group=context.everyone)
     start = time.perf_counter()
-    loss = crossing.learn(model, step)
+    loss = runner.learn(model, step)
     model.zero_grad()
-    dist.barrier(group=seat.everyone)
+    dist.barrier(group=context.everyone)
     wall = time.perf_counter() - start
-    spent = crossing.attentions[0].meter.take()
+    spent = runner.attentions[0].meter.take()
     mine = torch.tensor([spent.get("attention", 0.0), spent.get("exposed", 0.0), loss.item()])
     both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine, group=seat.everyone)
+    dist.all_gather(both, mine, group=context.everyone)
     attention, exposed, losses = torch.stack(both).T
     return [wall, *attention.tolist(), *exposed.tolist()], float(losses.sum())
 

@@ -32,18 +32,18 @@ from torch.utils.checkpoint import checkpoint
 
 from distca.data.documents import Batch, Document
 from distca.data.lengths import distribution
+from distca.measure.replay import Replay, typical
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam, Walk, on_meta
 from distca.model.sizes import model_config
-from distca.planning.memory import GIB, estimate
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
+from distca.pipeline.memory import GIB, estimate
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
 from distca.runtime.batches import Step
-from distca.runtime.mesh import Seat, take_seat
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.replay import Replay, typical
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
 from distca.train.memory import available
@@ -77,14 +77,14 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(tuple(Document.from_tokens(rng.integers(0, 128000, n)) for n in lengths))
 
 
-def recipe(config: ModelConfig, parallel: Parallel, **options: Any) -> Recipe:
+def planner(config: ModelConfig, parallel: MeshShape, **options: Any) -> StepPlanner:
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
-    return Recipe(parallel, config.shape, masks, **options)
+    return StepPlanner(parallel, config.shape, masks, **options)
 
 
-def built(config: ModelConfig, seat: Seat, *, compile: bool = False) -> Llama:
+def built(config: ModelConfig, context: RankContext, *, compile: bool = False) -> Llama:
     model = on_meta(config)
-    parallelize(model, seat, BF16, compile=compile)
+    parallelize(model, context, BF16, compile=compile)
     initialize(model, seed=0, device=DEVICE)
     return model
 
@@ -93,32 +93,36 @@ def built(config: ModelConfig, seat: Seat, *, compile: bool = False) -> Llama:
 
 
 def steps(rounds: int, only_layers: int) -> Iterator[Record]:
-    seat = take_seat(Parallel(), DEVICE)
+    context = join_mesh(MeshShape(), DEVICE)
     config = replace(MODEL, layers=only_layers or layers_that_fit())
     cases = {
         "one of 64K": [TOKENS],
         "pretrain": distribution("pretrain", TOKENS).batch(TOKENS, seed=1).tolist(),
     }
     for compiled in (False, True):
-        model = built(config, seat, compile=compiled)
+        model = built(config, context, compile=compiled)
         optimizer = adamw(model, TrainSection())
         for name, lengths in cases.items():
             case = {"documents": name, "layers": config.layers, "compiled": compiled}
-            yield case | compare(model, optimizer, seat, lengths, rounds)
+            yield case | compare(model, optimizer, context, lengths, rounds)
         del model, optimizer
         torch.cuda.empty_cache()
 
 
 def compare(
-    model: Llama, optimizer: torch.optim.Optimizer, seat: Seat, lengths: list[int], rounds: int
+    model: Llama,
+    optimizer: torch.optim.Optimizer,
+    context: RankContext,
+    lengths: list[int],
+    rounds: int,
 ) -> Record:
-    crossing = Crossing.of(seat, recompute=True, dtype=BF16.compute)
-    walk, step = bare_walk(lengths), Step.of(recipe(model.config, Parallel()), batch_of(lengths))
+    runner = StepRunner.of(context, recompute=True, dtype=BF16.compute)
+    walk, step = bare_walk(lengths), Step.of(planner(model.config, MeshShape()), batch_of(lengths))
     ((half,),) = step.plan.micro_batches
     losses: dict[str, Tensor] = {}
 
     def distca() -> None:
-        losses["distca"] = crossing.learn(model, step)
+        losses["distca"] = runner.learn(model, step)
         change(optimizer)
 
     def bare() -> None:
@@ -178,7 +182,7 @@ def bare_walk(lengths: list[int]) -> Walk:
 
 
 def estimated(config: ModelConfig) -> int:
-    return estimate(config.shape, Parallel(), TOKENS, recompute=True).total
+    return estimate(config.shape, MeshShape(), TOKENS, recompute=True).total
 
 
 def layers_that_fit() -> int:
@@ -195,14 +199,14 @@ LINKS = {"50 GB/s": 50e9, "25 GB/s": 25e9}
 
 def overlap(rounds: int, only_layers: int) -> Iterator[Record]:
     config = replace(MODEL, layers=only_layers or 4)
-    seat = take_seat(Parallel(), DEVICE)
-    model = built(config, seat)
+    context = join_mesh(MeshShape(), DEVICE)
+    model = built(config, context)
     # Of half the tokens of a rank: each half of a step must hold its longest document.
     lengths = distribution("pretrain", TOKENS // 2).batch(RANKS * TOKENS, seed=1)
-    parallel = Parallel(dp=RANKS)
+    parallel = MeshShape(dp=RANKS)
     for placement in ("given", "balanced"):
         halved = {
-            way: recipe(config, parallel, placement=placement, ping_pong=way).plan(lengths)
+            way: planner(config, parallel, placement=placement, ping_pong=way).plan(lengths)
             for way in (False, True)
         }
         traffic = halved[False].slots[0][0][0].traffic

@@ -11,7 +11,7 @@ from attention.tokens import SCALE, Tokens
 from ranks import IMPATIENT
 from torch import Tensor
 
-from distca.attention import steps
+from distca.attention import passes
 from distca.attention.core import CoreAttention
 from distca.planning.plan import Plan
 
@@ -35,8 +35,8 @@ def attend(
         return [q, q, k, v]
     if face == "steps":  # without autograd, whose one thread per GPU is too few for several ranks
         execution = attention._prepare(q, k, v, plan).execution
-        attended = steps.forward(execution, q, k, v)
-        return [attended.out, *steps.backward(execution, grad_out, q, k, v, attended)]
+        attended = passes.forward(execution, q, k, v)
+        return [attended.out, *passes.backward(execution, grad_out, q, k, v, attended)]
     leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
     if face == "op":
         out = attention(*leaves, plan)

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention import Attended, Backend, Gradients, Packed
+from distca.attention.backends import Attended, Backend, Gradients, Packed
 from distca.dispatch.layout import Call
 from distca.planning.masks import CAUSAL, FULL, Mask
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from distca.attention import op
 from distca.attention.agreement import DisagreementError
 from distca.attention.core import CoreAttention
-from distca.dispatch.local import LocalHub, LocalTransport
-from distca.dispatch.transport import Wait
+from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.local import LocalHub, LocalTransport
 from distca.planning.plan import Plan
 
 
@@ -55,7 +55,7 @@ def exchanges_of(plan: Plan, layer: Callable[[CoreAttention, list[Tensor]], Tens
         layer(attention, leaves(tokens, transport.rank)).sum().backward()
         return counting.exchanges
 
-    return LocalHub(plan.servers.num_ranks).run(rank)
+    return LocalHub(plan.devices.num_ranks).run(rank)
 
 
 def test_selective_checkpointing_exchanges_once() -> None:

@@ -46,7 +46,7 @@ def test_processes_give_the_bits_of_the_local_oracle(
 ) -> None:
     ranks, batch = CASES[case]
     plan = batch.plan()
-    assert plan.servers.num_ranks == ranks
+    assert plan.devices.num_ranks == ranks
     tokens = Tokens(plan, torch.float64)
     options = {"backend": "reference", "deterministic": True, "face": face}
     found = tokens.gathered(pool.run(exact, plan, tokens, device, options, ranks=ranks))
@@ -59,11 +59,11 @@ def test_processes_give_the_bits_of_the_local_oracle(
 @given(batches(max_ranks=3), st.sampled_from(FACES))
 def test_any_plan_over_processes(pool: RankPool, batch: Batch, face: str) -> None:
     plan = planned(batch)
-    assume(plan is not None and plan.placement.num_documents and plan.servers.num_ranks <= 4)
+    assume(plan is not None and plan.placement.num_documents and plan.devices.num_ranks <= 4)
     assert plan is not None
     tokens = Tokens(plan, torch.float64)
     options = {"backend": "reference", "face": face}
-    found = pool.run(exact, plan, tokens, "cpu", options, ranks=plan.servers.num_ranks)
+    found = pool.run(exact, plan, tokens, "cpu", options, ranks=plan.devices.num_ranks)
     assert_exact(tokens.gathered(found), tokens.expected(), torch.float64)
 
 

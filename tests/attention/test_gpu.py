@@ -17,12 +17,12 @@ from attention.tokens import SCALE, Tokens, errors
 from strategies import Batch
 from torch import Tensor
 
-from distca.attention import Traits, backends
+from distca.attention.backends import Traits, backends
 from distca.attention.core import CoreAttention
 from distca.attention.route import TensorKind
-from distca.dispatch.local import LocalHub, LocalTransport
-from distca.dispatch.throttled import ThrottledTransport
-from distca.dispatch.transport import Wait
+from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
 

@@ -13,7 +13,7 @@ from distca.cli import main
 from distca.cli.records import record_of, summary_of, traffic_matrix
 from distca.cli.sources import parse_bytes, parse_tokens, read_placement
 from distca.planning.api import plan
-from distca.planning.costs import cost_model
+from distca.planning.costs.choice import cost_model
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES
 

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runtime.measured import TINY
+from measure.measured import TINY
 
 from distca.cli import main
-from distca.planning.profile import Profile
-from distca.runtime import profiling
+from distca.measure import profiling
+from distca.planning.costs.profile import Profile
 
 
 @pytest.fixture

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from distca.cli import exactness, main
-from distca.cli.exactness import exact
+from distca.cli import main
 from distca.cli.selftest import all_pass
+from distca.measure import selftest as exactness
+from distca.measure.selftest import exact
 
 
 def test_two_ranks_pass(tmp_path: Path) -> None:

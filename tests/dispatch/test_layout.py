@@ -59,7 +59,7 @@ def all_to_all(own: list[Rows], exchanges: list[Exchange]) -> list[Rows]:
 
 def deliver(plan: Plan, layouts: list[Layout]) -> list[Inbox]:
     rows = placed_rows(plan)
-    rows += [[] for _ in range(plan.servers.num_ranks - len(rows))]
+    rows += [[] for _ in range(plan.devices.num_ranks - len(rows))]
     own = [payload(tokens) for tokens in rows]
     queries = all_to_all(own, [layout.q for layout in layouts])
     keys = all_to_all(own, [layout.kv for layout in layouts])
@@ -86,7 +86,7 @@ def computed(call: Call, inbox: Inbox) -> list[tuple[list[Token], list[Token]]]:
 
 def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
     """Every task of every rank finds exactly its rows, in order, and nothing is left over."""
-    masks, ranks = mask_names(batch), plan.servers.num_ranks
+    masks, ranks = mask_names(batch), plan.devices.num_ranks
     tasks = read_tasks(plan, masks, backward=backward)
     homes = homes_of(placed_rows(plan))
     layouts = [Layout.of(plan, rank, backward=backward) for rank in range(ranks)]

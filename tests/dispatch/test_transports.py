@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from distca.dispatch import throttled
-from distca.dispatch.local import LocalHub, LocalTransport
-from distca.dispatch.throttled import ThrottledTransport
-from distca.dispatch.transport import Wait
+from distca.dispatch.transports import throttled
+from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.throttled import ThrottledTransport
 
 
 def start(transport: LocalTransport, number: int) -> tuple[Wait, Tensor]:

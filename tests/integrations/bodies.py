@@ -21,9 +21,9 @@ from integrations.tiny import (
 from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from distca.dispatch.transport import ExchangeError
+from distca.dispatch.transports.base import ExchangeError
 from distca.integrations.transformers import register
-from distca.integrations.transformers_leaks import Leak, find_leaks
+from distca.integrations.transformers.leaks import Leak, find_leaks
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.distca.core_attention.default])
 CHECKPOINTING: dict[str, dict[str, Any]] = {
@@ -182,7 +182,7 @@ def missing(group: dist.ProcessGroup) -> str:
 def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
     """Gatherings of lengths, plans and agreements of two steps, checkpointed, of a mixed model."""
     from distca.attention import core
-    from distca.integrations import planned
+    from distca.integrations.shared import planned
 
     counts = {"exchange": 0, "plan": 0, "agree": 0}
 

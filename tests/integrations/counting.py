@@ -9,7 +9,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from distca.dispatch.transport import DistributedTransport
+from distca.dispatch.transports.distributed import DistributedTransport
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from distca.integrations.planned import PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.planning.masks import Mask
 
 

@@ -15,7 +15,7 @@ from integrations import megatron_bodies as bodies
 from integrations import megatron_refusals as refusals
 from integrations.megatron_bodies import Case
 
-from distca.integrations.megatron_batches import head_and_tail, lengths_of, lengths_of_mask
+from distca.integrations.megatron.batches import head_and_tail, lengths_of, lengths_of_mask
 
 ROWS = [[[96, 96], [96, 96]], [[96, 96], [96, 96]]]
 TWO_ROWS = [[[40, 56, 96], [96, 96]], [[96, 8, 88], [10, 20, 30, 36, 96]]]

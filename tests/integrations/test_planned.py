@@ -13,15 +13,15 @@ from integrations import gathering
 from integrations.tiny import packed
 from ranks import RankPool, World
 
-from distca.integrations import background
-from distca.integrations.ahead import Ahead
-from distca.integrations.lengths import (
+from distca.integrations.shared import background
+from distca.integrations.shared.lengths import (
     lengths_of_offsets,
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.planned import Kind, PlannedAttention, PlannedBatch
-from distca.integrations.transformers_batches import filler, lengths_of
+from distca.integrations.shared.planned import Kind, PlannedAttention, PlannedBatch
+from distca.integrations.shared.prefetch import Ahead
+from distca.integrations.transformers.batches import filler, lengths_of
 from distca.planning.masks import CAUSAL, Mask
 
 

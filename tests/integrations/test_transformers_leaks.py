@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from distca.cli import main
 from distca.integrations.transformers import register
-from distca.integrations.transformers_leaks import LENGTHS, find_leaks
+from distca.integrations.transformers.leaks import LENGTHS, find_leaks
 
 
 def test_none_where_documents_are_masked() -> None:

@@ -13,8 +13,8 @@ from integrations.tiny import by_sdpa, loss_of, model_of, packed
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from distca.integrations.transformers import register
-from distca.integrations.transformers_masks import document_starts
-from distca.integrations.transformers_tickets import Forward, Ticket, Tickets
+from distca.integrations.transformers.masks import document_starts
+from distca.integrations.transformers.tickets import Forward, Ticket, Tickets
 from distca.planning.masks import CAUSAL, Mask
 
 WAY_OUT = "attn_implementation"

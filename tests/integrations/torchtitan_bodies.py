@@ -26,7 +26,7 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from torchtitan.models.common.attention import VarlenAttention, VarlenMetadata
 from torchtitan.models.llama3 import config_registry as llama3
 
-from distca.integrations import planned
+from distca.integrations.shared import planned
 from distca.integrations.torchtitan import InnerAttention, adopt
 
 on_cpu.shim()

@@ -1,6 +1,7 @@
 """Against ``transformers``, on tiny models with random weights."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,9 @@ def ours(config: ModelConfig) -> Llama:
 
 @torch.no_grad()
 def logits(model: Llama, tokens: Tensor) -> Tensor:
+    """In float64: what rounding does to float32 depends on the processor."""
     half = Arriving(tokens, positions_of(LENGTHS))
+    model = deepcopy(model).double()
     (leaving,) = model([half], plainly(attention(LENGTHS, model.config.mask_of)))
     return leaving.x
 
@@ -56,6 +59,7 @@ def their_logits(folder: Path, tokens: Tensor) -> Tensor:
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     assert model.dtype == torch.float32
+    model = model.double()
     return torch.cat([model(document[None]).logits[0] for document in tokens.split(LENGTHS)])
 
 

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from strategies import KV_BYTES, Q_BYTES, Batch, Entry
 
-from distca.planning.costs import cost_model
+from distca.planning.costs.choice import cost_model
 from distca.planning.plan import Plan
 
 Token = tuple[int, int]
@@ -160,7 +160,7 @@ def backward_bytes(plan: Plan, masks: Sequence[str]) -> Bytes:
 def _bytes(
     plan: Plan, masks: Sequence[str], *, out: int, home: int, keys_home: int, backward: bool
 ) -> Bytes:
-    node = plan.servers.node.tolist()
+    node = plan.devices.node.tolist()
     rows, tasks = placed_rows(plan), read_tasks(plan, masks, backward=backward)
     homes, group = homes_of(rows), plan.gather
     send, recv, cross = [0] * len(node), [0] * len(node), 0
@@ -191,7 +191,7 @@ def _bytes(
 def memory_bytes(plan: Plan, masks: Sequence[str], *, backward: bool = False) -> list[int]:
     """By rank: own q, k, v and o, and those of received queries and received keys."""
     rows, tasks = placed_rows(plan), read_tasks(plan, masks, backward=backward)
-    homes, ranks = homes_of(rows), plan.servers.num_ranks
+    homes, ranks = homes_of(rows), plan.devices.num_ranks
     used = [(2 * Q_BYTES + KV_BYTES) * len(tokens) for tokens in rows]
     used += [0] * (ranks - len(rows))
     for task in tasks:
@@ -206,7 +206,7 @@ def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = Fal
     """By rank, the picoseconds of its tasks on a device of speed 1."""
     model = cost_model(cost, plan.shape)
     price = model.backward_ps if backward else model.forward_ps
-    work = [0] * plan.servers.num_ranks
+    work = [0] * plan.devices.num_ranks
     for task in read_tasks(plan, masks, backward=backward):
         numbers = (task.stop - task.start, len(task.keys), task.pairs)
         work[task.server] += int(price(*(np.asarray([number]) for number in numbers))[0])
@@ -215,8 +215,8 @@ def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = Fal
 
 def imbalance_of(work: Sequence[int], plan: Plan) -> Fraction:
     """Worst over mean finishing time; the mean is where all serving ranks would end together."""
-    speeds = [Fraction(speed) for speed in plan.servers.speed.tolist()]
-    busy = [round(seconds * 1e12) for seconds in plan.servers.busy_s.tolist()]
+    speeds = [Fraction(speed) for speed in plan.devices.speed.tolist()]
+    busy = [round(seconds * 1e12) for seconds in plan.devices.busy_s.tolist()]
     finish = [
         b + (math.ceil(w / speed) if speed else 0)
         for w, speed, b in zip(work, speeds, busy, strict=True)

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from distca.planning.calibration import TimedCall, calibrated
-from distca.planning.costs import PS, AnalyticCost, KernelRate
+from distca.planning.costs.analytic import AnalyticCost, KernelRate
+from distca.planning.costs.base import PS
 from distca.planning.models import model_shape
 
 SHAPE = model_shape("llama3-8b")

@@ -119,4 +119,4 @@ def test_a_plan_over_its_memory_is_refused() -> None:
     full[2] = OWN_BYTES
     assert 2 in plan.forward.server
     with pytest.raises(ValueError, match="memory"):
-        verify(replace(plan, servers=replace(plan.servers, memory_bytes=full)))
+        verify(replace(plan, devices=replace(plan.devices, memory_bytes=full)))

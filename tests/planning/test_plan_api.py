@@ -7,10 +7,10 @@ import pytest
 from strategies import OWN_BYTES, SHAPE, Batch, Entry, shard
 
 import distca
-from distca.planning.costs import PairsCost
+from distca.planning.costs.base import PairsCost
+from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
-from distca.planning.servers import Servers
 
 RANKS: list[list[Entry]] = [[100], [8, 8]]
 
@@ -48,8 +48,8 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"memory_bytes": 100 * OWN_BYTES - 1}, "rank 0 holds 100 tokens, 8000 bytes"),
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": -1}, "memory"),
-        ({"servers": Servers.of(3)}, "the servers know 3 workers but 2 hold tokens"),
-        ({"servers": Servers.of(2), "speed": [1.0, 2.0]}, "speed"),
+        ({"servers": Devices.of(3)}, "the servers know 3 workers but 2 hold tokens"),
+        ({"servers": Devices.of(2), "speed": [1.0, 2.0]}, "speed"),
     ],
 )
 def test_wrong_use_is_refused(options: dict[str, Any], message: str) -> None:
@@ -66,7 +66,7 @@ def test_wrong_ranks_are_refused(ranks: list[list[Entry]]) -> None:
 
 def test_memory_that_just_holds_the_tokens_is_enough() -> None:
     plan = Batch(RANKS, {"memory_bytes": 100 * OWN_BYTES, "tile": 4, "min_shard": 4}).plan()
-    assert plan.servers.memory_bytes.tolist() == [8000, 8000]
+    assert plan.devices.memory_bytes.tolist() == [8000, 8000]
 
 
 def test_a_placement_is_taken_as_it_is() -> None:

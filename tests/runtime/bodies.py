@@ -15,13 +15,13 @@ from distca.data.documents import Batch, Document
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Llama, on_meta, plainly
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import CAUSAL
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
 from distca.runtime.batches import Step
-from distca.runtime.mesh import Seat, take_seat
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 
 TINY = ModelConfig(vocab_size=61, hidden=32, layers=3, heads=4, kv_heads=2, head_dim=8, ffn=48)
 LENGTHS = (150, 9, 64, 1, 33, 90, 20, 5)
@@ -34,7 +34,7 @@ def batch_of(lengths: tuple[int, ...] = LENGTHS, seed: int = 0, vocab: int = 61)
 
 @dataclass(frozen=True)
 class Case:
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: MeshShape = field(default_factory=MeshShape)
     config: ModelConfig = TINY
     ping_pong: bool = False
     placement: str = "given"
@@ -44,8 +44,8 @@ class Case:
     stage_layers: tuple[int, ...] = ()
     frozen: int = 0  # layers from the first on whose weights, and the embedding's, do not learn
 
-    def recipe(self) -> Recipe:
-        return Recipe(
+    def planner(self) -> StepPlanner:
+        return StepPlanner(
             parallel=self.parallel,
             shape=self.config.shape,
             masks=tuple(self.config.mask_of(layer) for layer in range(self.config.layers)),
@@ -54,18 +54,18 @@ class Case:
             placement=self.placement,
             policy=self.policy,
             layers=self.stage_layers,
-            first_part=2 * self.frozen + 1 if self.frozen else 0,
+            first_trained_part=2 * self.frozen + 1 if self.frozen else 0,
             options={"tile": 8, "min_shard": 8, "cost": "pairs"},
         )
 
 
-_seats: dict[Parallel, Seat] = {}
+_seats: dict[MeshShape, RankContext] = {}
 
 
-def seat_of(parallel: Parallel) -> Seat:
+def context_of(parallel: MeshShape) -> RankContext:
     """Groups are made once in a process."""
     if parallel not in _seats:
-        _seats[parallel] = take_seat(parallel, torch.device("cpu"))
+        _seats[parallel] = join_mesh(parallel, torch.device("cpu"))
     return _seats[parallel]
 
 
@@ -73,19 +73,19 @@ def one_step(
     group: dist.ProcessGroup, case: Case, batch: Batch
 ) -> tuple[float, dict[str, Tensor]] | None:
     """The mean loss over all targets and its gradients by parameter; None on a server."""
-    seat = seat_of(case.parallel)
-    crossing = Crossing.of(
-        seat, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
+    context = context_of(case.parallel)
+    runner = StepRunner.of(
+        context, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
     )
-    recipe = case.recipe()
+    planner = case.planner()
     model = None
-    if seat.stage is not None:
-        model = on_meta(case.config, *recipe.stages[seat.stage])
-        parallelize(model, seat, Precision())
+    if context.stage is not None:
+        model = on_meta(case.config, *planner.stages[context.stage])
+        parallelize(model, context, Precision())
         initialize(model, seed=0)
         freeze(model, case.frozen)
-    total = crossing.learn(model, Step.of(recipe, batch))
-    dist.all_reduce(total, group=seat.everyone)
+    total = runner.learn(model, Step.of(planner, batch))
+    dist.all_reduce(total, group=context.everyone)
     if model is None:
         return None
     grads = {model.whole_name(name): whole(p.grad) for name, p in model.named_parameters()}

@@ -10,20 +10,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from recorded import Collectives, Events
-from runtime.bodies import Case, seat_of
+from runtime.bodies import Case, context_of
 from torch import Tensor
 
-from distca.attention.backend import Attended, Gradients
+from distca.attention.backends.base import Attended, Gradients
+from distca.attention.backends.sdpa import Sdpa
 from distca.attention.core import CoreAttention
-from distca.attention.sdpa import Sdpa
-from distca.attention.steps import Execution
+from distca.attention.passes import Execution
 from distca.data.documents import Batch
-from distca.dispatch.transport import DistributedTransport, Wait
+from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.distributed import DistributedTransport
 from distca.model.initialize import initialize
 from distca.model.llama import on_meta
 from distca.runtime.batches import Step
 from distca.runtime.parallelize import Precision, parallelize
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 
 
 class RecordingTransport(DistributedTransport):
@@ -70,41 +71,41 @@ def recorded_step(
     group: dist.ProcessGroup, case: Case, batch: Batch
 ) -> tuple[Events, Events, Counter[str]]:
     """Events of forward and of backward; collectives of both."""
-    seat, events = seat_of(case.parallel), []
+    context, events = context_of(case.parallel), []
     attentions = tuple(
-        RecordingAttention(seat.attention, seat.control, half, events) for half in (0, 1)
+        RecordingAttention(context.attention, context.control, half, events) for half in (0, 1)
     )
-    crossing = Crossing(
-        seat,
+    runner = StepRunner(
+        context,
         attentions,
         recompute=case.recompute,
         observe=lambda number, _: events.append(("tick", number)),
     )
     model = on_meta(case.config)
-    parallelize(model, seat, Precision())
+    parallelize(model, context, Precision())
     initialize(model, seed=0)
     for seam in model.in_order:
         _record_parts(seam, events)
-    step = Step.of(case.recipe(), batch)
-    crossing.learn(model, step)  # warm-up
+    step = Step.of(case.planner(), batch)
+    runner.learn(model, step)  # warm-up
     events.clear()
     with Collectives() as collectives:
-        crossing.learn(model, step)
+        runner.learn(model, step)
     tick = events.index(("tick", 0))
     return events[:tick], events[tick + 1 : -1], collectives.counts
 
 
 def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[int, Counter[str]]:
     """Seams of this rank, and the collectives of a step."""
-    seat, plans = seat_of(case.parallel), case.recipe()
-    assert seat.stage is not None
-    model = on_meta(case.config, *plans.stages[seat.stage])
-    parallelize(model, seat, Precision())
+    context, plans = context_of(case.parallel), case.planner()
+    assert context.stage is not None
+    model = on_meta(case.config, *plans.stages[context.stage])
+    parallelize(model, context, Precision())
     initialize(model, seed=0)
-    crossing, step = Crossing.of(seat, backend="sdpa"), Step.of(plans, batch)
-    crossing.learn(model, step)
+    runner, step = StepRunner.of(context, backend="sdpa"), Step.of(plans, batch)
+    runner.learn(model, step)
     with Collectives() as collectives:
-        crossing.learn(model, step)
+        runner.learn(model, step)
     return len(model.seams), collectives.counts
 
 

@@ -9,82 +9,82 @@ import torch
 from ranks import World
 from runtime.bodies import TINY, Case, batch_of, one_step, plain_loop
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 
 BALANCED = {"placement": "balanced"}
 PING_PONG = {"ping_pong": True}
 CASES: dict[str, Case] = {
     "alone": Case(),
     "alone, ping-pong": Case(**PING_PONG),
-    "dp2": Case(Parallel(dp=2)),
-    "dp2, colocated": Case(Parallel(dp=2), policy="colocated"),
-    "dp2, ping-pong": Case(Parallel(dp=2), **PING_PONG),
-    "dp2, ping-pong, recomputed": Case(Parallel(dp=2), recompute=True, **PING_PONG),
-    "dp2, balanced": Case(Parallel(dp=2), **BALANCED),
-    "cp2": Case(Parallel(cp=2)),
-    "cp2, colocated": Case(Parallel(cp=2), policy="colocated"),
-    "cp2, ping-pong, balanced": Case(Parallel(cp=2), **PING_PONG, **BALANCED),
-    "tp2": Case(Parallel(tp=2)),
-    "tp2, ping-pong": Case(Parallel(tp=2), **PING_PONG),
-    "dp2 x tp2": Case(Parallel(dp=2, tp=2)),
-    "dp2 x tp2, ping-pong, balanced": Case(Parallel(dp=2, tp=2), **PING_PONG, **BALANCED),
-    "dp2 x cp2": Case(Parallel(dp=2, cp=2)),
-    "dp2 x cp2, ping-pong": Case(Parallel(dp=2, cp=2), **PING_PONG),
-    "2 + 1 server": Case(Parallel(dp=2, servers=1)),
-    "2 + 1 server, ping-pong": Case(Parallel(dp=2, servers=1), **PING_PONG),
-    "2 + 2 servers": Case(Parallel(dp=2, servers=2)),
+    "dp2": Case(MeshShape(dp=2)),
+    "dp2, colocated": Case(MeshShape(dp=2), policy="colocated"),
+    "dp2, ping-pong": Case(MeshShape(dp=2), **PING_PONG),
+    "dp2, ping-pong, recomputed": Case(MeshShape(dp=2), recompute=True, **PING_PONG),
+    "dp2, balanced": Case(MeshShape(dp=2), **BALANCED),
+    "cp2": Case(MeshShape(cp=2)),
+    "cp2, colocated": Case(MeshShape(cp=2), policy="colocated"),
+    "cp2, ping-pong, balanced": Case(MeshShape(cp=2), **PING_PONG, **BALANCED),
+    "tp2": Case(MeshShape(tp=2)),
+    "tp2, ping-pong": Case(MeshShape(tp=2), **PING_PONG),
+    "dp2 x tp2": Case(MeshShape(dp=2, tp=2)),
+    "dp2 x tp2, ping-pong, balanced": Case(MeshShape(dp=2, tp=2), **PING_PONG, **BALANCED),
+    "dp2 x cp2": Case(MeshShape(dp=2, cp=2)),
+    "dp2 x cp2, ping-pong": Case(MeshShape(dp=2, cp=2), **PING_PONG),
+    "2 + 1 server": Case(MeshShape(dp=2, servers=1)),
+    "2 + 1 server, ping-pong": Case(MeshShape(dp=2, servers=1), **PING_PONG),
+    "2 + 2 servers": Case(MeshShape(dp=2, servers=2)),
     "2 + 2 servers, ping-pong, recomputed": Case(
-        Parallel(dp=2, servers=2), recompute=True, **PING_PONG
+        MeshShape(dp=2, servers=2), recompute=True, **PING_PONG
     ),
-    "tp2 + 2 servers": Case(Parallel(tp=2, servers=2)),
-    "dp2, two micro-batches": Case(Parallel(dp=2), micro_batches=2),
-    "dp2, weights kept": Case(Parallel(dp=2, keep_weights=True), micro_batches=2, **PING_PONG),
-    "dp2, windows": Case(Parallel(dp=2), replace(TINY, window=20, window_pattern=2), **PING_PONG),
-    "dp2, q/k norms": Case(Parallel(dp=2), replace(TINY, qk_norm=True)),
-    "tp2, q/k norms": Case(Parallel(tp=2), replace(TINY, qk_norm=True)),
-    "dp2, tied": Case(Parallel(dp=2), replace(TINY, tied=True)),
-    "dp2 x tp2, tied": Case(Parallel(dp=2, tp=2), replace(TINY, tied=True)),
-    "dp2, first layers frozen": Case(Parallel(dp=2), frozen=2, **PING_PONG),
-    "2 + 1 server, first layers frozen": Case(Parallel(dp=2, servers=1), frozen=2, **PING_PONG),
+    "tp2 + 2 servers": Case(MeshShape(tp=2, servers=2)),
+    "dp2, two micro-batches": Case(MeshShape(dp=2), micro_batches=2),
+    "dp2, weights kept": Case(MeshShape(dp=2, keep_weights=True), micro_batches=2, **PING_PONG),
+    "dp2, windows": Case(MeshShape(dp=2), replace(TINY, window=20, window_pattern=2), **PING_PONG),
+    "dp2, q/k norms": Case(MeshShape(dp=2), replace(TINY, qk_norm=True)),
+    "tp2, q/k norms": Case(MeshShape(tp=2), replace(TINY, qk_norm=True)),
+    "dp2, tied": Case(MeshShape(dp=2), replace(TINY, tied=True)),
+    "dp2 x tp2, tied": Case(MeshShape(dp=2, tp=2), replace(TINY, tied=True)),
+    "dp2, first layers frozen": Case(MeshShape(dp=2), frozen=2, **PING_PONG),
+    "2 + 1 server, first layers frozen": Case(MeshShape(dp=2, servers=1), frozen=2, **PING_PONG),
 }
 
 
 FOUR = replace(TINY, layers=4)
 MIXED = replace(TINY, layers=4, window=20, window_pattern=2)
 PIPELINES: dict[str, Case] = {
-    "pp2": Case(Parallel(pp=2), micro_batches=3),
-    "pp2, ping-pong": Case(Parallel(pp=2), micro_batches=3, **PING_PONG),
+    "pp2": Case(MeshShape(pp=2), micro_batches=3),
+    "pp2, ping-pong": Case(MeshShape(pp=2), micro_batches=3, **PING_PONG),
     "pp2, ping-pong, recomputed": Case(
-        Parallel(pp=2), micro_batches=2, recompute=True, **PING_PONG
+        MeshShape(pp=2), micro_batches=2, recompute=True, **PING_PONG
     ),
-    "pp2, fewer micro-batches than stages": Case(Parallel(pp=2)),
-    "pp2, colocated": Case(Parallel(pp=2), micro_batches=3, policy="colocated"),
-    "pp2, windows": Case(Parallel(pp=2), MIXED, micro_batches=3, **PING_PONG),
-    "pp2, uneven layers": Case(Parallel(pp=2), FOUR, micro_batches=3, stage_layers=(1, 3)),
+    "pp2, fewer micro-batches than stages": Case(MeshShape(pp=2)),
+    "pp2, colocated": Case(MeshShape(pp=2), micro_batches=3, policy="colocated"),
+    "pp2, windows": Case(MeshShape(pp=2), MIXED, micro_batches=3, **PING_PONG),
+    "pp2, uneven layers": Case(MeshShape(pp=2), FOUR, micro_batches=3, stage_layers=(1, 3)),
     "pp2, uneven layers, windows, ping-pong": Case(
-        Parallel(pp=2), MIXED, micro_batches=2, stage_layers=(3, 1), **PING_PONG
+        MeshShape(pp=2), MIXED, micro_batches=2, stage_layers=(3, 1), **PING_PONG
     ),
-    "pp2, tied": Case(Parallel(pp=2), replace(TINY, tied=True), micro_batches=2),
+    "pp2, tied": Case(MeshShape(pp=2), replace(TINY, tied=True), micro_batches=2),
     "pp2, a part of the first stage frozen": Case(
-        Parallel(pp=2), FOUR, micro_batches=3, frozen=1, **PING_PONG
+        MeshShape(pp=2), FOUR, micro_batches=3, frozen=1, **PING_PONG
     ),
-    "pp2, the first stage frozen": Case(Parallel(pp=2), FOUR, micro_batches=3, frozen=2),
-    "pp2, more than the first stage frozen": Case(Parallel(pp=2), FOUR, micro_batches=3, frozen=3),
-    "pp4": Case(Parallel(pp=4), FOUR, micro_batches=4),
-    "pp4, ping-pong": Case(Parallel(pp=4), FOUR, micro_batches=3, **PING_PONG),
-    "pp2 x dp2": Case(Parallel(pp=2, dp=2), micro_batches=3),
+    "pp2, the first stage frozen": Case(MeshShape(pp=2), FOUR, micro_batches=3, frozen=2),
+    "pp2, more than the first stage frozen": Case(MeshShape(pp=2), FOUR, micro_batches=3, frozen=3),
+    "pp4": Case(MeshShape(pp=4), FOUR, micro_batches=4),
+    "pp4, ping-pong": Case(MeshShape(pp=4), FOUR, micro_batches=3, **PING_PONG),
+    "pp2 x dp2": Case(MeshShape(pp=2, dp=2), micro_batches=3),
     "pp2 x dp2, ping-pong, balanced": Case(
-        Parallel(pp=2, dp=2), micro_batches=2, **PING_PONG, **BALANCED
+        MeshShape(pp=2, dp=2), micro_batches=2, **PING_PONG, **BALANCED
     ),
-    "pp2 x dp2, tied": Case(Parallel(pp=2, dp=2), replace(TINY, tied=True), micro_batches=2),
-    "pp2 x cp2": Case(Parallel(pp=2, cp=2), micro_batches=2),
-    "pp2 x tp2": Case(Parallel(pp=2, tp=2), micro_batches=3),
+    "pp2 x dp2, tied": Case(MeshShape(pp=2, dp=2), replace(TINY, tied=True), micro_batches=2),
+    "pp2 x cp2": Case(MeshShape(pp=2, cp=2), micro_batches=2),
+    "pp2 x tp2": Case(MeshShape(pp=2, tp=2), micro_batches=3),
     "pp2 x tp2, ping-pong, tied": Case(
-        Parallel(pp=2, tp=2), replace(TINY, tied=True), micro_batches=2, **PING_PONG
+        MeshShape(pp=2, tp=2), replace(TINY, tied=True), micro_batches=2, **PING_PONG
     ),
-    "pp2 x dp2 + 1 server": Case(Parallel(pp=2, dp=2, servers=1), micro_batches=2),
+    "pp2 x dp2 + 1 server": Case(MeshShape(pp=2, dp=2, servers=1), micro_batches=2),
     "pp2 x dp2 + 1 server, ping-pong": Case(
-        Parallel(pp=2, dp=2, servers=1), micro_batches=2, **PING_PONG
+        MeshShape(pp=2, dp=2, servers=1), micro_batches=2, **PING_PONG
     ),
 }
 CASES |= PIPELINES

@@ -8,14 +8,14 @@ from recorded import exposed
 from runtime.bodies import TINY, Case, batch_of
 from runtime.recording import recorded_step
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 
 LAYERS = TINY.layers
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_exchanges_lie_under_the_other_half(world: World, recompute: bool) -> None:
-    case = Case(Parallel(dp=2), ping_pong=True, recompute=recompute)
+    case = Case(MeshShape(dp=2), ping_pong=True, recompute=recompute)
     batch = batch_of((150, 140, 9, 64, 1, 33, 20, 5))
     for forward, backward, collectives in world(2).run(recorded_step, case, batch, ranks=2):
         for events in (forward, backward):

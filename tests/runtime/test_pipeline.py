@@ -12,29 +12,29 @@ from ranks import World
 from runtime.bodies import TINY, Case, batch_of
 from runtime.recording import counted_step
 
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.schedule import FORWARD
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
-from distca.planning.schedule import FORWARD
 from distca.runtime.launch import RankFailedError, launch
 
 FOUR = replace(TINY, layers=4)
 LONG = (4000, 4000, *[500] * 16)
 
 
-def recipe(**more: object) -> Recipe:
+def planner(**more: object) -> StepPlanner:
     shape = ModelShape("wide", heads=8, kv_heads=4, head_dim=64, hidden=512, ffn=1024)
-    options = {"parallel": Parallel(pp=2), "micro_batches": 2, "options": {"cost": "cpu"}}
+    options = {"parallel": MeshShape(pp=2), "micro_batches": 2, "options": {"cost": "cpu"}}
     masks = tuple(FOUR.mask_of(layer) for layer in range(4))
-    return Recipe(shape=shape, masks=masks, **(options | more))  # type: ignore[arg-type]
+    return StepPlanner(shape=shape, masks=masks, **(options | more))  # type: ignore[arg-type]
 
 
 def test_a_tick_is_planned_over_all_stages_each_way() -> None:
-    step = recipe().plan(batch_of(LONG).lengths)
+    step = planner().plan(batch_of(LONG).lengths)
     assert [len(slots) for slots in step.slots] == [2] * len(step.schedule.ticks)
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         for (plan,) in slots:
-            assert plan.servers.num_ranks == 2
+            assert plan.devices.num_ranks == 2
             assert (plan.placement.tokens > 0).tolist() == [
                 m is not None for m in tick.micro_batches
             ]
@@ -45,17 +45,17 @@ def test_a_tick_is_planned_over_all_stages_each_way() -> None:
 
 def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> None:
     """With two halves its time is free while others run theirs; with one nobody begins before."""
-    step = recipe(ping_pong=True).plan(batch_of(LONG).lengths)
+    step = planner(ping_pong=True).plan(batch_of(LONG).lengths)
     first, last = step.slots[0][0][0], step.slots[-1][0][0]  # one stage alone has a micro-batch
-    busy = first.servers.busy_s
+    busy = first.devices.busy_s
     assert busy[0] > 0 == busy[1]
     assert first.forward_work_ps[1] > 1.2 * first.forward_work_ps[0]
     assert last.backward_work_ps[1] > 1.2 * last.backward_work_ps[0]
-    assert last.servers.busy_s[0] == pytest.approx(2 * busy[0], rel=0.1)
+    assert last.devices.busy_s[0] == pytest.approx(2 * busy[0], rel=0.1)
 
 
 def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
-    step = recipe(parallel=Parallel(pp=2, servers=1)).plan(batch_of(LONG).lengths)
+    step = planner(parallel=MeshShape(pp=2, servers=1)).plan(batch_of(LONG).lengths)
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         idle = [m is None for m in tick.micro_batches]
         for (plan,) in slots:
@@ -63,7 +63,7 @@ def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
 
 
 def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
-    step = recipe(layers=(1, 3), first_part=4).plan(batch_of(LONG).lengths)
+    step = planner(layers=(1, 3), first_trained_part=4).plan(batch_of(LONG).lengths)
     ticks = {(tick.phase, tick.micro_batches): slots
              for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)}  # fmt: skip
     both = ticks["F", (1, 0)]
@@ -75,19 +75,19 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
     # What learns first comes after the attention of layer 1: layers 2 and 3 go backward.
     assert [(p.placement.tokens > 0).tolist() for (p,) in ticks["B", (0, 1)]] == [[False, True]] * 2
     assert ticks["B", (1, None)] == ()
-    assert step.going_back == (0, 2)
+    assert step.backward_slots == (0, 2)
     assert not step.gradient_enters(1)
 
 
 def test_policies_that_place_tokens_are_refused() -> None:
     with pytest.raises(ValueError, match="places tokens itself, which stages of a pipeline cannot"):
-        recipe(policy="wlb")
+        planner(policy="wlb")
     with pytest.raises(ValueError, match="4 layers on 5 stages"):
-        recipe(parallel=Parallel(pp=5))
+        planner(parallel=MeshShape(pp=5))
 
 
 def test_weights_are_gathered_and_reduced_once_a_step(world: World) -> None:
-    case = Case(Parallel(pp=2, dp=2), FOUR, micro_batches=4)
+    case = Case(MeshShape(pp=2, dp=2), FOUR, micro_batches=4)
     answers = world(4).run(counted_step, case, batch_of(), ranks=4)
     for seams, counts in answers:
         assert counts["_allgather_base_"] == seams

@@ -7,7 +7,7 @@ from typing import Any
 
 from sim.tiny import MODEL, machines
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import Ints, as_ints
 from distca.sim.scenario import Scenario, Way
 from distca.sim.simulate import Outcome, simulate
@@ -34,7 +34,7 @@ def batch_of(one: Scenario) -> list[Ints]:
     return next(one.batches(1))
 
 
-def outcome(one: Scenario, policy: str, parallel: Parallel, **choices: Any) -> Outcome:
+def outcome(one: Scenario, policy: str, parallel: MeshShape, **choices: Any) -> Outcome:
     options = {key: choices.pop(key) for key in ("seed", "record") if key in choices}
     return simulate(one, Way(policy, parallel, **choices), batch_of(one), **options)
 
@@ -46,4 +46,4 @@ MOVED = [512, 128, 128, 128, 128]
 
 def moved(profile: str, tp: int = 1, **changes: Any) -> Outcome:
     one = scenario(profile, MOVED, 512, **changes)
-    return outcome(one, "distca", Parallel(dp=2, tp=tp), ping_pong=False, tolerance=0.1)
+    return outcome(one, "distca", MeshShape(dp=2, tp=tp), ping_pong=False, tolerance=0.1)

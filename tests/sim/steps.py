@@ -37,9 +37,9 @@ from sim.tiny import (
     Q_BYTES,
 )
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_plan import StepPlan
 from distca.planning.plan import Plan
-from distca.planning.step_plan import StepPlan
 from distca.sim.cluster import Cluster, Link
 from distca.sim.packed import Packed
 
@@ -154,10 +154,10 @@ def linear_parts(tokens: float, layers: int, head: bool, *, backward: bool) -> l
 
 
 def step_of(
-    step: StepPlan, parallel: Parallel, cluster: Cluster, layers: int
+    step: StepPlan, parallel: MeshShape, cluster: Cluster, layers: int
 ) -> tuple[list[Program], Named]:
     """A step of the tiny model in ticks: tick by tick, on every lane."""
-    lanes, width, stages = parallel.num_lanes, parallel.placing, parallel.pp
+    lanes, width, stages = parallel.num_plan_ranks, parallel.workers_per_stage, parallel.pp
     programs: list[Program] = [[] for _ in range(lanes)]
     named: Named = {}
 
@@ -243,7 +243,7 @@ def step_of(
     return programs, named
 
 
-def packed_step(packed: Packed, parallel: Parallel, cluster: Cluster, layers: int) -> float:
+def packed_step(packed: Packed, parallel: MeshShape, cluster: Cluster, layers: int) -> float:
     """When the last group is done: bins through stages, one by one, each group for itself.
 
     Weights come under the first forward and gradients leave under the last backward: a layer's part
@@ -251,7 +251,7 @@ def packed_step(packed: Packed, parallel: Parallel, cluster: Cluster, layers: in
     """
     p, each = parallel, -(-layers // parallel.pp)
     counts = [each if stage < layers - p.pp * (each - 1) else each - 1 for stage in range(p.pp)]
-    speed = [cluster.slow.get(lane, 1.0) for lane in range(p.num_lanes)]
+    speed = [cluster.slow.get(lane, 1.0) for lane in range(p.num_plan_ranks)]
     ends, first, last = [], [], []
     for group in range(p.dp):
         bins = [int(packed.order[m, group]) for m in range(len(packed.order))]
@@ -282,10 +282,10 @@ def packed_step(packed: Packed, parallel: Parallel, cluster: Cluster, layers: in
         last += [row[-1] for row in backward]
     elements = each * LAYER + (END if p.pp > 1 else 2 * END)
     shown = 0.0
-    if p.placing > 1:
-        received = elements * (p.placing - 1) / p.placing
+    if p.workers_per_stage > 1:
+        received = elements * (p.workers_per_stage - 1) / p.workers_per_stage
         for width, under in ((2, min(first)), (4, min(last))):
-            seconds = link_s(ring(p.placing, cluster), width * received)
+            seconds = link_s(ring(p.workers_per_stage, cluster), width * received)
             shown += max(seconds * LAYER / elements, seconds - under)
     parameters = layers * LAYER + 2 * END
     return max(ends) + shown + parameters / p.num_workers * OPTIMIZER_S / min(speed)

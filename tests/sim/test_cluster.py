@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from sim.tiny import machines
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.sim.cluster import PRESETS, Link, cluster
 
 
@@ -58,7 +58,7 @@ def test_clusters_that_are_known_by_name_are_usable(name: str) -> None:
     found = cluster(name)
     assert found.name == name
     assert found.inside.bytes_per_s > found.across.bytes_per_s
-    found.check(Parallel(dp=found.gpus))
+    found.check(MeshShape(dp=found.gpus))
 
 
 @pytest.mark.parametrize(
@@ -99,12 +99,12 @@ def test_an_unknown_cluster_is_told_the_known_ones() -> None:
 
 def test_sizes_that_do_not_make_the_cluster_are_refused() -> None:
     with pytest.raises(ValueError, match="need 6 ranks, but 8 were started"):
-        machines("none", 8).check(Parallel(dp=3, cp=2))
+        machines("none", 8).check(MeshShape(dp=3, cp=2))
 
 
 def test_tensor_parallelism_stays_inside_a_node() -> None:
     with pytest.raises(ValueError, match="tp = 4 with 6 GPUs in a node: tensor parallelism"):
-        machines("none", 12, gpus_per_node=6).check(Parallel(dp=3, tp=4))
+        machines("none", 12, gpus_per_node=6).check(MeshShape(dp=3, tp=4))
     with pytest.raises(ValueError, match="tp = 16 with 8 GPUs in a node"):
-        machines("none", 16, gpus_per_node=8).check(Parallel(tp=16))
-    machines("none", 4, gpus_per_node=8).check(Parallel(tp=4))
+        machines("none", 16, gpus_per_node=8).check(MeshShape(tp=16))
+    machines("none", 4, gpus_per_node=8).check(MeshShape(tp=4))

@@ -12,8 +12,8 @@ from sim.draws import Draw, close, exchange_of, kernels, transfers
 from sim.oracle import Attended, Pass, Transfer, play, programs_of
 
 from distca.sim.crossing import Weights, cross
+from distca.sim.rates import Attention
 from distca.sim.streams import Exchange, Streams
-from distca.sim.work import Attention
 
 
 def crossed(one: Pass, lanes: int = 2, **options: bool) -> Streams:

@@ -8,7 +8,7 @@ import pytest
 from sim.runs import MOVED, batch_of, moved, outcome, scenario
 from sim.tiny import END, KV_BYTES, LAYER, MODEL, Q_BYTES
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import as_ints
 from distca.sim.scenario import Way
 from distca.sim.simulate import Summary
@@ -21,7 +21,7 @@ KEPT, WITHIN, LOGITS = 2 * 32, 2 * 48, 2 * 16 * 4
 def test_memory_of_a_packed_step(profile: str) -> None:
     """All 640 weights and gradients stay gathered, 2 + 4 bytes; 16 bytes are half of each
     parameter's state."""
-    memory = outcome(scenario(profile, [10, 10], 10), "colocated", Parallel(dp=2)).memory
+    memory = outcome(scenario(profile, [10, 10], 10), "colocated", MeshShape(dp=2)).memory
     assert memory.state == 640 * 16 // 2
     assert memory.gathered == 640 * 6
     assert memory.activations == 10 * (KEPT + WITHIN)
@@ -33,7 +33,7 @@ def test_memory_of_a_packed_step(profile: str) -> None:
 def test_memory_of_gathered_keys(profile: str) -> None:
     """16 tokens on two workers: 8 tokens' keys of the other, in each of three layers."""
     one = scenario(profile, [16], 16, model=replace(MODEL, layers=3))
-    memory = outcome(one, "head-tail-cp", Parallel(cp=2)).memory
+    memory = outcome(one, "head-tail-cp", MeshShape(cp=2)).memory
     assert memory.exchange == 3 * 8 * KV_BYTES
     assert memory.activations == 8 * 3 * (KEPT + WITHIN)
 
@@ -41,7 +41,7 @@ def test_memory_of_gathered_keys(profile: str) -> None:
 def test_memory_of_micro_batches_in_flight(profile: str) -> None:
     """The first of two stages holds two micro-batches of three, and their keys."""
     one = scenario(profile, [16] * 3, 16, gpus=4, model=replace(MODEL, layers=2))
-    memory = outcome(one, "head-tail-cp", Parallel(pp=2, cp=2), micro_batches=3).memory
+    memory = outcome(one, "head-tail-cp", MeshShape(pp=2, cp=2), micro_batches=3).memory
     assert memory.state == (LAYER + END) * 16 // 2
     assert memory.gathered == (LAYER + END) * 6
     assert memory.activations == 2 * 8 * (KEPT + WITHIN)
@@ -52,14 +52,14 @@ def test_memory_of_micro_batches_in_flight(profile: str) -> None:
 def test_what_is_recomputed_is_not_kept(profile: str, policy: str, in_flight: int) -> None:
     """But for the one at work."""
     one = replace(scenario(profile, [10] * 3, 10, model=replace(MODEL, layers=2)), recompute=True)
-    memory = outcome(one, policy, Parallel(pp=2), micro_batches=3, ping_pong=False).memory
+    memory = outcome(one, policy, MeshShape(pp=2), micro_batches=3, ping_pong=False).memory
     assert memory.activations == 10 * (in_flight * KEPT + WITHIN)
 
 
 def test_a_summary_has_the_memory_of_the_fullest_step(profile: str) -> None:
     """Documents stay whole: bins of 5 and 5 tokens, and of 9 and 1."""
     one = scenario(profile, [5, 5, 9, 1], 10)
-    way = Way("wlb", Parallel(dp=2))
+    way = Way("wlb", MeshShape(dp=2))
     batches = [[as_ints([5, 5])], [as_ints([9, 1])]]
     for order in (batches, batches[::-1]):
         assert Summary.of(one, way, order).memory.activations == 9 * (KEPT + WITHIN)
@@ -75,16 +75,16 @@ def test_memory_of_ticks_holds_what_a_moved_task_brings(profile: str) -> None:
 
 
 def test_what_dedicated_servers_receive_is_not_the_memory_of_workers(profile: str) -> None:
-    """Servers attend for both workers, and workers receive nothing but what they sent for."""
+    """Devices attend for both workers, and workers receive nothing but what they sent for."""
     one = scenario(profile, [512, 512], 512, gpus=4)
-    found = outcome(one, "distca", Parallel(dp=2, servers=2), ping_pong=False)
+    found = outcome(one, "distca", MeshShape(dp=2, servers=2), ping_pong=False)
     assert found.num_bytes > 0
     assert found.memory.exchange == 0
 
 
 def test_both_halves_of_a_step_bring_their_tasks(profile: str) -> None:
     one = scenario(profile, [*MOVED, *MOVED], 1024)
-    memory = outcome(one, "distca", Parallel(dp=2), ping_pong=True, tolerance=0.1).memory
+    memory = outcome(one, "distca", MeshShape(dp=2), ping_pong=True, tolerance=0.1).memory
     assert memory.exchange == 2 * (128 * 2 * Q_BYTES + 384 * KV_BYTES)
     assert memory.activations == 1024 * (KEPT + WITHIN)
 
@@ -92,7 +92,7 @@ def test_both_halves_of_a_step_bring_their_tasks(profile: str) -> None:
 def test_aligned_ticks_hold_more_micro_batches_than_the_usual_pipeline(profile: str) -> None:
     """Three of three, where 1F1B holds two."""
     one = scenario(profile, [10] * 3, 10, model=replace(MODEL, layers=2))
-    memory = outcome(one, "distca", Parallel(pp=2), micro_batches=3, ping_pong=False).memory
+    memory = outcome(one, "distca", MeshShape(pp=2), micro_batches=3, ping_pong=False).memory
     assert memory.activations == 3 * 10 * (KEPT + WITHIN)
     assert memory.gathered == (LAYER + END) * 6
 
@@ -100,7 +100,7 @@ def test_aligned_ticks_hold_more_micro_batches_than_the_usual_pipeline(profile: 
 def test_what_does_not_fit_says_so(profile: str) -> None:
     """11,840 bytes are needed: see the first of these. Of 12,464 there are 0.95 x 12,464 = 11,840.8
     to use, and of 12,463 there are 11,839.85."""
-    way = Way("colocated", Parallel(dp=2))
+    way = Way("colocated", MeshShape(dp=2))
     for room, fits in ((12_463, False), (12_464, True)):
         one = scenario(profile, [10, 10], 10, memory_bytes=room)
         assert Summary.of(one, way, [batch_of(one)]).fits == fits
@@ -109,5 +109,5 @@ def test_what_does_not_fit_says_so(profile: str) -> None:
 def test_weights_that_are_kept_take_room_with_their_gradients(profile: str) -> None:
     one = scenario(profile, [10, 10], 10)
     for keep, gathered in ((False, 3 * LAYER * 2), (True, (LAYER + 2 * END) * (2 + 4))):
-        mesh = Parallel(dp=2, keep_weights=keep)
+        mesh = MeshShape(dp=2, keep_weights=keep)
         assert outcome(one, "distca", mesh, ping_pong=False).memory.gathered == gathered

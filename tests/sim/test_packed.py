@@ -13,14 +13,14 @@ from sim.draws import close
 from sim.steps import packed_step
 from sim.tiny import END, KV_BYTES, LAYER, MODEL, US, machines
 
-from distca.planning.parallel import Parallel
-from distca.planning.schedule import Phase
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.schedule import Phase
 from distca.planning.spans import Ints, as_ints
 from distca.sim.packed import SEQUENCES, Packed, PackedStep, events, pack
-from distca.sim.work import Rates
+from distca.sim.rates import Rates
 
 
-def rates_of(profile: str, parallel: Parallel, layers: int = 1, **changes: Any) -> Rates:
+def rates_of(profile: str, parallel: MeshShape, layers: int = 1, **changes: Any) -> Rates:
     cluster = machines(profile, parallel.num_ranks, **changes)
     return Rates(replace(MODEL, layers=layers), cluster, parallel)
 
@@ -38,17 +38,17 @@ def step_s(rates: Rates, packed: Packed) -> float:
 # -- against the oracle --------------------------------------------------------------------------
 
 WAYS = [
-    ("colocated", Parallel()),
-    ("colocated", Parallel(dp=2)),
-    ("colocated", Parallel(pp=2, dp=2)),
-    ("head-tail-cp", Parallel(cp=2)),
-    ("head-tail-cp", Parallel(dp=2, cp=2)),
-    ("head-tail-cp", Parallel(pp=2, cp=3)),
-    ("per-document-cp", Parallel(cp=3)),
-    ("per-document-cp", Parallel(pp=2, dp=2, cp=2)),
-    ("wlb", Parallel(dp=3)),
-    ("wlb", Parallel(pp=3, cp=2)),
-    ("wlb", Parallel(pp=2, dp=2)),
+    ("colocated", MeshShape()),
+    ("colocated", MeshShape(dp=2)),
+    ("colocated", MeshShape(pp=2, dp=2)),
+    ("head-tail-cp", MeshShape(cp=2)),
+    ("head-tail-cp", MeshShape(dp=2, cp=2)),
+    ("head-tail-cp", MeshShape(pp=2, cp=3)),
+    ("per-document-cp", MeshShape(cp=3)),
+    ("per-document-cp", MeshShape(pp=2, dp=2, cp=2)),
+    ("wlb", MeshShape(dp=3)),
+    ("wlb", MeshShape(pp=3, cp=2)),
+    ("wlb", MeshShape(pp=2, dp=2)),
 ]
 
 
@@ -61,7 +61,7 @@ WAYS = [
 def test_any_packed_step_takes_what_the_oracle_says(
     profile: str,
     data: st.DataObject,
-    way: tuple[str, Parallel],
+    way: tuple[str, MeshShape],
     micro_batches: int,
     slow: dict[int, float],
 ) -> None:
@@ -72,7 +72,7 @@ def test_any_packed_step_takes_what_the_oracle_says(
     document = st.integers(1, 6) | st.integers(12, 40)
     held = st.lists(document, min_size=1, max_size=3)
     batch = sequences(*data.draw(st.lists(held, min_size=count, max_size=count)))
-    of_node = data.draw(st.integers(1, parallel.num_lanes))
+    of_node = data.draw(st.integers(1, parallel.num_plan_ranks))
     rates = rates_of(profile, parallel, layers, gpus_per_node=of_node, slow=slow)
     packed = pack(rates, batch, policy, micro_batches)
     assert step_s(rates, packed) == close(packed_step(packed, parallel, rates.cluster, layers))
@@ -83,7 +83,7 @@ def test_any_packed_step_takes_what_the_oracle_says(
 
 def test_a_bin_alone_takes_its_linear_layers_and_its_pairs(profile: str) -> None:
     """10 tokens and 55 pairs: 40 us forward, 80 us backward, 55 and 110 ns."""
-    rates = rates_of(profile, Parallel())
+    rates = rates_of(profile, MeshShape())
     found = PackedStep(rates, pack(rates, sequences([10]), "colocated", 1)).run()
     assert float(found.stop["F"][0, 0, 0]) == close(40.055 * US)
     assert float(found.stop["B"][0, 0, 0]) == close((40.055 + 80.11) * US)
@@ -91,7 +91,7 @@ def test_a_bin_alone_takes_its_linear_layers_and_its_pairs(profile: str) -> None
 
 def test_groups_wait_for_the_one_with_most_pairs(profile: str) -> None:
     """10 tokens each: one document of 55 pairs, ten of one pair."""
-    rates = rates_of(profile, Parallel(dp=2))
+    rates = rates_of(profile, MeshShape(dp=2))
     step = PackedStep(rates, pack(rates, sequences([10], [1] * 10), "colocated", 1))
     assert step.run().end.tolist() == [close([(120 + 0.165) * US, (120 + 0.030) * US])]
     assert step.busy.tolist() == [close([(120 + 0.165) * US, (120 + 0.030) * US])]
@@ -103,7 +103,7 @@ def test_keys_are_gathered_before_the_attention_and_their_gradients_after(profil
     Keys of 8 tokens, 16 bytes each, take 1 + 2 us in every layer of both directions.
     Forward: 8, 3, 0.068, 16 and the head's 8 us. Backward: 16, 32, 0.136, 3, 16.
     """
-    rates = rates_of(profile, Parallel(cp=2))
+    rates = rates_of(profile, MeshShape(cp=2))
     packed = pack(rates, sequences([16]), "head-tail-cp", 1)
     step = PackedStep(rates, packed)
     found = step.run()
@@ -113,7 +113,7 @@ def test_keys_are_gathered_before_the_attention_and_their_gradients_after(profil
 
 
 def test_gathered_keys_are_kept_and_only_their_gradients_travel_in_backward(profile: str) -> None:
-    rates = rates_of(profile, Parallel(cp=2))
+    rates = rates_of(profile, MeshShape(cp=2))
     plan = pack(rates, sequences([16]), "head-tail-cp", 1).plan
     forward, backward = (rates.attention(plan, backward=way) for way in (False, True))
     assert forward.out is not None
@@ -124,7 +124,7 @@ def test_gathered_keys_are_kept_and_only_their_gradients_travel_in_backward(prof
 
 def test_a_slow_gpu_slows_its_own_group(profile: str) -> None:
     """The second of two workers of the second group is half as fast."""
-    rates = rates_of(profile, Parallel(dp=2, cp=2), slow={3: 0.5})
+    rates = rates_of(profile, MeshShape(dp=2, cp=2), slow={3: 0.5})
     batch = sequences([16], [16])
     step = PackedStep(rates, pack(rates, batch, "head-tail-cp", 1))
     end = step.run().end
@@ -134,7 +134,7 @@ def test_a_slow_gpu_slows_its_own_group(profile: str) -> None:
 
 def test_a_slow_gpu_slows_its_own_stage(profile: str) -> None:
     """The second of two stages: its one layer and the head take 40.055 us at full speed."""
-    rates = rates_of(profile, Parallel(pp=2), layers=2, slow={1: 0.5})
+    rates = rates_of(profile, MeshShape(pp=2), layers=2, slow={1: 0.5})
     found = PackedStep(rates, pack(rates, sequences([10]), "colocated", 1)).run()
     taken = (found.stop["F"] - found.start["F"])[:, 0, 0]
     assert taken.tolist() == close([30.055 * US, 2 * 40.055 * US])
@@ -154,7 +154,7 @@ def gaps(rates: Rates, packed: Packed) -> list[list[float]]:
 def test_stages_in_one_node_use_the_link_inside(profile: str) -> None:
     """10 tokens are 160 bytes: 1 + 2.5 us inside a node, 2 + 10 across."""
     for of_node, seconds in ((2, 3.5), (1, 12.0)):
-        rates = rates_of(profile, Parallel(pp=2), layers=2, gpus_per_node=of_node)
+        rates = rates_of(profile, MeshShape(pp=2), layers=2, gpus_per_node=of_node)
         packed = pack(rates, sequences([10]), "colocated", 1)
         assert gaps(rates, packed) == [close([seconds * US])] * 2
 
@@ -162,7 +162,7 @@ def test_stages_in_one_node_use_the_link_inside(profile: str) -> None:
 def test_of_two_groups_one_may_cross_nodes_between_its_stages(profile: str) -> None:
     """Nodes of three: stages are lanes 0 and 1, 2 and 3; of 0 and 2, and of 1 and 3, only the first
     two share a node."""
-    rates = rates_of(profile, Parallel(pp=2, dp=2), layers=2, gpus_per_node=3)
+    rates = rates_of(profile, MeshShape(pp=2, dp=2), layers=2, gpus_per_node=3)
     packed = pack(rates, sequences([10], [10]), "colocated", 1)
     assert gaps(rates, packed) == [close([3.5 * US, 12 * US])] * 2
 
@@ -171,20 +171,20 @@ def test_a_group_with_one_lane_far_from_its_partner_passes_on_across(profile: st
     """Three lanes with 4 tokens each, 64 bytes. In nodes of four, the first stage's lane 0 shares
     one with its partner, lane 3, but 1 and 2 do not."""
     for of_node, seconds in ((6, 1 + 64 / 64), (4, 2 + 64 / 16)):
-        rates = rates_of(profile, Parallel(pp=2, cp=3), layers=2, gpus_per_node=of_node)
+        rates = rates_of(profile, MeshShape(pp=2, cp=3), layers=2, gpus_per_node=of_node)
         packed = pack(rates, sequences([12]), "head-tail-cp", 1)
         assert gaps(rates, packed) == [close([seconds * US])] * 2
 
 
 def test_a_group_passes_on_when_its_fullest_lane_is_through(profile: str) -> None:
     """One token on two workers: 16 bytes of one of them."""
-    rates = rates_of(profile, Parallel(pp=2, cp=2), layers=2)
+    rates = rates_of(profile, MeshShape(pp=2, cp=2), layers=2)
     packed = pack(rates, sequences([1]), "head-tail-cp", 1)
     assert gaps(rates, packed) == [close([(1 + 16 / 64) * US])] * 2
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_byte_is_counted(profile: str, way: tuple[str, Parallel]) -> None:
+def test_every_byte_is_counted(profile: str, way: tuple[str, MeshShape]) -> None:
     """Of every token, its activations, 16 bytes, at each border there and back; of every group's
     keys, as often as there are others, in each layer there and back; of every stage's parameters, 2
     bytes there and 4 back, likewise."""
@@ -200,7 +200,7 @@ def test_every_byte_is_counted(profile: str, way: tuple[str, Parallel]) -> None:
     others = [int(n) * KV_BYTES * (p.cp - 1) // p.cp for n in packed.tokens]
     keys = 2 * layers * p.cp * sum(others)
     elements = -(-layers // p.pp) * LAYER + (2 * END if p.pp == 1 else END)
-    weights = p.pp * (p.placing - 1) * elements * (2 + 4)
+    weights = p.pp * (p.workers_per_stage - 1) * elements * (2 + 4)
     assert step.num_bytes == activations + keys + weights
 
 
@@ -211,7 +211,7 @@ def test_a_group_over_two_nodes_pays_for_the_link_across(profile: str) -> None:
     Keys of 8 tokens, 128 bytes, take 2 + 8 us over one port. Forward: 4, 10, 0.026, 8 and the
     head's 4 us. Backward: 8, 16, 0.052, 10, 8.
     """
-    rates = rates_of(profile, Parallel(dp=4, cp=3), gpus_per_node=4)
+    rates = rates_of(profile, MeshShape(dp=4, cp=3), gpus_per_node=4)
     packed = pack(rates, sequences([12], [12], [12], [12]), "head-tail-cp", 1)
     end = PackedStep(rates, packed).run().end
     assert end.tolist() == [close([(26.026 + 42.052) * US] * 4)]
@@ -220,7 +220,7 @@ def test_a_group_over_two_nodes_pays_for_the_link_across(profile: str) -> None:
 # -- ends of a step
 
 
-def ends_of(profile: str, parallel: Parallel, *documents: list[int], **changes: Any) -> float:
+def ends_of(profile: str, parallel: MeshShape, *documents: list[int], **changes: Any) -> float:
     rates = rates_of(profile, parallel, **changes)
     step = PackedStep(rates, pack(rates, sequences(*documents), "colocated", 1))
     return step.ends(step.run())
@@ -231,7 +231,7 @@ def test_of_the_weights_a_stage_holds_one_layer_shows(profile: str) -> None:
     1280 of gradients 21. 0.6 of that shows, as forward and backward, 40.055 and 80.110 us, hide the
     rest. The optimizer takes 10."""
     assert (LAYER, LAYER + 2 * END) == (384, 640)
-    assert ends_of(profile, Parallel(dp=2), [10], [10]) == close((0.6 * (11 + 21) + 10) * US)
+    assert ends_of(profile, MeshShape(dp=2), [10], [10]) == close((0.6 * (11 + 21) + 10) * US)
 
 
 def test_of_the_weights_a_stage_holds_all_show_that_the_shortest_pass_does_not_hide(
@@ -240,7 +240,7 @@ def test_of_the_weights_a_stage_holds_all_show_that_the_shortest_pass_does_not_h
     """One token on the second worker: 4.001 us forward and 8.002 backward, and so 11 - 4.001 and
     21 - 8.002, which is more than 0.6 x 11 and 0.6 x 21."""
     shown = (11 - 4.001) + (21 - 8.002)
-    assert ends_of(profile, Parallel(dp=2), [10], [1]) == close((shown + 10) * US)
+    assert ends_of(profile, MeshShape(dp=2), [10], [1]) == close((shown + 10) * US)
 
 
 def test_the_shortest_pass_is_that_of_any_stage(profile: str) -> None:
@@ -248,7 +248,7 @@ def test_the_shortest_pass_is_that_of_any_stage(profile: str) -> None:
     has no head: a token takes 3.001 us forward and 6.002 backward. A layer's part is 0.75 of them,
     6.75 of 9 us, which is more than 9 - 3.001, and 12.75 of 17, more than 17 - 6.002; on slower
     links, of 2 + 32 us and 2 + 64, what is not hidden is more. The optimizer has 1024 / 4."""
-    mesh = Parallel(pp=2, dp=2)
+    mesh = MeshShape(pp=2, dp=2)
     near = ends_of(profile, mesh, [1], [1], layers=2, gpus_per_node=2)
     assert near == close((0.75 * (9 + 17) + 8) * US)
     far = ends_of(profile, mesh, [1], [1], layers=2, gpus_per_node=1)
@@ -257,12 +257,12 @@ def test_the_shortest_pass_is_that_of_any_stage(profile: str) -> None:
 
 def test_the_slowest_lane_updates_its_weights_last(profile: str) -> None:
     """10 us at full speed; forward and backward of the other worker are the shorter ones still."""
-    slow = ends_of(profile, Parallel(dp=2), [10], [10], slow={1: 0.5})
+    slow = ends_of(profile, MeshShape(dp=2), [10], [10], slow={1: 0.5})
     assert slow == close((0.6 * (11 + 21) + 2 * 10) * US)
 
 
 def test_a_model_without_weights_has_none_to_gather(profile: str) -> None:
-    rates = rates_of(profile, Parallel(dp=2))
+    rates = rates_of(profile, MeshShape(dp=2))
     rates = replace(rates, shape=replace(rates.shape, hidden=0))
     step = PackedStep(rates, pack(rates, sequences([10], [10]), "colocated", 1))
     assert step.ends(step.run()) == 0.0
@@ -281,14 +281,14 @@ def test_forward_and_backward_are_shaken_by_themselves(profile: str) -> None:
     """Of three heads, what lies before and after the attention is alike, and there is no output
     head: were their kernels shaken alike, backward would take twice the forward."""
     shape = replace(MODEL, heads=3, kv_heads=3, vocab_size=0)
-    even = replace(rates_of(profile, Parallel()), shape=shape)
+    even = replace(rates_of(profile, MeshShape()), shape=shape)
     assert taken(even, "B") == close(2 * taken(even, "F"))
     shaken = replace(even, cluster=replace(even.cluster, jitter=0.2))
     assert taken(shaken, "B") != pytest.approx(2 * taken(shaken, "F"), rel=1e-3)
 
 
 def test_the_next_seed_does_not_shake_a_stage_as_this_one_shakes_the_next(profile: str) -> None:
-    rates = rates_of(profile, Parallel(pp=2), layers=2, jitter=0.2)
+    rates = rates_of(profile, MeshShape(pp=2), layers=2, jitter=0.2)
     rates = replace(rates, shape=replace(rates.shape, vocab_size=0))  # stages are alike
     assert taken(rates, "F", stage=0, seed=1) != pytest.approx(taken(rates, "F", stage=1))
 
@@ -298,7 +298,7 @@ def test_the_next_seed_does_not_shake_a_stage_as_this_one_shakes_the_next(profil
 
 @pytest.mark.parametrize("policy", [*SEQUENCES, "wlb"])
 def test_every_document_lies_in_one_bin(profile: str, policy: str) -> None:
-    parallel = Parallel(dp=2) if policy == "colocated" else Parallel(dp=2, cp=2)
+    parallel = MeshShape(dp=2) if policy == "colocated" else MeshShape(dp=2, cp=2)
     rates = rates_of(profile, parallel)
     batch = sequences([9, 3], [12], [5, 5, 2], [7, 5])
     packed = pack(rates, batch, policy, 2)
@@ -312,7 +312,7 @@ def test_every_document_lies_in_one_bin(profile: str, policy: str) -> None:
 @pytest.mark.parametrize("policy", SEQUENCES)
 def test_sequences_stay_whole_and_in_order(profile: str, policy: str) -> None:
     """Four sequences on two groups and two micro-batches: 0 and 1, then 2 and 3."""
-    parallel = Parallel(dp=2) if policy == "colocated" else Parallel(dp=2, cp=2)
+    parallel = MeshShape(dp=2) if policy == "colocated" else MeshShape(dp=2, cp=2)
     packed = pack(rates_of(profile, parallel), sequences([8], [4], [12], [2]), policy, 2)
     assert packed.tokens[packed.order].tolist() == [[8, 4], [12, 2]]
 
@@ -320,13 +320,13 @@ def test_sequences_stay_whole_and_in_order(profile: str, policy: str) -> None:
 def test_bins_of_about_the_same_work_run_beside_each_other(profile: str) -> None:
     """Documents of 1, 2, 3 and 4 hundred tokens in four bins: who has the lighter of the first two
     has the heavier of the others."""
-    rates = rates_of(profile, Parallel(dp=2))
+    rates = rates_of(profile, MeshShape(dp=2))
     packed = pack(rates, sequences([300, 100], [400, 200]), "wlb", 2)
     assert packed.tokens[packed.order].tolist() == [[100, 200], [400, 300]]
 
 
 def test_events_show_every_micro_batch_on_its_lanes(profile: str) -> None:
-    rates = rates_of(profile, Parallel(pp=2, cp=2), layers=2)
+    rates = rates_of(profile, MeshShape(pp=2, cp=2), layers=2)
     packed = pack(rates, sequences([8], [8]), "head-tail-cp", 2)
     timeline = PackedStep(rates, packed).run()
     found = events(timeline, cp=2)
@@ -340,12 +340,12 @@ def test_events_show_every_micro_batch_on_its_lanes(profile: str) -> None:
 
 
 def test_sequences_that_do_not_divide_are_refused(profile: str) -> None:
-    rates = rates_of(profile, Parallel(dp=2))
+    rates = rates_of(profile, MeshShape(dp=2))
     with pytest.raises(ValueError, match="3 sequences over dp 2 x 1 micro-batches: they must divi"):
         pack(rates, sequences([8], [8], [8]), "colocated", 1)
 
 
 def test_too_few_documents_are_refused(profile: str) -> None:
-    rates = rates_of(profile, Parallel(dp=2))
+    rates = rates_of(profile, MeshShape(dp=2))
     with pytest.raises(ValueError, match="2 documents for dp 2 x 2 micro-batches: each needs one"):
         pack(rates, sequences([8, 8]), "wlb", 2)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sim.tiny import MODEL, machines
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import as_ints
 from distca.sim.scenario import Scenario, Way
 
@@ -87,19 +87,19 @@ def test_scenarios_without_tokens_are_refused(changes: dict[str, int], message: 
 @pytest.mark.parametrize(
     ("policy", "parallel", "message"),
     [
-        ("zigzag", Parallel(), "policy 'zigzag' is unknown: choose one of distca, greedy, coloc"),
-        ("wlb", Parallel(servers=1), "policy wlb knows no dedicated servers: leave them out"),
-        ("colocated", Parallel(cp=2), "policy colocated with cp = 2: every sequence stays on one"),
+        ("zigzag", MeshShape(), "policy 'zigzag' is unknown: choose one of distca, greedy, coloc"),
+        ("wlb", MeshShape(servers=1), "policy wlb knows no dedicated servers: leave them out"),
+        ("colocated", MeshShape(cp=2), "policy colocated with cp = 2: every sequence stays on one"),
     ],
 )
-def test_ways_that_cannot_be_are_refused(policy: str, parallel: Parallel, message: str) -> None:
+def test_ways_that_cannot_be_are_refused(policy: str, parallel: MeshShape, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Way(policy, parallel)
 
 
 def test_a_way_says_what_it_is() -> None:
-    way = Way("distca", Parallel(pp=2, dp=4, servers=2), micro_batches=8, ping_pong=False)
+    way = Way("distca", MeshShape(pp=2, dp=4, servers=2), micro_batches=8, ping_pong=False)
     assert way.name == "distca, given, 2 servers, no ping-pong"
     assert way.sizes == "pp 2 x dp 4 x 8 micro-batches"
-    assert Way("wlb", Parallel()).name == "wlb"
-    assert Way("wlb", Parallel()).sizes == "1 GPU"
+    assert Way("wlb", MeshShape()).name == "wlb"
+    assert Way("wlb", MeshShape()).sizes == "1 GPU"

@@ -13,9 +13,9 @@ from sim.draws import close
 from sim.runs import batch_of, moved, outcome, scenario
 from sim.tiny import END, KV_BYTES, LAYER, MODEL, Q_BYTES, US
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_plan import StepPlan
 from distca.planning.spans import as_ints
-from distca.planning.step_plan import StepPlan
 from distca.sim.cluster import Link
 from distca.sim.scenario import Scenario, Way
 from distca.sim.simulate import Outcome, Summary, compare, simulate
@@ -32,7 +32,7 @@ def test_two_gpus_with_a_document_each(profile: str) -> None:
     Gradients: 4 bytes: 1 + 1280 / 64 us, under the backward: 0.6 x 21 us show.
     Optimizer: 320 x 40 bytes of 1280 bytes a us.
     """
-    found = outcome(scenario(profile, [10, 10], 10), "colocated", Parallel(dp=2))
+    found = outcome(scenario(profile, [10, 10], 10), "colocated", MeshShape(dp=2))
     assert found.step_s == close((40.055 + 80.110 + 6.6 + 12.6 + 10) * US)
     assert found.busy_s.tolist() == close([(40.055 + 80.110 + 10) * US] * 2)
     assert found.num_bytes == 2 * (640 + 1280)
@@ -44,7 +44,7 @@ def test_a_document_over_two_gpus(profile: str) -> None:
     Forward: 8 us, keys 1 + 2, attention 0.068, 16, head 8. Backward: 16, 32, 0.136, 1 + 2, 16.
     Weights and gradients as above: 6.6 and 12.6 us of them show.
     """
-    found = outcome(scenario(profile, [16], 16), "head-tail-cp", Parallel(cp=2))
+    found = outcome(scenario(profile, [16], 16), "head-tail-cp", MeshShape(cp=2))
     assert found.step_s == close((35.068 + 67.136 + 6.6 + 12.6 + 10) * US)
     assert found.num_bytes == 2 * (640 + 1280) + 2 * 2 * 8 * KV_BYTES
 
@@ -87,7 +87,7 @@ def test_bytes_are_the_same_in_tensor_parallel_parts(profile: str) -> None:
     """But for the floats of heads, of which there are four here, half as wide."""
     model = replace(MODEL, heads=4, kv_heads=2, head_dim=2)
     packed = outcome(
-        scenario(profile, [16], 16, model=model, gpus=4), "head-tail-cp", Parallel(cp=2, tp=2)
+        scenario(profile, [16], 16, model=model, gpus=4), "head-tail-cp", MeshShape(cp=2, tp=2)
     )
     assert packed.num_bytes == 640 * (2 + 4) + 2 * 2 * 8 * KV_BYTES
     ours = moved(profile, model=model, gpus=4, tp=2)
@@ -127,7 +127,7 @@ def test_free_links_leave_a_gathering_the_links_inside(profile: str) -> None:
     and gradients 0.6 show, the layer's: forward and backward, of 42.068 and 74.136 us, or of 34.068
     and 66.136, hide all the rest."""
     one = scenario(profile, [16], 16, gpus_per_node=1)
-    found = outcome(one, "head-tail-cp", Parallel(cp=2))
+    found = outcome(one, "head-tail-cp", MeshShape(cp=2))
     computing = 32.068 + 64.136 + 10
     assert found.step_s == close((computing + 2 * 10 + 0.6 * (42 + 82)) * US)
     assert found.free_s == close((computing + 2 * 2 + 0.6 * (10 + 20)) * US)
@@ -135,8 +135,8 @@ def test_free_links_leave_a_gathering_the_links_inside(profile: str) -> None:
 
 def test_a_slow_gpu_holds_up_the_other(profile: str) -> None:
     """At half the speed, all that is computed takes twice as long, the optimizer's 10 us too."""
-    even = outcome(scenario(profile, [10, 10], 10), "colocated", Parallel(dp=2))
-    slow = outcome(scenario(profile, [10, 10], 10, slow={1: 0.5}), "colocated", Parallel(dp=2))
+    even = outcome(scenario(profile, [10, 10], 10), "colocated", MeshShape(dp=2))
+    slow = outcome(scenario(profile, [10, 10], 10, slow={1: 0.5}), "colocated", MeshShape(dp=2))
     assert slow.step_s - even.step_s == close((120.165 + 10) * US)
     assert slow.busy_s.tolist() == close([130.165 * US, 2 * 130.165 * US])
 
@@ -144,7 +144,7 @@ def test_a_slow_gpu_holds_up_the_other(profile: str) -> None:
 def test_a_slow_gpu_alone_is_as_slow_in_every_way(profile: str) -> None:
     one = scenario(profile, [10], 10, gpus=1, slow={0: 0.5})
     for policy in ("colocated", "distca"):
-        found = outcome(one, policy, Parallel(), ping_pong=False)
+        found = outcome(one, policy, MeshShape(), ping_pong=False)
         assert found.step_s == close(2 * (120.165 + 20) * US)
         assert found.idle == pytest.approx(0.0, abs=1e-12)
 
@@ -154,7 +154,7 @@ def test_tensor_parallel_gpus_share_a_document(profile: str) -> None:
     attention, three after it, one in the head. Forward 6 + 0.018 + 14 + 6, backward 10 + 22 + 10
     + 0.036; the optimizer has half of 640 parameters."""
     model = replace(MODEL, heads=4, kv_heads=2, head_dim=2)
-    found = outcome(scenario(profile, [8], 8, model=model), "colocated", Parallel(tp=2))
+    found = outcome(scenario(profile, [8], 8, model=model), "colocated", MeshShape(tp=2))
     assert found.step_s == close((26.018 + 42.036 + 10) * US)
     assert len(found.busy_s) == 1
 
@@ -165,7 +165,7 @@ def test_stages_that_are_alike_take_the_well_known_time(profile: str) -> None:
     model = replace(MODEL, layers=2, vocab_size=0)
     free = {"across": Link(1e30), "inside": Link(1e30)}
     one = scenario(profile, [10] * 3, 10, model=model, **free)
-    found = outcome(one, "colocated", Parallel(pp=2), micro_batches=3)
+    found = outcome(one, "colocated", MeshShape(pp=2), micro_batches=3)
     assert found.step_s == close((4 * 90.165 + 12) * US)
 
 
@@ -173,16 +173,16 @@ def test_stages_that_are_alike_take_the_well_known_time(profile: str) -> None:
 
 UNEVEN = [700, 200, 60, 40, 300, 300, 100, 300, 500, 490, 10, 1000]  # sequences of 1000
 WAYS = [
-    Way("distca", Parallel(dp=4)),
-    Way("distca", Parallel(dp=4), placement="balanced", ping_pong=False),
-    Way("distca", Parallel(dp=2, servers=2), ping_pong=False),
-    Way("distca", Parallel(pp=2, dp=2), micro_batches=2),
-    Way("greedy", Parallel(dp=4)),
-    Way("colocated", Parallel(dp=4)),
-    Way("colocated", Parallel(pp=2, dp=2), micro_batches=2),
-    Way("head-tail-cp", Parallel(dp=2, cp=2)),
-    Way("per-document-cp", Parallel(cp=4)),
-    Way("wlb", Parallel(dp=4)),
+    Way("distca", MeshShape(dp=4)),
+    Way("distca", MeshShape(dp=4), placement="balanced", ping_pong=False),
+    Way("distca", MeshShape(dp=2, servers=2), ping_pong=False),
+    Way("distca", MeshShape(pp=2, dp=2), micro_batches=2),
+    Way("greedy", MeshShape(dp=4)),
+    Way("colocated", MeshShape(dp=4)),
+    Way("colocated", MeshShape(pp=2, dp=2), micro_batches=2),
+    Way("head-tail-cp", MeshShape(dp=2, cp=2)),
+    Way("per-document-cp", MeshShape(cp=4)),
+    Way("wlb", MeshShape(dp=4)),
 ]
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.name}, {way.sizes}")
 
@@ -278,7 +278,7 @@ def test_a_faster_gpu_is_never_slower_under_the_same_plan(
 def test_a_planner_that_knows_of_a_slow_gpu_gives_it_less_attention(profile: str) -> None:
     def found(known: bool) -> Outcome:
         one = uneven(profile, slow={0: 0.25}, known=known)
-        return outcome(one, "distca", Parallel(dp=4), ping_pong=False)
+        return outcome(one, "distca", MeshShape(dp=4), ping_pong=False)
 
     assert found(True).busy_s[0] < found(False).busy_s[0]
 
@@ -286,7 +286,7 @@ def test_a_planner_that_knows_of_a_slow_gpu_gives_it_less_attention(profile: str
 def test_greedy_is_not_told_of_slow_gpus(profile: str) -> None:
     def found(known: bool) -> Outcome:
         one = uneven(profile, slow={0: 0.25}, known=known)
-        return outcome(one, "greedy", Parallel(dp=4), ping_pong=False)
+        return outcome(one, "greedy", MeshShape(dp=4), ping_pong=False)
 
     told, untold = found(True), found(False)
     assert told.busy_s.tolist() == untold.busy_s.tolist()
@@ -294,9 +294,9 @@ def test_greedy_is_not_told_of_slow_gpus(profile: str) -> None:
 
 
 def test_the_planner_knows_which_gpus_share_a_node(profile: str) -> None:
-    found = outcome(uneven(profile), "distca", Parallel(dp=4))
+    found = outcome(uneven(profile), "distca", MeshShape(dp=4))
     assert isinstance(found.planned, StepPlan)
-    nodes = [plan.servers.node.tolist() for plan, _ in found.planned.passes]
+    nodes = [plan.devices.node.tolist() for plan, _ in found.planned.passes]
     assert nodes == [[0, 0, 1, 1]] * len(nodes)
 
 
@@ -305,7 +305,7 @@ def test_balanced_placement_evens_tokens(profile: str) -> None:
 
     def most(placement: str) -> int:
         one = scenario(profile, [1000, *[10] * 100], 1000, gpus=4)
-        found = outcome(one, "distca", Parallel(dp=4), placement=placement, ping_pong=False)
+        found = outcome(one, "distca", MeshShape(dp=4), placement=placement, ping_pong=False)
         assert isinstance(found.planned, StepPlan)
         return int(found.planned.micro_batches[0][0].placement.tokens.max())
 
@@ -349,7 +349,7 @@ def test_packed_lanes_are_the_more_idle_the_more_there_are(profile: str) -> None
     for dp in (1, 2, 4, 8):
         free = {"inside": Link(1e30), "across": Link(1e30)}
         one = scenario(profile, documents, 200, gpus=dp, **free)
-        idle.append(outcome(one, "colocated", Parallel(dp=dp)).idle)
+        idle.append(outcome(one, "colocated", MeshShape(dp=dp)).idle)
     assert idle[0] == pytest.approx(0.0, abs=1e-9)
     assert idle == sorted(idle)
     assert idle[3] > 2 * idle[1] > 0
@@ -361,8 +361,8 @@ def test_disaggregation_ends_that_wait(profile: str) -> None:
     free = {"inside": Link(1e30), "across": Link(1e30)}
     model = replace(MODEL, hidden=0, vocab_size=0)
     one = scenario(profile, [2048] + [128] * 16, 2048, model=model, **free)
-    packed = outcome(one, "colocated", Parallel(dp=2))
-    ours = outcome(one, "distca", Parallel(dp=2), ping_pong=False)
+    packed = outcome(one, "colocated", MeshShape(dp=2))
+    ours = outcome(one, "distca", MeshShape(dp=2), ping_pong=False)
     assert packed.idle > 0.4
     assert ours.idle < 0.02
     assert ours.step_s < 0.6 * packed.step_s
@@ -411,19 +411,19 @@ def test_all_ways_are_given_the_same_documents(profile: str) -> None:
 @pytest.mark.parametrize(
     ("policy", "parallel", "choices", "message"),
     [
-        ("colocated", Parallel(dp=3), {}, "need 3 ranks, but 4 were started"),
-        ("distca", Parallel(dp=3), {}, "need 3 ranks, but 4 were started"),
-        ("colocated", Parallel(dp=4), {"micro_batches": 3}, "4 sequences over dp 4 x 3 micro-ba"),
-        ("wlb", Parallel(dp=4), {"micro_batches": 4}, "12 documents for dp 4 x 4 micro-batches"),
-        ("distca", Parallel(dp=4), {"micro_batches": 7}, "12 documents cannot be split into 14 s"),
-        ("distca", Parallel(tp=4), {}, "tp = 4 with 2 GPUs in a node: tensor parallelism stays"),
-        ("distca", Parallel(dp=2, tp=2), {}, "tp = 2 does not divide 2 heads, 1 kv heads and an"),
-        ("distca", Parallel(pp=4), {}, "2 layers on 4 stages: every stage needs a layer"),
-        ("wlb", Parallel(pp=4), {}, "2 layers on 4 stages: every stage needs a layer"),
+        ("colocated", MeshShape(dp=3), {}, "need 3 ranks, but 4 were started"),
+        ("distca", MeshShape(dp=3), {}, "need 3 ranks, but 4 were started"),
+        ("colocated", MeshShape(dp=4), {"micro_batches": 3}, "4 sequences over dp 4 x 3 micro-ba"),
+        ("wlb", MeshShape(dp=4), {"micro_batches": 4}, "12 documents for dp 4 x 4 micro-batches"),
+        ("distca", MeshShape(dp=4), {"micro_batches": 7}, "12 documents cannot be split into 14 s"),
+        ("distca", MeshShape(tp=4), {}, "tp = 4 with 2 GPUs in a node: tensor parallelism stays"),
+        ("distca", MeshShape(dp=2, tp=2), {}, "tp = 2 does not divide 2 heads, 1 kv heads and an"),
+        ("distca", MeshShape(pp=4), {}, "2 layers on 4 stages: every stage needs a layer"),
+        ("wlb", MeshShape(pp=4), {}, "2 layers on 4 stages: every stage needs a layer"),
     ],
 )
 def test_steps_that_cannot_be_are_refused_in_one_sentence(
-    profile: str, policy: str, parallel: Parallel, choices: dict[str, int], message: str
+    profile: str, policy: str, parallel: MeshShape, choices: dict[str, int], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as refused:
         outcome(uneven(profile), policy, parallel, **choices)
@@ -435,4 +435,4 @@ def test_steps_that_cannot_be_are_refused_in_one_sentence(
 def test_an_unknown_profile_is_told_the_known_ones(policy: str) -> None:
     one = scenario("h300", [10, 10], 10)
     with pytest.raises(ValueError, match="profile 'h300' is unknown: say h200, h200-flash, or the"):
-        outcome(one, policy, Parallel(dp=2))
+        outcome(one, policy, MeshShape(dp=2))

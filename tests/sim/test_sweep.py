@@ -6,10 +6,10 @@ from math import inf
 
 import pytest
 
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
 from distca.sim.cluster import cluster
-from distca.sim.least import least_bytes, least_s
+from distca.sim.lower_bounds import least_bytes, least_s
 from distca.sim.scenario import Batch, Scenario, Way
 from distca.sim.simulate import Outcome, simulate
 from distca.sim.sweep import Sizes, best, candidates, tensor_sizes
@@ -19,11 +19,11 @@ SCENARIO = Scenario(SMALL, replace(cluster("h200"), gpus=4, gpus_per_node=2), 16
 LIKES = {
     way.name: way
     for way in (
-        Way("colocated", Parallel()),
-        Way("head-tail-cp", Parallel()),
-        Way("wlb", Parallel()),
+        Way("colocated", MeshShape()),
+        Way("head-tail-cp", MeshShape()),
+        Way("wlb", MeshShape()),
         Way(
-            "distca", Parallel(), placement="balanced", tolerance=0.3
+            "distca", MeshShape(), placement="balanced", tolerance=0.3
         ),  # short documents, few tiles
     )
 }

@@ -14,27 +14,27 @@ from sim.oracle import play
 from sim.steps import step_of
 from sim.tiny import END, LAYER, MODEL, OPTIMIZER_S, US, machines
 
-from distca.planning.costs import PS
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_plan import StepPlan
+from distca.pipeline.step_planner import StepPlanner
+from distca.planning.costs.base import PS
 from distca.planning.masks import Mask
-from distca.planning.parallel import Parallel
-from distca.planning.recipe import Recipe
 from distca.planning.spans import as_ints
-from distca.planning.step_plan import StepPlan
 from distca.sim.cluster import Link
+from distca.sim.rates import Rates
 from distca.sim.streams import Streams
 from distca.sim.ticks import Ticks, held, seam_elements, stage_elements
-from distca.sim.work import Rates
 
 CUTS = {"tile": 4, "min_shard": 4, "tolerance": 0.1}  # so that documents of some tokens are cut
 
 
-def rates_of(profile: str, parallel: Parallel, layers: int = 1, **changes: Any) -> Rates:
+def rates_of(profile: str, parallel: MeshShape, layers: int = 1, **changes: Any) -> Rates:
     cluster = machines(profile, parallel.num_ranks, **{"gpus_per_node": 2, **changes})
     return Rates(replace(MODEL, layers=layers), cluster, parallel)
 
 
 def planned(rates: Rates, lengths: list[int], **choices: Any) -> StepPlan:
-    recipe = Recipe(
+    planner = StepPlanner(
         parallel=rates.parallel,
         shape=rates.shape,
         masks=(Mask(),) * rates.shape.layers,
@@ -42,7 +42,7 @@ def planned(rates: Rates, lengths: list[int], **choices: Any) -> StepPlan:
         options={"cost": rates.cost, **CUTS},
         **choices,
     )
-    return recipe.plan(as_ints(lengths))
+    return planner.plan(as_ints(lengths))
 
 
 def ran(rates: Rates, step: StepPlan, **options: Any) -> Streams:
@@ -55,22 +55,22 @@ def ran(rates: Rates, step: StepPlan, **options: Any) -> Streams:
 
 
 MESHES = [
-    Parallel(),
-    Parallel(dp=2),
-    Parallel(dp=3),
-    Parallel(dp=2, keep_weights=True),
-    Parallel(dp=2, cp=2),
-    Parallel(dp=2, servers=1),
-    Parallel(pp=2),
-    Parallel(pp=2, dp=2),
-    Parallel(pp=3),
-    Parallel(pp=2, servers=2),
+    MeshShape(),
+    MeshShape(dp=2),
+    MeshShape(dp=3),
+    MeshShape(dp=2, keep_weights=True),
+    MeshShape(dp=2, cp=2),
+    MeshShape(dp=2, servers=1),
+    MeshShape(pp=2),
+    MeshShape(pp=2, dp=2),
+    MeshShape(pp=3),
+    MeshShape(pp=2, servers=2),
 ]
 
 
 @given(data=st.data(), mesh=st.sampled_from(MESHES), ping_pong=st.booleans())
 def test_any_step_takes_what_the_oracle_says(
-    profile: str, data: st.DataObject, mesh: Parallel, ping_pong: bool
+    profile: str, data: st.DataObject, mesh: MeshShape, ping_pong: bool
 ) -> None:
     layers = data.draw(st.integers(mesh.pp, 3))
     micro_batches = data.draw(st.integers(1, 3))
@@ -92,7 +92,7 @@ def test_any_step_takes_what_the_oracle_says(
 def test_one_gpu_only_computes(profile: str) -> None:
     """10 tokens in two layers: forward 2 x (10 + 20) us and 10 of the head, backward twice that;
     55 pairs in two layers, 1 and 2 ns each; and the optimizer's 2 x 384 + 256 parameters."""
-    rates = rates_of(profile, Parallel(), layers=2)
+    rates = rates_of(profile, MeshShape(), layers=2)
     end = ran(rates, planned(rates, [10])).compute
     attention = 2 * 55 * (0.001 + 0.002)
     assert end.tolist() == close([(3 * 70 + attention) * US + 1024 * OPTIMIZER_S])
@@ -104,7 +104,7 @@ def test_stages_hand_activations_to_each_other(profile: str) -> None:
     Forward: stage 0 takes 30 us and the attention, 160 bytes take 1 + 2.5 us, stage 1 takes 40 us.
     Backward: 80, the way back, 60. No weights are gathered, as each stage has one worker.
     """
-    rates = rates_of(profile, Parallel(pp=2), layers=2)
+    rates = rates_of(profile, MeshShape(pp=2), layers=2)
     step = planned(rates, [10], policy="colocated")
     attention = 2 * 55 * (0.001 + 0.002)
     passing = 2 * (1 + 160 / 64)
@@ -119,7 +119,7 @@ def test_of_weights_that_are_kept_one_layer_comes_before_all_and_leaves_after_it
     1 + 768 / 64 to reduce them; the 256 of the ends travel while the first and the last micro-batch
     compute. Two micro-batches of a document of 10 tokens on each: 40.055 us forward and 80.110
     backward. The optimizer takes 10."""
-    rates = rates_of(profile, Parallel(dp=2, keep_weights=True))
+    rates = rates_of(profile, MeshShape(dp=2, keep_weights=True))
     step = planned(rates, [10] * 4, micro_batches=2)
     end = 7 + 2 * (40.055 + 80.110) + 13 + 10
     streams = ran(rates, step)
@@ -133,14 +133,14 @@ def test_of_weights_that_are_kept_all_show_that_no_tick_hides(profile: str) -> N
     those of the ends 7-12 us, beside the forward 7-11.001. Gradients of the ends, 512 bytes in
     9 us, are behind them in the port, 12-21; the backward ends at 19.003, the layer's gradients go
     21-34, and the optimizer ends at 44."""
-    rates = rates_of(profile, Parallel(dp=2, keep_weights=True))
+    rates = rates_of(profile, MeshShape(dp=2, keep_weights=True))
     streams = ran(rates, planned(rates, [1, 1]))
     assert streams.compute.tolist() == close([44 * US] * 2)
     assert streams.waited.tolist() == close([(7 + (34 - 19.003)) * US] * 2)
 
 
 def test_a_seam_holds_what_lies_between_two_attentions(profile: str) -> None:
-    rates = rates_of(profile, Parallel(dp=2), layers=3)
+    rates = rates_of(profile, MeshShape(dp=2), layers=3)
     seams = seam_elements(rates)
     assert sum(seams) == 3 * LAYER + 2 * END
     assert seams[1:3] == [LAYER, LAYER]
@@ -148,14 +148,14 @@ def test_a_seam_holds_what_lies_between_two_attentions(profile: str) -> None:
 
 def test_the_first_stage_of_a_pipeline_is_the_largest(profile: str) -> None:
     """Three layers on two stages: two and the embedding, one and the head."""
-    assert stage_elements(rates_of(profile, Parallel(pp=2), layers=3)) == 2 * LAYER + END
-    assert stage_elements(rates_of(profile, Parallel(dp=2), layers=3)) == 3 * LAYER + 2 * END
+    assert stage_elements(rates_of(profile, MeshShape(pp=2), layers=3)) == 2 * LAYER + END
+    assert stage_elements(rates_of(profile, MeshShape(dp=2), layers=3)) == 3 * LAYER + 2 * END
 
 
 def halved(profile: str, **changes: Any) -> Rates:
     """Two tensor-parallel GPUs."""
     shape = replace(MODEL, heads=4, kv_heads=2, head_dim=2)
-    return replace(rates_of(profile, Parallel()), parallel=Parallel(tp=2), shape=shape, **changes)
+    return replace(rates_of(profile, MeshShape()), parallel=MeshShape(tp=2), shape=shape, **changes)
 
 
 def test_tensor_parallel_ranks_share_the_work_and_gather_tokens(profile: str) -> None:
@@ -169,7 +169,7 @@ def test_tensor_parallel_ranks_share_the_work_and_gather_tokens(profile: str) ->
 
 def test_tensor_parallel_ranks_pass_on_a_part_each(profile: str) -> None:
     """8 tokens of 8 x 2 bytes are 128, half of them on each rank; nodes hold one lane: 2 + 4 us."""
-    rates = replace(halved(profile), parallel=Parallel(pp=2, tp=2))
+    rates = replace(halved(profile), parallel=MeshShape(pp=2, tp=2))
     exchange = rates.passing_on(as_ints([8]), as_ints([0]), as_ints([1]))
     assert exchange is not None
     assert exchange.num_bytes == 64
@@ -190,13 +190,13 @@ def test_what_is_recomputed_is_a_forward_more(
 
 UNEVEN = [120, 40, 12, 12, 9, 7, 4, 3, 3, 1]
 CHOICES: list[dict[str, Any]] = [
-    {"parallel": Parallel(dp=2), "layers": 1},
-    {"parallel": Parallel(dp=2, keep_weights=True), "layers": 3, "micro_batches": 2},
-    {"parallel": Parallel(dp=4), "layers": 3, "ping_pong": True},
-    {"parallel": Parallel(dp=4), "layers": 2, "placement": "balanced"},
-    {"parallel": Parallel(dp=2, cp=2), "layers": 1, "micro_batches": 2},
-    {"parallel": Parallel(dp=2, servers=2), "layers": 2},
-    {"parallel": Parallel(pp=2, dp=2), "layers": 3, "micro_batches": 3, "ping_pong": True},
+    {"parallel": MeshShape(dp=2), "layers": 1},
+    {"parallel": MeshShape(dp=2, keep_weights=True), "layers": 3, "micro_batches": 2},
+    {"parallel": MeshShape(dp=4), "layers": 3, "ping_pong": True},
+    {"parallel": MeshShape(dp=4), "layers": 2, "placement": "balanced"},
+    {"parallel": MeshShape(dp=2, cp=2), "layers": 1, "micro_batches": 2},
+    {"parallel": MeshShape(dp=2, servers=2), "layers": 2},
+    {"parallel": MeshShape(pp=2, dp=2), "layers": 3, "micro_batches": 3, "ping_pong": True},
 ]
 
 
@@ -220,7 +220,7 @@ def test_every_byte_of_the_plans_is_sent_and_no_other(profile: str, choice: dict
         for plan, backward in step.passes
     )
     assert attention > 0
-    everyone_else = p.placing - 1
+    everyone_else = p.workers_per_stage - 1
     if p.pp > 1:
         weights = p.pp * (-(-layers // p.pp) * LAYER + END) * (2 + 4)
     else:
@@ -267,7 +267,7 @@ def test_micro_batches_hold_all_tokens(profile: str, choice: dict[str, Any]) -> 
 
 
 def test_dedicated_servers_do_nothing_but_attention(profile: str) -> None:
-    rates = rates_of(profile, Parallel(dp=2, servers=2))
+    rates = rates_of(profile, MeshShape(dp=2, servers=2))
     step = planned(rates, UNEVEN)
     busy = ran(rates, step).busy
     pairs = sum(n * (n + 1) // 2 for n in UNEVEN)

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
 from distca.sim import trace as tracing
 from distca.sim.cluster import cluster
 from distca.sim.scenario import Scenario, Way
@@ -19,10 +19,10 @@ from distca.sim.trace import trace
 SMALL = ModelShape("small", 4, 2, 128, layers=2, hidden=512, ffn=2048, vocab_size=32000)
 SCENARIO = Scenario(SMALL, replace(cluster("h200"), gpus=4, gpus_per_node=2), 16384, 8)
 WAYS = (
-    Way("distca", Parallel(cp=4), placement="balanced"),
-    Way("distca", Parallel(pp=2, cp=2), 2),
-    Way("distca", Parallel(cp=2, servers=2)),
-    Way("wlb", Parallel(pp=2, cp=2), 2),
+    Way("distca", MeshShape(cp=4), placement="balanced"),
+    Way("distca", MeshShape(pp=2, cp=2), 2),
+    Way("distca", MeshShape(cp=2, servers=2)),
+    Way("wlb", MeshShape(pp=2, cp=2), 2),
 )
 
 

@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Way
 from distca.sim.simulate import simulate
@@ -17,9 +17,9 @@ from distca.sim.verdict import PAYS, Verdict, attention_share, busiest, verdict
 SMALL = ModelShape("small", 8, 4, 128, layers=2, hidden=1024, ffn=4096, vocab_size=8192)
 MACHINES = replace(cluster("h200"), gpus=4, gpus_per_node=2)
 LIKES = (
-    Way("colocated", Parallel()),
-    Way("wlb", Parallel()),
-    Way("distca", Parallel(), placement="balanced"),
+    Way("colocated", MeshShape()),
+    Way("wlb", MeshShape()),
+    Way("distca", MeshShape(), placement="balanced"),
 )
 
 
@@ -88,7 +88,7 @@ def test_one_side_alone_says_nothing() -> None:
 def test_shares_are_what_they_say() -> None:
     scenario = Scenario(SMALL, MACHINES, 16384, 8, "fixed:16384")
     (batch,) = scenario.batches(1)
-    way = Way("colocated", Parallel(dp=4))
+    way = Way("colocated", MeshShape(dp=4))
     assert busiest(scenario, way, batch) == 1.0
     long, short = (
         attention_share(replace(scenario, context=n, lengths=f"fixed:{n}"), way,

@@ -12,8 +12,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from distca.planning.costs.profile import Profile
 from distca.planning.models import ModelShape
-from distca.planning.profile import Profile
 from distca.sim.cluster import Cluster, Link
 
 US = 1e-6

@@ -24,8 +24,8 @@ from torch.distributed.tensor import DTensor
 from distca.model.config import ModelConfig
 from distca.model.initialize import fill, initialize
 from distca.model.llama import Llama, on_meta
-from distca.planning.parallel import Parallel
-from distca.runtime.mesh import Seat, take_seat
+from distca.pipeline.mesh import MeshShape
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import TrainSection
@@ -39,7 +39,7 @@ class Run:
     """A model over a mesh and its checkpoints."""
 
     folder: Path
-    parallel: Parallel = field(default_factory=Parallel)
+    parallel: MeshShape = field(default_factory=MeshShape)
     config: ModelConfig = TINY
     frozen: tuple[str, ...] = ()
     sharded: bool = True
@@ -48,23 +48,23 @@ class Run:
 
     def start(self, seed: int = 0) -> Trained:
         if self.parallel not in _seats:  # groups are made once in a process
-            _seats[self.parallel] = take_seat(self.parallel, torch.device("cpu"))
-        seat = _seats[self.parallel]
-        assert seat.mesh is not None
-        stage, layers = seat.mesh.get_local_rank("pp"), self.config.layers
+            _seats[self.parallel] = join_mesh(self.parallel, torch.device("cpu"))
+        context = _seats[self.parallel]
+        assert context.mesh is not None
+        stage, layers = context.mesh.get_local_rank("pp"), self.config.layers
         cuts = [layers * i // self.parallel.pp for i in (stage, stage + 1)]
         model = on_meta(self.config, *cuts)
         if self.sharded:
-            parallelize(model, seat, Precision())
+            parallelize(model, context, Precision())
         initialize(model, seed)
         freeze(model, self.frozen)
         optimizer = adamw(model, TrainSection(weight_decay=self.weight_decay))
         return Trained(
-            model, optimizer, Checkpoints(self.folder, model, optimizer, seat, keep=self.keep)
+            model, optimizer, Checkpoints(self.folder, model, optimizer, context, keep=self.keep)
         )
 
 
-_seats: dict[Parallel, Seat] = {}
+_seats: dict[MeshShape, RankContext] = {}
 
 
 @dataclass(frozen=True)

@@ -27,10 +27,10 @@ from train.bodies import (
     weight_decays,
 )
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.train.step_folders import newest
 
-DP2, TP2, BOTH = Parallel(dp=2), Parallel(tp=2), Parallel(dp=2, tp=2)
+DP2, TP2, BOTH = MeshShape(dp=2), MeshShape(tp=2), MeshShape(dp=2, tp=2)
 MESHES: dict[str, dict[str, Any]] = {
     "unsharded": {"sharded": False},
     "alone": {},
@@ -83,7 +83,7 @@ def test_dp2_goes_on_from_what_other_meshes_saved(world: World, tmp_path: Path, 
 
 
 def test_stages_save_and_load_their_layers(world: World, tmp_path: Path) -> None:
-    run = Run(tmp_path, Parallel(pp=2))
+    run = Run(tmp_path, MeshShape(pp=2))
     answers = world(2).run(save_after, run, 2, ranks=2)
     before, after = ({**first, **last} for first, last in zip(*answers, strict=True))
     loaded, _, then = run_all(world, load_newest, Run(tmp_path))
@@ -137,7 +137,7 @@ def newest_name(run: Run) -> str:
 def assert_consistent(world: World, run: Run) -> int:
     """The newest has one number everywhere, that of its step; which is returned."""
     name = newest_name(run)
-    loaded, extra, _ = run_all(world, load_newest, replace(run, parallel=Parallel()))
+    loaded, extra, _ = run_all(world, load_newest, replace(run, parallel=MeshShape()))
     assert name == f"step-{extra['step']:08d}"
     assert sum(tensor.numel() for tensor in loaded.values()) > 40_000
     for what, tensor in loaded.items():

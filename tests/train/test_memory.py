@@ -7,22 +7,22 @@ import torch
 
 from distca.model.config import ModelConfig
 from distca.model.sizes import model_config
-from distca.planning.memory import GIB, Memory
-from distca.planning.memory import estimate as estimate_shape
-from distca.planning.parallel import Parallel
+from distca.pipeline.memory import GIB, Memory
+from distca.pipeline.memory import estimate as estimate_shape
+from distca.pipeline.mesh import MeshShape
 from distca.train.memory import available, check
 
 TINY = ModelConfig(vocab_size=10, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=16)
 
 
-def estimate(model: ModelConfig, parallel: Parallel, tokens: int, *, recompute: bool) -> Memory:
+def estimate(model: ModelConfig, parallel: MeshShape, tokens: int, *, recompute: bool) -> Memory:
     return estimate_shape(
         model.shape, parallel, tokens, recompute=recompute, parameters=model.num_parameters
     )
 
 
 def test_by_hand() -> None:
-    memory = estimate(TINY, Parallel(), 100, recompute=False)
+    memory = estimate(TINY, MeshShape(), 100, recompute=False)
     # x 8; q and attended 8 each, k and v 4 each; inside 3 x 8 + 3 x 16; 2 bytes, 3 layers
     assert memory.activations == 100 * (8 + 24 + 72) * 2 * 3
     assert memory.state == 16 * TINY.num_parameters
@@ -34,16 +34,16 @@ def test_by_hand() -> None:
 
 def test_what_helps_helps() -> None:
     model = model_config("llama3-8b")
-    plain = estimate(model, Parallel(dp=8), 65536, recompute=False)
+    plain = estimate(model, MeshShape(dp=8), 65536, recompute=False)
     assert plain.state / GIB == pytest.approx(16 * model.num_parameters / 8 / GIB)
-    assert estimate(model, Parallel(dp=16), 65536, recompute=False).state < plain.state
-    assert estimate(model, Parallel(dp=8), 65536, recompute=True).total < plain.total
-    assert estimate(model, Parallel(dp=8, tp=2), 65536, recompute=False).total < plain.total
-    assert estimate(model, Parallel(dp=8), 32768, recompute=False).total < plain.total
+    assert estimate(model, MeshShape(dp=16), 65536, recompute=False).state < plain.state
+    assert estimate(model, MeshShape(dp=8), 65536, recompute=True).total < plain.total
+    assert estimate(model, MeshShape(dp=8, tp=2), 65536, recompute=False).total < plain.total
+    assert estimate(model, MeshShape(dp=8), 32768, recompute=False).total < plain.total
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
-    memory = estimate(model_config("llama3-8b"), Parallel(), 65536, recompute=False)
+    memory = estimate(model_config("llama3-8b"), MeshShape(), 65536, recompute=False)
     with pytest.raises(
         ValueError, match=r"needs about \d+\.\d GiB per rank .* and has 80\.0: take"
     ):

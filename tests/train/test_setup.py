@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from distca.model.sizes import model_config
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.train.config import Config
-from distca.train.setup import recipe_of
+from distca.train.setup import planner_of
 
 
 @pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])
 def test_tasks_are_priced_for_the_device(device: str, cost: str) -> None:
-    recipe = recipe_of(Config(), Parallel(), model_config("debug"), torch.device(device))
-    assert recipe.options["cost"] == cost
+    planner = planner_of(Config(), MeshShape(), model_config("debug"), torch.device(device))
+    assert planner.options["cost"] == cost

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from distca.dispatch.transport import NOTE_BYTES, Transport
+from distca.dispatch.transports.base import NOTE_BYTES, Transport
 
 _WAY_OUT = {
     "plan": "make it from the same lengths and options on every rank",

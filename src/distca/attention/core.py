@@ -9,16 +9,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention import steps
+from distca.attention import passes
 from distca.attention.agreement import Agreed, DisagreementError, Terms, agree
-from distca.attention.backend import Traits
-from distca.attention.choice import choose
-from distca.attention.flight import Flight
+from distca.attention.backends.base import Traits
+from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
+from distca.attention.overlap import AsyncAttention
 from distca.attention.route import Route, TensorKind
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
-from distca.dispatch.transport import DistributedTransport, Transport
+from distca.dispatch.transports.base import Transport
+from distca.dispatch.transports.distributed import DistributedTransport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
 
@@ -27,7 +28,7 @@ class _Ready(NamedTuple):
     """An execution that all ranks agreed to."""
 
     handle: int
-    execution: steps.Execution
+    execution: passes.Execution
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
@@ -66,7 +67,7 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
-        self._served: WeakKeyDictionary[Plan, dict[bool, steps.Execution]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, passes.Execution]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -75,10 +76,10 @@ class CoreAttention:
         return attend(_joining(q, k, v, ready), k, v, ready.handle)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Flight:
-        """The same in three steps (see ``distca.attention.flight``), for compute in between."""
+    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
+        """The same in three steps (see ``distca.attention.overlap``), for compute in between."""
         ready = self._prepare(q, k, v, plan)
-        return Flight(ready.execution, _joining(q, k, v, ready), k, v)
+        return AsyncAttention(ready.execution, _joining(q, k, v, ready), k, v)
 
     def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
         """Takes this rank's part of a plan without tokens or weights of its own.
@@ -96,9 +97,9 @@ class CoreAttention:
             known[learning] = self._join(plan, learning, complaint)
         served = known[learning]
         for _ in range(layers):
-            steps.serve_forward([served])
+            passes.serve_forward([served])
         for _ in range(backward):
-            steps.serve_backward([served])
+            passes.serve_backward([served])
 
     def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
         """Known already, or agreed upon now; raises on all ranks where one of them cannot."""
@@ -129,7 +130,7 @@ class CoreAttention:
             known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> steps.Execution:
+    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> passes.Execution:
         """A server takes the terms of those that bring tensors."""
         rank, execution = self.transport.rank, None
         if tokens := _tokens(plan, rank):
@@ -161,7 +162,7 @@ class CoreAttention:
 
     def execution(
         self, kind: TensorKind, forward: Plan | None, backward: Plan | None
-    ) -> steps.Execution:
+    ) -> passes.Execution:
         """This rank's part of a plan for each direction, which may be the same.
 
         Nothing is agreed here: the caller knows that all ranks run the same.
@@ -170,7 +171,7 @@ class CoreAttention:
         reaches = {int(r) for plan in (forward, backward) if plan for r in plan.reach}
         masks = [Mask(reach) for reach in sorted(reaches)]
         traits = Traits.of(q, k, masks, deterministic=self.deterministic)
-        execution = steps.Execution(
+        execution = passes.Execution(
             forward=Route.of(forward, rank, kind, backward=False) if forward else None,
             backward=Route.of(backward, rank, kind, backward=True) if backward else None,
             kind=kind,
@@ -190,9 +191,9 @@ class CoreAttention:
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
     rank, ranks = transport.rank, transport.num_ranks
-    if plan.servers.num_ranks != ranks:
+    if plan.devices.num_ranks != ranks:
         raise ValueError(
-            f"the plan is for {plan.servers.num_ranks} ranks but the group has {ranks}:"
+            f"the plan is for {plan.devices.num_ranks} ranks but the group has {ranks}:"
             " plan for the ranks of the group"
         )
     if refusal := transport.refusal(q.device):

@@ -14,15 +14,15 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from distca.attention import steps
-from distca.attention.backend import Attended, wide
+from distca.attention import passes
+from distca.attention.backends.base import Attended, wide
 
 # Weak: an execution lives as long as its plan, or as a graph that still has to run its backward.
-_EXECUTIONS: WeakValueDictionary[int, steps.Execution] = WeakValueDictionary()
+_EXECUTIONS: WeakValueDictionary[int, passes.Execution] = WeakValueDictionary()
 _handles = itertools.count()
 
 
-def register(execution: steps.Execution) -> int:
+def register(execution: passes.Execution) -> int:
     """A handle that leads to the execution while somebody holds it."""
     handle = next(_handles)
     _EXECUTIONS[handle] = execution
@@ -37,7 +37,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
 def _core_attention(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    attended = steps.forward(_EXECUTIONS[handle], q, k, v)
+    attended = passes.forward(_EXECUTIONS[handle], q, k, v)
     return attended.out, attended.lse
 
 
@@ -50,7 +50,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
 def _core_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return steps.backward(_EXECUTIONS[handle], grad_out, q, k, v, Attended(out, lse))
+    return passes.backward(_EXECUTIONS[handle], grad_out, q, k, v, Attended(out, lse))
 
 
 @_core_attention_backward.register_fake

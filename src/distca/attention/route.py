@@ -13,11 +13,11 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from distca.attention.backend import Packed, wide
+from distca.attention.backends.base import Packed, wide
+from distca.dispatch.exchange import Itinerary
 from distca.dispatch.layout import Call, Exchange, Layout
-from distca.dispatch.message import Lane, Message
-from distca.dispatch.roundtrip import Itinerary
 from distca.dispatch.rows import Rows
+from distca.dispatch.wire import Lane, Message
 from distca.planning.plan import Plan
 from distca.planning.spans import Ints, cumulative
 

@@ -232,13 +232,13 @@ def _replay(
     """One case: plans, simulates, measures, compares, shows."""
     import torch
 
+    from distca.measure.profiling import device_name
+    from distca.measure.replay import Replay, backend_of, layers_of, measure, share_of
     from distca.model.sizes import model_config
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
     from distca.report.training import facts
     from distca.report.watch import Watch
-    from distca.runtime.profiling import device_name
-    from distca.runtime.replay import Replay, backend_of, layers_of, measure, share_of
-    from distca.sim.alone import Case, Seconds, alone, compare
+    from distca.sim.isolated import Case, Seconds, alone, compare
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = share_of(model_config(bench.model), bench.tp, bench.layers)

@@ -33,7 +33,7 @@ def check(
         from distca.integrations.transformers import register
     except ImportError as error:
         raise ValueError(str(error)) from None
-    from distca.integrations.transformers_leaks import load
+    from distca.integrations.transformers.leaks import load
 
     register()
     loaded = load(model)
@@ -68,7 +68,7 @@ def _rows(model: "nn.Module", attention: str) -> list[dict[str, Any]]:
 def _outcome(
     model: "nn.Module", attention: str, use_cache: bool, cu_seq_lens: bool
 ) -> dict[str, Any]:
-    from distca.integrations.transformers_leaks import find_leaks
+    from distca.integrations.transformers.leaks import find_leaks
 
     try:
         _set(model, attention)

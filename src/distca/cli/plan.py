@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Argument, Option
 
-from distca.planning.profile import DEFAULT_COST
+from distca.planning.costs.profile import DEFAULT_COST
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -215,7 +215,7 @@ def _plan_one(
 ) -> None:
     from distca.cli.records import record_of, summary_of, traffic_matrix
     from distca.planning.api import plan as make_plan
-    from distca.planning.costs import cost_model
+    from distca.planning.costs.choice import cost_model
 
     made = make_plan(given, **options)
     summary = summary_of(made)

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     import torch
     from rich.console import Console
 
-    from distca.planning.profile import Profile
-    from distca.runtime.profiling import Bench
+    from distca.measure.profiling import Bench
+    from distca.planning.costs.profile import Profile
 
 OUT = Path("profile.json")
 LOGS = Path("runs/profile/logs")
@@ -83,8 +83,8 @@ def _num_ranks(wanted: int | None) -> int:
 
 
 def _bench(model: str | None, device: "torch.device", backend: str, quick: bool) -> "Bench":
+    from distca.measure.profiling import Bench, Scope
     from distca.model.sizes import model_config
-    from distca.runtime.profiling import Bench, Scope
 
     config = model_config(model or (GPU_MODEL if device.type == "cuda" else CPU_MODEL))
     return Bench.of(config, device, backend, scope=Scope.of(device, config, quick))
@@ -92,7 +92,7 @@ def _bench(model: str | None, device: "torch.device", backend: str, quick: bool)
 
 def _begin(bench: "Bench", out: Path) -> "Profile":
     """What is there already, if it was measured here, or a blank one."""
-    from distca.planning.profile import Profile
+    from distca.planning.costs.profile import Profile
 
     blank = bench.blank(out.stem)
     if not out.exists():
@@ -104,8 +104,8 @@ def _begin(bench: "Bench", out: Path) -> "Profile":
 
 def _measure(bench: "Bench", begun: "Profile", out: Path, as_json: bool) -> None:
     """Alone, or as the first of several ranks, which shows and saves."""
+    from distca.measure.profiling import measure, steps
     from distca.report.watch import Watch
-    from distca.runtime.profiling import measure, steps
 
     console = _console(quiet=as_json)
     left, total = (len(steps(bench, one)) for one in (begun, bench.blank(begun.name)))
@@ -129,7 +129,7 @@ def _measure_together(
 ) -> None:
     import torch.distributed as dist
 
-    from distca.runtime.profiling import measure
+    from distca.measure.profiling import measure
     from distca.train.setup import join_world
 
     bench = _bench(model, join_world(), backend, quick)

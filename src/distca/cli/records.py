@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from distca.dispatch.layout import Layout
-from distca.planning.costs import CostModel
+from distca.planning.costs.base import CostModel
+from distca.planning.devices import Devices
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.servers import Servers
 from distca.planning.spans import Floats, Ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import backward_traffic, forward_traffic, key_moves
@@ -31,7 +31,7 @@ def record_of(
     """Before (every token of ``given`` attended where it lives) and after, side by side."""
     at_home = Tasks.at_home(given, plan.reach)
     work = at_home.work_ps(given, plan.reach, cost, given.num_workers)
-    workers, node = Servers.of(given.num_workers), plan.servers.node
+    workers, node = Devices.of(given.num_workers), plan.devices.node
     forward = forward_traffic(at_home, given, plan.shape, node)
     before = {
         "imbalance_each": [workers.imbalance(one) for one in work],
@@ -44,7 +44,7 @@ def record_of(
     after = {"imbalance_each": imbalances(plan)} | {
         key: summary[key] for key in before if key in summary
     }
-    missing = np.zeros(plan.servers.num_ranks - given.num_workers)  # dedicated servers, idle before
+    missing = np.zeros(plan.devices.num_ranks - given.num_workers)  # dedicated servers, idle before
     return {
         "summary": summary,
         "before": before,
@@ -52,7 +52,7 @@ def record_of(
         "bound": 1.0 + plan.tolerance,
         "load_before": np.stack([np.append(over_mean(workers, one), missing) for one in work]),
         "load_after": np.stack(
-            [over_mean(plan.servers, w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+            [over_mean(plan.devices, w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
         ),
     }
 
@@ -68,17 +68,17 @@ def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
 
 def imbalances(plan: Plan) -> list[float]:
     """Forward and backward."""
-    return [plan.servers.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+    return [plan.devices.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
 
 
-def over_mean(servers: Servers, work: Ints) -> Floats:
+def over_mean(servers: Devices, work: Ints) -> Floats:
     """[ranks] when each is done, where 1 is the level at which all would finish together."""
     return servers.seconds_ps(work) / max(servers.mean_ps(int(work.sum())), 1.0)
 
 
 def traffic_matrix(plan: Plan) -> Ints:
     """[sender, receiver] bytes of one layer's forward: q and kv out, o back."""
-    ranks, shape, tasks = plan.servers.num_ranks, plan.shape, plan.forward
+    ranks, shape, tasks = plan.devices.num_ranks, plan.shape, plan.forward
     matrix = np.zeros((ranks, ranks), np.int64)
     moved = tasks.moved
     home, server = tasks.home[moved], tasks.server[moved]

@@ -9,10 +9,10 @@ from distca.cli.settings import Settings
 from distca.cli.sources import parse_bytes, parse_tokens
 from distca.data.lengths import FORMS, Lengths, distribution, names_distribution
 from distca.data.readers import read_lengths
+from distca.pipeline.mesh import MeshShape
+from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
-from distca.planning.parallel import Parallel
-from distca.planning.profile import Profile
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Way
 from distca.sim.sweep import Sizes
@@ -113,7 +113,7 @@ def _likes(settings: Settings) -> tuple[Way, ...]:
         raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
     likes = []
     for policy in dict.fromkeys(settings.policy or POLICIES):
-        way = Way(policy, Parallel(), ping_pong=settings.ping_pong, tolerance=settings.tolerance)
+        way = Way(policy, MeshShape(), ping_pong=settings.ping_pong, tolerance=settings.tolerance)
         if not way.disaggregated:
             likes.append(way)
             continue

@@ -63,18 +63,18 @@ def _run(out: Path, result: Path, as_json: bool) -> list[Row]:
     """All checks, on all ranks; the first shows and keeps what came of them."""
     import torch.distributed as dist
 
-    from distca.cli.exactness import checks_of
-    from distca.planning.parallel import Parallel
-    from distca.runtime.mesh import take_seat
+    from distca.measure.selftest import checks_of
+    from distca.pipeline.mesh import MeshShape
+    from distca.runtime.mesh import join_mesh
     from distca.train.setup import join_world
 
     device = join_world()
-    seat = take_seat(Parallel(dp=dist.get_world_size()), device)
+    context = join_mesh(MeshShape(dp=dist.get_world_size()), device)
     patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
     began = time.perf_counter()
-    rows = [_row(name, check, patient) for name, check in checks_of(seat, out).items()]
+    rows = [_row(name, check, patient) for name, check in checks_of(context, out).items()]
     seconds = time.perf_counter() - began
-    if seat.rank == 0:
+    if context.rank == 0:
         record = {"ranks": dist.get_world_size(), "device": device.type, "seconds": seconds}
         record["checks"] = rows
         out.mkdir(parents=True, exist_ok=True)

@@ -152,7 +152,9 @@ def _write_trace(run: _Run, path: Path) -> list[str]:
     chosen = chosen or [one.summary.way for one in run.found if one.summary is not None][:1]
     steps = {way: step(run.scenario, way, batch, record=True).events for way in chosen}
     path.write_text(json.dumps(trace(steps)))
-    lanes = [way.parallel.num_lanes for way in chosen if way.parallel.num_lanes > MOST_LANES]
+    lanes = [
+        way.parallel.num_plan_ranks for way in chosen if way.parallel.num_plan_ranks > MOST_LANES
+    ]
     return [f"{path} (the first {MOST_LANES} of {lanes[0]} lanes)" if lanes else str(path)]
 
 

@@ -202,11 +202,11 @@ def check(config: "Config", num_ranks: int) -> None:
     parallel.check(num_ranks)
     model = setup.model_of(config, setup.tokenizer_of(config))
     parallelize.check(model, parallel.tp)
-    setup.recipe_of(config, parallel, model, _device())
+    setup.planner_of(config, parallel, model, _device())
 
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
-    from distca.planning.stages import stage_layers
+    from distca.pipeline.stages import stage_layers
     from distca.report import units
     from distca.report.training import facts
     from distca.train import setup
@@ -241,7 +241,7 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
 
 
 def _pipeline(layers: list[int], micro_batches: int) -> str:
-    from distca.planning.schedule import Schedule
+    from distca.pipeline.schedule import Schedule
 
     held = Schedule.aligned(len(layers), micro_batches).in_flight
     return (

@@ -67,10 +67,10 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, rank: int, *, backward: bool = False) -> Layout:
-        if not 0 <= rank < plan.servers.num_ranks:
-            raise ValueError(f"rank {rank} of a plan for {plan.servers.num_ranks} ranks")
+        if not 0 <= rank < plan.devices.num_ranks:
+            raise ValueError(f"rank {rank} of a plan for {plan.devices.num_ranks} ranks")
         tasks = plan.backward if backward else plan.forward
-        placement, ranks = plan.placement, plan.servers.num_ranks
+        placement, ranks = plan.placement, plan.devices.num_ranks
         moves = key_moves(tasks, placement)
         q, arriving_q = _query_exchange(tasks, placement, rank, ranks)
         kv, arriving_kv = _key_exchange(moves, placement, rank, ranks)

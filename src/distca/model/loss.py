@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distca.attention.backend import wide
+from distca.attention.backends.base import wide
 from distca.data.documents import IGNORE
 
 

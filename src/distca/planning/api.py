@@ -9,18 +9,19 @@ from typing import Any
 
 import numpy as np
 
-from distca.planning.balance import balanced_placement
 from distca.planning.bounds import traffic_lower_bound
 from distca.planning.checks import shortfall
-from distca.planning.costs import PS, CostModel, cost_model
+from distca.planning.costs.base import PS, CostModel
+from distca.planning.costs.choice import cost_model
+from distca.planning.costs.profile import DEFAULT_COST
+from distca.planning.devices import Devices
 from distca.planning.masks import Mask, reach_of
 from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Entry, Placement
+from distca.planning.placers.balanced import balanced_placement
 from distca.planning.plan import Plan
 from distca.planning.policies import KEEP_PLACEMENT, POLICIES
-from distca.planning.problem import DoesNotFitError, Grain, Problem, Proposal
-from distca.planning.profile import DEFAULT_COST
-from distca.planning.servers import Servers
+from distca.planning.problem import Assignment, DoesNotFitError, Grain, Problem
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
 
@@ -37,7 +38,7 @@ def plan(
     policy: str = "distca",
     cost: str | CostModel = DEFAULT_COST,
     tolerance: float = 0.02,
-    servers: int | Servers = 0,
+    servers: int | Devices = 0,
     workers_serve: bool | None = None,
     speed: Sequence[float] | None = None,
     busy_s: Sequence[float] | None = None,
@@ -62,7 +63,7 @@ def plan(
         and attention are both even and (almost) only keys and values travel.
     cost: a profile's name or file, ``analytic``, ``pairs``, or a CostModel.
     servers: dedicated ranks beyond the workers. With some, workers serve only on request
-        (``workers_serve=True``). Or a complete ``Servers``.
+        (``workers_serve=True``). Or a complete ``Devices``.
     speed, busy_s: one number per rank; memory_bytes: limit of one layer's q, k, v, o on a rank.
     cp: workers that share a packed sequence in the context-parallel policies.
     orders: with up to 32 ranks, so many orders of choosing are tried and the one that moves least
@@ -97,7 +98,7 @@ def plan(
     problem = Problem(
         placement=given,
         reach=reach,
-        servers=roles,
+        devices=roles,
         shape=shape,
         cost=costs,
         tolerance=tolerance,
@@ -119,7 +120,7 @@ def plan(
     return Plan(
         placement=proposal.placement,
         reach=reach,
-        servers=roles,
+        devices=roles,
         shape=shape,
         forward=proposal.forward,
         backward=proposal.backward,
@@ -129,7 +130,7 @@ def plan(
         cost=costs.name,
         tolerance=tolerance,
         gather=proposal.gather,
-        imbalance_before=max(Servers.of(given.num_workers).imbalance(w) for w in before),
+        imbalance_before=max(Devices.of(given.num_workers).imbalance(w) for w in before),
         bytes_lower_bound=traffic_lower_bound(
             problem,
             int(work[0].sum()),
@@ -153,9 +154,9 @@ def _shape(
     return ModelShape("custom", heads, heads if kv_heads is None else kv_heads, head_dim)
 
 
-def _roles(num_workers: int, servers: int | Servers, **options: Any) -> Servers:
+def _roles(num_workers: int, servers: int | Devices, **options: Any) -> Devices:
     if isinstance(servers, int):
-        return Servers.of(num_workers, servers, **options)
+        return Devices.of(num_workers, servers, **options)
     extra = [name for name, value in options.items() if value is not None]
     if extra:
         raise ValueError(f"servers are complete, but {', '.join(extra)} is given too: give one")
@@ -185,9 +186,9 @@ def _check_countable(problem: Problem) -> None:
         )
 
 
-def _check_memory(problem: Problem, proposal: Proposal) -> None:
+def _check_memory(problem: Problem, proposal: Assignment) -> None:
     """A rank that keeps queries of a document that spans ranks also fetches its keys."""
-    limit = problem.servers.memory_bytes
+    limit = problem.devices.memory_bytes
     for tasks in (proposal.forward, proposal.backward):
         used = memory_bytes(tasks, proposal.placement, problem.shape, len(limit))
         worst = int(np.argmax(used - limit))
@@ -202,7 +203,7 @@ def _check_memory(problem: Problem, proposal: Proposal) -> None:
 def _check_own_memory(problem: Problem) -> None:
     """Own tokens must fit before anything can be received."""
     weight = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    own, limit = problem.placement.tokens * weight, problem.servers.memory_bytes
+    own, limit = problem.placement.tokens * weight, problem.devices.memory_bytes
     worst = int(np.argmax(own - limit[: len(own)]))
     if own[worst] > limit[worst]:
         raise ValueError(

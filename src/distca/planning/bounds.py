@@ -24,7 +24,7 @@ from distca.planning.spans import Floats, Ints
 
 def traffic_lower_bound(problem: Problem, total_work: int, *, free_placement: bool) -> int:
     """Bytes of one layer's forward that no plan of this total work within the bound can save."""
-    capacity = problem.servers.capacity(total_work, problem.tolerance)
+    capacity = problem.devices.capacity(total_work, problem.tolerance)
     pairs = capacity / problem.cost.least_forward_ps_per_pair
     held = np.maximum(pairs, 1.0)  # what a rank can hold
     free = _free_tokens(problem, float(held.max()))
@@ -90,5 +90,5 @@ def _placed_tokens(problem: Problem, held: Floats) -> float:
     lacking = np.maximum(placement.start - first, 0) + np.maximum(last - placement.stop, 0)
     fetch = added(np.minimum(lacking * kv, size * q) * (count[where] == 1))
     # 4. A worker that serves nothing sends every query, and the keys that only it has.
-    idle = (problem.servers.speed[:workers] == 0) * added(size * (q + kv * ~spanning))
+    idle = (problem.devices.speed[:workers] == 0) * added(size * (q + kv * ~spanning))
     return float(np.sum(np.maximum.reduce([shed, fetch, idle, np.zeros(workers)])))

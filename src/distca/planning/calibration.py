@@ -12,7 +12,8 @@ from itertools import combinations
 
 import numpy as np
 
-from distca.planning.costs import BACKWARD_FLOPS, PS, TILE, AnalyticCost, KernelRate
+from distca.planning.costs.analytic import TILE, AnalyticCost, KernelRate
+from distca.planning.costs.base import BACKWARD_FLOPS, PS
 from distca.planning.models import ModelShape
 from distca.planning.spans import Floats, Ints
 

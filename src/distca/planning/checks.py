@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.costs import PS
+from distca.planning.costs.base import PS
+from distca.planning.devices import UNLIMITED
 from distca.planning.plan import Plan
 from distca.planning.problem import Problem
-from distca.planning.servers import UNLIMITED
 from distca.planning.spans import Ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
@@ -29,12 +29,12 @@ def verify(plan: Plan) -> None:
 
 
 def _verify_memory(plan: Plan, tasks: Tasks, name: str) -> None:
-    used = memory_bytes(tasks, plan.placement, plan.shape, plan.servers.num_ranks)
-    worst = int(np.argmax(used - plan.servers.memory_bytes))
-    if used[worst] > plan.servers.memory_bytes[worst] and plan.meets_bound:
+    used = memory_bytes(tasks, plan.placement, plan.shape, plan.devices.num_ranks)
+    worst = int(np.argmax(used - plan.devices.memory_bytes))
+    if used[worst] > plan.devices.memory_bytes[worst] and plan.meets_bound:
         raise ValueError(
             f"{name}: rank {worst} needs {used[worst]} bytes of memory,"
-            f" but has {plan.servers.memory_bytes[worst]}"
+            f" but has {plan.devices.memory_bytes[worst]}"
         )
 
 
@@ -61,13 +61,13 @@ def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
         tasks.home != placement.home(tasks.document, tasks.q_stop - 1)
     ):
         raise ValueError(f"{name}: a task's queries live on more than one worker")
-    if np.any(plan.servers.speed[tasks.server] == 0):
+    if np.any(plan.devices.speed[tasks.server] == 0):
         raise ValueError(f"{name}: a task is on a rank that does not serve")
 
 
 def shortfall(problem: Problem, work: tuple[Ints, Ints], policy: str) -> str:
     """One sentence on why the worst rank is above the bound; empty where it is not."""
-    servers, tolerance = problem.servers, problem.tolerance
+    servers, tolerance = problem.devices, problem.tolerance
     imbalance, way = max(
         (servers.imbalance(work[0]), "forward"), (servers.imbalance(work[1]), "backward")
     )

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from distca.planning.costs import PS
+from distca.planning.costs.base import PS
+from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
-from distca.planning.servers import Servers
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, backward_traffic, forward_traffic
@@ -31,7 +31,7 @@ class Plan:
 
     placement: Placement
     reach: Ints  # [documents] the mask of each (see planning.masks)
-    servers: Servers
+    devices: Devices
     shape: ModelShape
     forward: Tasks
     backward: Tasks
@@ -50,15 +50,15 @@ class Plan:
     def seconds(self) -> tuple[Floats, Floats]:
         """When each rank finishes, forward and backward, other work included."""
         both = (self.forward_work_ps, self.backward_work_ps)
-        forward, backward = (self.servers.seconds_ps(work) / PS for work in both)
+        forward, backward = (self.devices.seconds_ps(work) / PS for work in both)
         return forward, backward
 
     @property
     def imbalance(self) -> float:
         """Worst over mean finishing time, the larger of forward and backward."""
         return max(
-            self.servers.imbalance(self.forward_work_ps),
-            self.servers.imbalance(self.backward_work_ps),
+            self.devices.imbalance(self.forward_work_ps),
+            self.devices.imbalance(self.backward_work_ps),
         )
 
     @property
@@ -69,13 +69,13 @@ class Plan:
     def traffic(self) -> Traffic:
         """Bytes of the forward pass of one layer."""
         return forward_traffic(
-            self.forward, self.placement, self.shape, self.servers.node, self.gather
+            self.forward, self.placement, self.shape, self.devices.node, self.gather
         )
 
     @cached_property
     def backward_traffic(self) -> Traffic:
         return backward_traffic(
-            self.backward, self.placement, self.shape, self.servers.node, self.gather
+            self.backward, self.placement, self.shape, self.devices.node, self.gather
         )
 
     @cached_property
@@ -89,7 +89,7 @@ class Plan:
             for array in (tasks.document, tasks.q_start, tasks.q_stop, tasks.server):
                 digest.update(array.tobytes())
         shape = (self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
-        digest.update(f"{p.num_workers} {self.servers.num_ranks} {shape}".encode())
+        digest.update(f"{p.num_workers} {self.devices.num_ranks} {shape}".encode())
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:
@@ -97,8 +97,8 @@ class Plan:
         return {
             "policy": self.policy,
             "cost": self.cost,
-            "ranks": self.servers.num_ranks,
-            "servers": len(self.servers.serving),
+            "ranks": self.devices.num_ranks,
+            "servers": len(self.devices.serving),
             "tokens": int(self.placement.tokens.sum()),
             "documents": self.placement.num_documents,
             "tasks": len(self.forward),
@@ -126,12 +126,12 @@ class Plan:
             "backward_tasks": None if same else _tasks_json(self.backward),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
-            "servers": {
-                "num_workers": self.servers.num_workers,
-                "speed": self.servers.speed.tolist(),
-                "memory_bytes": self.servers.memory_bytes.tolist(),
-                "node": self.servers.node.tolist(),
-                "busy_s": self.servers.busy_s.tolist(),
+            "devices": {
+                "num_workers": self.devices.num_workers,
+                "speed": self.devices.speed.tolist(),
+                "memory_bytes": self.devices.memory_bytes.tolist(),
+                "node": self.devices.node.tolist(),
+                "busy_s": self.devices.busy_s.tolist(),
             },
             "forward_work_ps": self.forward_work_ps.tolist(),
             "backward_work_ps": self.backward_work_ps.tolist(),
@@ -153,16 +153,16 @@ class Plan:
         placement = Placement.from_shards(lengths, shards, len(data["placement"]))
         forward = _tasks_from_json(data["tasks"], placement)
         backward = data["backward_tasks"]
-        summary, servers = data["summary"], data["servers"]
+        summary, devices = data["summary"], data["devices"]
         return cls(
             placement=placement,
             reach=reach,
-            servers=Servers(
-                num_workers=servers["num_workers"],
-                speed=np.asarray(servers["speed"], dtype=np.float64),
-                memory_bytes=as_ints(servers["memory_bytes"]),
-                node=as_ints(servers["node"]),
-                busy_s=np.asarray(servers["busy_s"], dtype=np.float64),
+            devices=Devices(
+                num_workers=devices["num_workers"],
+                speed=np.asarray(devices["speed"], dtype=np.float64),
+                memory_bytes=as_ints(devices["memory_bytes"]),
+                node=as_ints(devices["node"]),
+                busy_s=np.asarray(devices["busy_s"], dtype=np.float64),
             ),
             shape=ModelShape(**data["model"]),
             forward=forward,

@@ -6,52 +6,54 @@ from collections.abc import Callable
 
 import numpy as np
 
-from distca.planning.costs import OneWay
-from distca.planning.greedy import head_tail_greedy
+from distca.planning.costs.base import OneDirectionCost
 from distca.planning.placement import Placement
-from distca.planning.problem import Problem, Proposal
-from distca.planning.scheduler import schedule
+from distca.planning.placers.head_tail import deal_each_document, deal_packed_sequence
+from distca.planning.problem import Assignment, Problem
+from distca.planning.schedulers.disaggregated import schedule
+from distca.planning.schedulers.greedy import head_tail_greedy
 from distca.planning.tasks import Tasks
-from distca.planning.zigzag import deal_each_document, deal_packed_sequence
 
-Policy = Callable[[Problem], Proposal]
+Policy = Callable[[Problem], Assignment]
 
 
-def disaggregated(problem: Problem) -> Proposal:
+def disaggregated(problem: Problem) -> Assignment:
     """The scheduler: one set of tasks if it meets both bounds, else one for each direction."""
-    placement, servers = problem.placement, problem.servers
+    placement, servers = problem.placement, problem.devices
     backward = schedule(problem, problem.cost.backward_ps)
     work, _ = backward.work_ps(placement, problem.reach, problem.cost, servers.num_ranks)
-    one_way = isinstance(problem.cost, OneWay)  # then a second set would be the same again
+    one_way = isinstance(
+        problem.cost, OneDirectionCost
+    )  # then a second set would be the same again
     if one_way or servers.imbalance(work) <= 1.0 + problem.tolerance:
-        return Proposal(placement, backward, backward)
+        return Assignment(placement, backward, backward)
     forward = schedule(problem, problem.cost.forward_ps, expected_work=int(work.sum()))
-    return Proposal(placement, forward, backward)
+    return Assignment(placement, forward, backward)
 
 
-def colocated(problem: Problem) -> Proposal:
+def colocated(problem: Problem) -> Assignment:
     """Every query token is computed where it lives."""
     return _at_home(problem, problem.placement)
 
 
-def greedy(problem: Problem) -> Proposal:
-    """The published head-tail greedy; see ``planning.greedy``."""
-    servers = problem.servers
+def greedy(problem: Problem) -> Assignment:
+    """The published head-tail greedy; see ``planning.schedulers.greedy``."""
+    servers = problem.devices
     if servers.num_ranks > servers.num_workers or np.any(servers.speed != 1.0):
         raise ValueError("policy greedy knows in-place servers of equal speed only")
     if np.any(problem.reach < problem.placement.lengths):
         raise ValueError("policy greedy knows causal masks only")
     tasks = head_tail_greedy(problem.placement, problem.reach, problem.shape, problem.tolerance)
-    return Proposal(problem.placement, tasks, tasks)
+    return Assignment(problem.placement, tasks, tasks)
 
 
-def head_tail_cp(problem: Problem) -> Proposal:
+def head_tail_cp(problem: Problem) -> Assignment:
     """Context parallelism of the packed sequence: worker i of c takes chunks i and 2c-1-i of 2c."""
     placement, cp = problem.placement, _group_size(problem)
     return _at_home(problem, deal_packed_sequence(placement, cp), gather=cp)
 
 
-def per_document_cp(problem: Problem) -> Proposal:
+def per_document_cp(problem: Problem) -> Assignment:
     """Context parallelism of each document by itself: even for any documents, same all-gather."""
     placement, cp = problem.placement, _group_size(problem)
     return _at_home(problem, deal_each_document(placement, cp), gather=cp)
@@ -61,7 +63,7 @@ BREAK_EVEN_TOKENS = 131072  # where attention costs as much as the linear layers
 TOKEN_LIMIT = 1.25  # of the mean, that a bin may hold
 
 
-def variable_length_packing(problem: Problem) -> Proposal:
+def variable_length_packing(problem: Problem) -> Assignment:
     """WLB-LLM: longest document first into the bin with least work; evens time, unevens tokens.
 
     A bin is a group of ``cp`` workers, which share its documents one by one.
@@ -103,14 +105,14 @@ POLICIES: dict[str, Policy] = {
 KEEP_PLACEMENT = ("distca", "colocated", "greedy")  # the others choose where tokens live
 
 
-def _at_home(problem: Problem, placement: Placement, gather: int = 0) -> Proposal:
-    if np.any(problem.servers.speed[: problem.servers.num_workers] == 0):
+def _at_home(problem: Problem, placement: Placement, gather: int = 0) -> Assignment:
+    if np.any(problem.devices.speed[: problem.devices.num_workers] == 0):
         raise ValueError(
             "this policy computes attention where the tokens live, but some workers do not serve:"
             " use policy distca with dedicated servers"
         )
     tasks = Tasks.at_home(placement, problem.reach)
-    return Proposal(placement, tasks, tasks, gather)
+    return Assignment(placement, tasks, tasks, gather)
 
 
 def _group_size(problem: Problem) -> int:

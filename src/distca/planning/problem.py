@@ -9,10 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.costs import CostModel
+from distca.planning.costs.base import CostModel
+from distca.planning.devices import Devices
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
-from distca.planning.servers import Servers
 from distca.planning.spans import Ints
 from distca.planning.tasks import Tasks
 
@@ -70,7 +70,7 @@ class Problem:
 
     placement: Placement
     reach: Ints  # [documents]
-    servers: Servers
+    devices: Devices
     shape: ModelShape
     cost: CostModel
     tolerance: float
@@ -83,7 +83,7 @@ class Problem:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Assignment:
     """Tasks for both directions. ``gather`` > 0: keys are all-gathered over that many workers."""
 
     placement: Placement

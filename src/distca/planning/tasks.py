@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.costs import CostModel
+from distca.planning.costs.base import CostModel
 from distca.planning.placement import Placement
 from distca.planning.spans import Bools, Ints
 

@@ -111,7 +111,7 @@ def forward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather:
 
 
 def backward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
-    """Servers keep nothing: q, o, do, log-sum-exp and kv out; dq and dkv back."""
+    """Devices keep nothing: q, o, do, log-sum-exp and kv out; dq and dkv back."""
     out = 3 * shape.q_bytes + LSE_BYTES * shape.heads
     return _flows(tasks, placement, shape, gather, (out, shape.q_bytes), (1, 1))
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from distca.data.documents import IGNORE, Batch
-from distca.planning.recipe import Recipe
+from distca.pipeline.step_plan import Half, StepPlan
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.spans import Ints
-from distca.planning.step_plan import Half, StepPlan
 
 
 class Rows(NamedTuple):
@@ -32,9 +32,9 @@ class Step:
     plan: StepPlan
 
     @classmethod
-    def of(cls, recipe: Recipe, batch: Batch, *, learn: bool = True) -> Step:
+    def of(cls, planner: StepPlanner, batch: Batch, *, learn: bool = True) -> Step:
         """``learn``: forward and backward; else forward alone, for evaluation."""
-        return cls(batch, recipe.plan(batch.lengths, learn=learn))
+        return cls(batch, planner.plan(batch.lengths, learn=learn))
 
     def rows(self, half: Half, worker: int) -> Rows:
         """What one worker of a stage holds, packed; fillers are zeros that nobody learns from."""

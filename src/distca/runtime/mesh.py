@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 
 
 @dataclass(frozen=True, eq=False)
-class Seat:
+class RankContext:
     """This rank's place."""
 
-    parallel: Parallel
+    parallel: MeshShape
     rank: int
     device: torch.device
     mesh: DeviceMesh | None  # of the workers; None on a rank that only serves
@@ -51,12 +51,12 @@ class Seat:
     @property
     def worker(self) -> int:
         """This rank among the workers of its stage and tp index."""
-        return self.plan_rank % self.parallel.placing
+        return self.plan_rank % self.parallel.workers_per_stage
 
     def of_stage(self, stage: int) -> int:
         """The rank at this place in another stage."""
         assert self.stage is not None
-        return self.rank + (stage - self.stage) * self.parallel.placing * self.parallel.tp
+        return self.rank + (stage - self.stage) * self.parallel.workers_per_stage * self.parallel.tp
 
     @property
     def pipeline(self) -> dist.ProcessGroup:
@@ -75,11 +75,11 @@ class Seat:
         return self.mesh["tp"] if self.mesh is not None and self.parallel.tp > 1 else None
 
 
-def take_seat(parallel: Parallel, device: torch.device) -> Seat:
+def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
     """Makes all groups; a collective of the whole world."""
     parallel.check(dist.get_world_size())
     rank, workers = dist.get_rank(), parallel.num_workers
-    ranks = torch.arange(workers).view(parallel.pp, parallel.placing, parallel.tp)
+    ranks = torch.arange(workers).view(parallel.pp, parallel.workers_per_stage, parallel.tp)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "tp"))
     servers = range(workers, parallel.num_ranks)
     attention, control = None, None
@@ -89,7 +89,7 @@ def take_seat(parallel: Parallel, device: torch.device) -> Seat:
         if rank in members:
             attention, control = groups
     ends = None
-    for place in range(parallel.placing * parallel.tp if parallel.pp > 1 else 0):
+    for place in range(parallel.workers_per_stage * parallel.tp if parallel.pp > 1 else 0):
         members = ranks.view(parallel.pp, -1)[[0, -1], place].tolist()
         group = dist.new_group(members)
         ends = group if rank in members else ends
@@ -97,7 +97,7 @@ def take_seat(parallel: Parallel, device: torch.device) -> Seat:
     over_host, saving = (dist.new_group(list(range(workers)), backend="gloo") for _ in range(2))
     assert attention is not None
     assert control is not None
-    return Seat(
+    return RankContext(
         parallel=parallel,
         rank=rank,
         device=device,

@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 
 from distca.model.config import ModelConfig
 from distca.model.llama import EMBEDDING, Llama
-from distca.runtime.mesh import Seat
+from distca.runtime.mesh import RankContext
 
 
 @dataclass(frozen=True)
@@ -36,18 +36,20 @@ class Precision:
     reduce: torch.dtype = torch.float32
 
 
-def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool = False) -> None:
+def parallelize(
+    model: Llama, context: RankContext, precision: Precision, *, compile: bool = False
+) -> None:
     """In place, on a model without memory yet (``on_meta``)."""
-    check(model.config, seat.parallel.tp)
-    if compile and seat.device.type != "cuda":
+    check(model.config, context.parallel.tp)
+    if compile and context.device.type != "cuda":
         raise ValueError("compile = true on a CPU: it pays on GPUs only; leave it out")
-    if seat.tp_mesh is not None:
-        _split(model, seat.tp_mesh)
+    if context.tp_mesh is not None:
+        _split(model, context.tp_mesh)
     for seam in model.in_order if compile else ():
         for module in filter(None, (seam.before, seam.after)):
             module.compile()  # before sharding, so that gathering stays outside
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
-    shard_mesh = seat.shard_mesh
+    shard_mesh = context.shard_mesh
     first, *inner, last = model.in_order
     # A tied embedding belongs to both ends, so they are gathered as one.
     tied = model.config.tied and model.is_whole
@@ -55,7 +57,7 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
     units += [[seam] for seam in inner]
     units.append([model])
     # Kept gathered through the step, for all micro-batches; else let go after each use.
-    keep = False if seat.parallel.gathers_once else None
+    keep = False if context.parallel.gathers_once else None
     for unit in units:
         fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=keep)
     for module in model.modules():
@@ -67,34 +69,34 @@ def parallelize(model: Llama, seat: Seat, precision: Precision, *, compile: bool
                 module.set_reshard_after_backward(False)
 
 
-def last_backward(model: Llama, seat: Seat, last: bool) -> None:
+def last_backward(model: Llama, context: RankContext, last: bool) -> None:
     """Before a backward. Where weights are kept, gradients are too, whole, up to the ``last`` one
     of a step; else each backward reduces its own, and only this rank's share is added up."""
-    if seat.parallel.gathers_once:
+    if context.parallel.gathers_once:
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         model.set_is_last_backward(last)  # type: ignore[operator]
 
 
-def reshard(model: Llama, seat: Seat) -> None:
+def reshard(model: Llama, context: RankContext) -> None:
     """After a step: lets go of what was kept gathered.
 
     Not in its last backward, where FSDP would gather again what it takes to come next.
     """
-    if seat.parallel.gathers_once:
+    if context.parallel.gathers_once:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
-def add_tied(model: Llama, seat: Seat) -> None:
+def add_tied(model: Llama, context: RankContext) -> None:
     """Gradients of a tied embedding that lies in two stages: both get the sum."""
-    if not model.config.tied or model.is_whole or seat.ends is None:
+    if not model.config.tied or model.is_whole or context.ends is None:
         return
     name = EMBEDDING if model.start == 0 else model.output_name
     parameter = model.get_parameter(name)
     if parameter.requires_grad:
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad.to_local(), group=seat.ends)  # type: ignore[attr-defined]
+        dist.all_reduce(parameter.grad.to_local(), group=context.ends)  # type: ignore[attr-defined]
 
 
 def check(config: ModelConfig, tp: int) -> None:

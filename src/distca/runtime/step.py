@@ -34,27 +34,27 @@ from torch.utils.checkpoint import checkpoint
 
 from distca.attention.agreement import Terms, agree
 from distca.attention.core import CoreAttention
-from distca.attention.flight import Flight
+from distca.attention.overlap import AsyncAttention
+from distca.attention.passes import Execution, serve_backward, serve_forward
 from distca.attention.route import TensorKind
-from distca.attention.steps import Execution, serve_backward, serve_forward
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
 from distca.model.loss import Loss
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
+from distca.pipeline.step_plan import Slot
 from distca.planning.plan import Plan
-from distca.planning.schedule import BACKWARD, FORWARD, Phase, Tick
-from distca.planning.step_plan import Slot
 from distca.runtime.batches import Step
-from distca.runtime.mesh import Seat
-from distca.runtime.neighbours import Neighbours
+from distca.runtime.mesh import RankContext
+from distca.runtime.p2p import StageP2P
 from distca.runtime.parallelize import add_tied, last_backward, reshard
 
 Observe = Callable[[int, Tick], None]
 
 
 @dataclass(frozen=True, eq=False)
-class Crossing:
+class StepRunner:
     """What it takes to bring micro-batches through the layers on this rank."""
 
-    seat: Seat
+    context: RankContext
     attentions: tuple[CoreAttention, ...]  # one for each half: their exchanges overlap
     recompute: bool = False  # checkpoint the parts of seams
     dtype: torch.dtype = torch.float32  # of what travels
@@ -63,21 +63,24 @@ class Crossing:
     @classmethod
     def of(
         cls,
-        seat: Seat,
+        context: RankContext,
         *,
         halves: int = 1,
         recompute: bool = False,
         backend: str = "auto",
         deterministic: bool = False,
         dtype: torch.dtype = torch.float32,
-    ) -> Crossing:
+    ) -> StepRunner:
         attentions = (
             CoreAttention(
-                seat.attention, control=seat.control, backend=backend, deterministic=deterministic
+                context.attention,
+                control=context.control,
+                backend=backend,
+                deterministic=deterministic,
             )
             for _ in range(halves)
         )
-        return cls(seat, tuple(attentions), recompute, dtype)
+        return cls(context, tuple(attentions), recompute, dtype)
 
     def learn(self, model: Llama | None, step: Step) -> Tensor:
         """Gradients of all micro-batches; this rank's part of the mean loss over all targets.
@@ -86,12 +89,12 @@ class Crossing:
         """
         run = _Run(self, model, step)
         run()
-        total = torch.zeros((), device=self.seat.device)
+        total = torch.zeros((), device=self.context.device)
         for losses in run.losses.values():
             total += run.mean(losses).detach()
         if model is not None:
-            reshard(model, self.seat)
-            add_tied(model, self.seat)
+            reshard(model, self.context)
+            add_tied(model, self.context)
         return total
 
     @torch.no_grad()
@@ -100,12 +103,12 @@ class Crossing:
         run = _Run(self, model, step)
         run()
         if model is not None:
-            reshard(model, self.seat)
+            reshard(model, self.context)
         return run.losses
 
     def own(self, rows: Tensor) -> Tensor:
         """This rank's share of a worker's rows: tensor parallelism splits them at the loss."""
-        mesh = self.seat.tp_mesh
+        mesh = self.context.tp_mesh
         return rows if mesh is None else rows.chunk(mesh.size())[mesh.get_local_rank()]
 
 
@@ -120,12 +123,12 @@ class _Held:
 class _Run:
     """One step under way."""
 
-    def __init__(self, crossing: Crossing, model: Llama | None, step: Step) -> None:
-        self.crossing, self.model, self.step, self.plan = crossing, model, step, step.plan
+    def __init__(self, runner: StepRunner, model: Llama | None, step: Step) -> None:
+        self.runner, self.model, self.step, self.plan = runner, model, step, step.plan
         self.losses: dict[int, list[Loss]] = {}  # by micro-batch, on the last stage
-        self._stage = crossing.seat.stage
+        self._stage = runner.context.stage
         self._held: dict[int, _Held] = {}
-        self._neighbours = Neighbours(crossing.seat, crossing.dtype)
+        self._neighbours = StageP2P(runner.context, runner.dtype)
         self._ways: dict[tuple[Phase, int, Plan], Execution] = {}
         self._agree()
 
@@ -138,8 +141,8 @@ class _Run:
                 done = 0 if mine is None else go(mine)
                 for slot in self.plan.slots[number][done:]:
                     self._serve(tick.phase, slot)
-            if self.crossing.observe is not None:
-                self.crossing.observe(number, tick)
+            if self.runner.observe is not None:
+                self.runner.observe(number, tick)
         self._neighbours.finish()
 
     def mean(self, losses: Sequence[Loss]) -> Tensor:
@@ -153,7 +156,7 @@ class _Run:
         assert self._stage is not None
         plan = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
         there, number = self._way(FORWARD, half, plan), self.model.stop - 1 - layer
-        if not self.plan.schedule.learns or number >= self.plan.going_back[self._stage]:
+        if not self.plan.schedule.learns or number >= self.plan.backward_slots[self._stage]:
             return there
         plan = self._slots(BACKWARD, micro_batch)[number][half]
         return replace(there, backward=self._way(BACKWARD, half, plan).backward)
@@ -178,20 +181,20 @@ class _Run:
             complaint = str(error)
         terms = Terms(
             plan=self.plan.fingerprint,
-            dtype=str(self.crossing.dtype).removeprefix("torch."),
+            dtype=str(self.runner.dtype).removeprefix("torch."),
             grad_mode=torch.is_grad_enabled(),
             complaint=complaint,
         )
-        agree(self.crossing.attentions[0].transport, terms)
+        agree(self.runner.attentions[0].transport, terms)
 
     def _way(self, phase: Phase, half: int, plan: Plan) -> Execution:
         """This rank's part of a plan in one direction."""
         key = (phase, half, plan)
         if key not in self._ways:
-            shape, dtype, seat = plan.shape, self.crossing.dtype, self.crossing.seat
-            kind = TensorKind(shape.heads, shape.kv_heads, shape.head_dim, dtype, seat.device)
+            shape, dtype, context = plan.shape, self.runner.dtype, self.runner.context
+            kind = TensorKind(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
             both = (plan, None) if phase == FORWARD else (None, plan)
-            self._ways[key] = self.crossing.attentions[half].execution(kind, *both)
+            self._ways[key] = self.runner.attentions[half].execution(kind, *both)
         return self._ways[key]
 
     def _serve(self, phase: Phase, slot: Slot) -> None:
@@ -213,15 +216,15 @@ class _Run:
 
     def _arriving(self, micro_batch: int) -> list[Arriving]:
         assert self.model is not None
-        seat, device = self.crossing.seat, self.crossing.seat.device
+        context, device = self.runner.context, self.runner.context.device
         arriving = []
         for half in self.plan.micro_batches[micro_batch]:
-            rows = self.step.rows(half, seat.worker)
+            rows = self.step.rows(half, context.worker)
             tokens, positions = (t.to(device, non_blocking=True) for t in rows[:2])
-            labels = self.crossing.own(rows.labels).to(device, non_blocking=True)
+            labels = self.runner.own(rows.labels).to(device, non_blocking=True)
             arriving.append(Arriving(tokens, positions, labels=labels))
         if self._stage:
-            sizes = [len(half.x) // seat.parallel.tp for half in arriving]
+            sizes = [len(half.x) // context.parallel.tp for half in arriving]
             found = self._neighbours.take_on(sizes, self.model.config.hidden)
             learns = self.plan.schedule.learns and self.plan.gradient_enters(self._stage)
             arriving = [
@@ -235,7 +238,7 @@ class _Run:
         assert self._stage is not None
         held, stage = self._held.pop(micro_batch), self._stage
         last = micro_batch + 1 == self.plan.schedule.num_micro_batches
-        last_backward(self.model, self.crossing.seat, last)
+        last_backward(self.model, self.runner.context, last)
         if micro_batch in self.losses:
             ends, grads = [self.mean(self.losses[micro_batch])], None
         else:
@@ -246,7 +249,7 @@ class _Run:
             torch.autograd.backward(ends, grads)
         if self.plan.gradient_enters(stage):
             self._neighbours.send_back([_grad(half.x) for half in held.arriving])
-        return self.plan.going_back[stage]
+        return self.plan.backward_slots[stage]
 
 
 def _grad(x: Tensor) -> Tensor:
@@ -258,7 +261,7 @@ class _Walk:
 
     def __init__(self, run: _Run, micro_batch: int) -> None:
         self._run, self._micro_batch = run, micro_batch
-        self._flights: dict[int, Flight] = {}
+        self._flights: dict[int, AsyncAttention] = {}
 
     def __call__(self, seams: Sequence[Seam], arriving: list[Arriving]) -> list[Leaving]:
         leaving: list[Leaving] = []
@@ -279,11 +282,11 @@ class _Walk:
         leaving = self._recomputed(part, arriving)
         if leaving.qkv is not None:
             execution = self._run.layer(self._micro_batch, layer, number)
-            self._flights[number] = Flight(execution, *leaving.qkv)
+            self._flights[number] = AsyncAttention(execution, *leaving.qkv)
         return leaving
 
     def _recomputed(self, part: Part, arriving: Arriving) -> Leaving:
-        if not self._run.crossing.recompute or not torch.is_grad_enabled():
+        if not self._run.runner.recompute or not torch.is_grad_enabled():
             return part(arriving)
         leaving: Leaving = checkpoint(part, arriving, use_reentrant=False)
         return leaving

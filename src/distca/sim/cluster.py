@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distca.planning.parallel import Parallel
+from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import Floats, Ints
 
 
@@ -72,7 +72,7 @@ class Cluster:
         """Of a GPU's memory; kernels, collectives and gaps take the rest."""
         return int(0.95 * self.memory_bytes)
 
-    def check(self, parallel: Parallel) -> None:
+    def check(self, parallel: MeshShape) -> None:
         parallel.check(self.gpus)
         if self.gpus_per_node % parallel.tp and self.gpus > self.gpus_per_node:
             raise ValueError(
@@ -83,16 +83,16 @@ class Cluster:
     def lanes_per_node(self, tp: int) -> int:
         return max(self.gpus_per_node // tp, 1)
 
-    def node(self, num_lanes: int, tp: int) -> Ints:
+    def node(self, num_plan_ranks: int, tp: int) -> Ints:
         """[lanes]"""
-        return np.arange(num_lanes, dtype=np.int64) // self.lanes_per_node(tp)
+        return np.arange(num_plan_ranks, dtype=np.int64) // self.lanes_per_node(tp)
 
-    def speed(self, num_lanes: int, tp: int) -> Floats:
+    def speed(self, num_plan_ranks: int, tp: int) -> Floats:
         """[lanes] of the slowest of a lane's GPUs, which the others wait for."""
-        speed = np.ones(num_lanes * tp)
+        speed = np.ones(num_plan_ranks * tp)
         for gpu, value in self.slow.items():
             speed[gpu] = value
-        slowest: Floats = speed.reshape(num_lanes, tp).min(axis=1)
+        slowest: Floats = speed.reshape(num_plan_ranks, tp).min(axis=1)
         return slowest
 
     def group_link(self, members: int, per_node: int) -> Link:

@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distca.planning.spans import Floats
+from distca.sim.rates import Attention
 from distca.sim.streams import Exchange, Streams
-from distca.sim.work import Attention
 
 HALVES = ("", ", pong")
 

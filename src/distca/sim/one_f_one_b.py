@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.planning.schedule import BACKWARD, FORWARD, Phase
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
 from distca.planning.spans import Floats
 
 

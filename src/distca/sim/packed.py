@@ -13,18 +13,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
+from distca.pipeline.stages import stage_layers
 from distca.planning.api import plan as make_plan
 from distca.planning.models import BYTES_PER_ELEMENT
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.schedule import BACKWARD, FORWARD, Phase
 from distca.planning.spans import Floats, Ints, as_ints
-from distca.planning.stages import stage_layers
 from distca.sim.crossing import cross
 from distca.sim.one_f_one_b import Timeline, one_f_one_b
+from distca.sim.rates import Rates
 from distca.sim.streams import Event, Streams
 from distca.sim.ticks import stage_elements
-from distca.sim.work import Rates
 
 SEQUENCES = ("colocated", "head-tail-cp", "per-document-cp")  # keep sequences as they came
 
@@ -108,7 +108,7 @@ class PackedStep:
         num_bytes = tokens * (self._rates.shape.hidden * BYTES_PER_ELEMENT) // p.tp
         self.num_bytes += 2 * (p.pp - 1) * int(num_bytes.sum())
         most = num_bytes.max(axis=2).astype(np.float64)  # [micro_batches, groups]
-        node = cluster.node(p.num_lanes, p.tp).reshape(p.pp, p.dp, p.cp)
+        node = cluster.node(p.num_plan_ranks, p.tp).reshape(p.pp, p.dp, p.cp)
         near = (node[1:] == node[:-1]).all(axis=2)[:, None]  # [borders, 1, groups]
         return np.where(near, cluster.inside.seconds(most), cluster.across.seconds(most))
 
@@ -163,7 +163,7 @@ class PackedStep:
     def _speed(self) -> Floats:
         """[stages, groups, cp]"""
         p = self._rates.parallel
-        return self._rates.cluster.speed(p.num_lanes, p.tp).reshape(p.pp, p.dp, p.cp)
+        return self._rates.cluster.speed(p.num_plan_ranks, p.tp).reshape(p.pp, p.dp, p.cp)
 
     def _streams(self, stage: int, phase: Phase) -> Streams:
         """Virtual workers are as fast as those of the group that takes their bin."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.data.lengths import distribution
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
 from distca.planning.spans import Ints
 from distca.sim.cluster import Cluster
 
@@ -69,7 +69,7 @@ class Way:
     """One way to train: a policy with its sizes."""
 
     policy: str
-    parallel: Parallel
+    parallel: MeshShape
     micro_batches: int = 1
     placement: str = "given"  # or balanced; for the disaggregated policies
     ping_pong: bool = True  # likewise

@@ -9,22 +9,22 @@ from statistics import fmean
 
 import numpy as np
 
+from distca.pipeline.memory import Memory, estimate
+from distca.pipeline.schedule import FORWARD
+from distca.pipeline.stages import stage_layers
+from distca.pipeline.step_plan import StepPlan
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import Mask, pairs
-from distca.planning.memory import Memory, estimate
 from distca.planning.plan import Plan
-from distca.planning.recipe import Recipe
-from distca.planning.schedule import FORWARD
 from distca.planning.spans import Floats, Ints, as_ints
-from distca.planning.stages import stage_layers
-from distca.planning.step_plan import StepPlan
 from distca.planning.traffic import memory_bytes
 from distca.sim.cluster import Cluster, Link
 from distca.sim.one_f_one_b import in_flight
 from distca.sim.packed import Packed, PackedStep, events, pack
+from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Way
 from distca.sim.streams import Event, Streams
 from distca.sim.ticks import Ticks, held, stage_elements
-from distca.sim.work import Rates
 
 FREE = Link(1e30)
 Planned = StepPlan | Packed
@@ -126,9 +126,9 @@ def _disaggregated(
     seed: int,
 ) -> Outcome:
     p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
-    speed = cluster.speed(p.num_lanes, p.tp)
+    speed = cluster.speed(p.num_plan_ranks, p.tp)
     told = cluster.slow and cluster.known and way.policy == "distca"  # greedy knows no speeds
-    recipe = Recipe(
+    planner = StepPlanner(
         parallel=p,
         shape=scenario.model,
         masks=(Mask.parse(scenario.mask),) * scenario.model.layers,
@@ -141,7 +141,7 @@ def _disaggregated(
         options={"tolerance": way.tolerance, "cost": rates.cost, "orders": 1},
     )
     began = time.perf_counter()
-    step = planned or recipe.plan(lengths)
+    step = planned or planner.plan(lengths)
     planning_s = time.perf_counter() - began
 
     def run(rates: Rates) -> Streams:
@@ -221,7 +221,7 @@ def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
     peak. Dedicated servers hold nothing else, and need less."""
     p = rates.parallel
     tokens = max(int(held(step, m).max()) for m in range(len(step.micro_batches)))
-    received, known, workers = 0, set(), p.pp * p.placing
+    received, known, workers = 0, set(), p.pp * p.workers_per_stage
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         for slot in slots:
             if (key := (tick.phase, *map(id, slot))) in known:

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.parallel import Parallel
 from distca.sim.cluster import Cluster
-from distca.sim.least import least_bytes, least_s
+from distca.sim.lower_bounds import least_bytes, least_s
 from distca.sim.packed import SEQUENCES
 from distca.sim.scenario import Batch, Scenario, Way
 from distca.sim.simulate import Outcome, Summary, simulate
@@ -85,7 +85,7 @@ def candidates(scenario: Scenario, like: Way, sizes: Sizes) -> list[Way]:
                 if rest or lanes < 1 or servers % tp or pp > model.layers:
                     continue
                 for cp in _context_sizes(like, lanes, sizes):
-                    parallel = Parallel(pp, lanes // cp, cp, tp, servers)
+                    parallel = MeshShape(pp, lanes // cp, cp, tp, servers)
                     for micro_batches in _micro_batches(scenario, like, parallel, sizes):
                         found.append(replace(like, parallel=parallel, micro_batches=micro_batches))
     return [with_weights for way in found for with_weights in _kept(way)]
@@ -106,7 +106,7 @@ def _context_sizes(like: Way, lanes: int, sizes: Sizes) -> Iterable[int]:
 
 
 def _micro_batches(
-    scenario: Scenario, like: Way, parallel: Parallel, sizes: Sizes
+    scenario: Scenario, like: Way, parallel: MeshShape, sizes: Sizes
 ) -> Iterable[int]:
     if sizes.micro_batches:
         return sizes.micro_batches

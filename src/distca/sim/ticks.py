@@ -6,13 +6,13 @@ from functools import cached_property
 
 import numpy as np
 
+from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.step_plan import StepPlan
 from distca.planning.plan import Plan
-from distca.planning.schedule import FORWARD, Tick
 from distca.planning.spans import Floats, Ints, as_ints
-from distca.planning.step_plan import StepPlan
 from distca.sim.crossing import Weights, cross
+from distca.sim.rates import Attention, Rates
 from distca.sim.streams import Exchange, Streams
-from distca.sim.work import Attention, Rates
 
 
 class Ticks:
@@ -45,7 +45,7 @@ class Ticks:
         if once:
             streams.send("gradients", rates.reducing(layer))
         streams.wait(streams.port)
-        workers = np.arange(rates.lanes) < rates.parallel.pp * rates.parallel.placing
+        workers = np.arange(rates.lanes) < rates.parallel.pp * rates.parallel.workers_per_stage
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))
 
     def _weights(self, tick: Tick) -> Weights:
@@ -69,7 +69,7 @@ class Ticks:
 
     def _parts(self, tick: Tick, slots: int) -> list[list[Floats]]:
         """Seconds of the linear layers of every seam and half, [slots + 1][halves]."""
-        rates, width = self._rates, self._rates.parallel.placing
+        rates, width = self._rates, self._rates.parallel.workers_per_stage
         halves = len(self._step.micro_batches[0])
         parts = [[np.zeros(rates.lanes) for _ in range(halves)] for _ in range(slots + 1)]
         backward = tick.phase != FORWARD
@@ -77,7 +77,7 @@ class Ticks:
             if micro_batch is None:
                 continue
             start, stop = self._step.stages[stage]
-            layers = self._step.going_back[stage] if backward else stop - start
+            layers = self._step.backward_slots[stage] if backward else stop - start
             lanes = slice(stage * width, (stage + 1) * width)
             for half, placed in enumerate(self._step.micro_batches[micro_batch]):
                 tokens = placed.placement.tokens.astype(np.float64)
@@ -95,7 +95,7 @@ class Ticks:
     def _receive(self, tick: Tick) -> None:
         """What the stage before, or behind, has sent."""
         done = np.zeros(self._rates.lanes)
-        width = self._rates.parallel.placing
+        width = self._rates.parallel.workers_per_stage
         for stage, micro_batch in enumerate(tick.micro_batches):
             if micro_batch is None:
                 continue
@@ -116,7 +116,7 @@ class Ticks:
         ]
         if not going:
             return
-        place = np.arange(self._rates.parallel.placing)
+        place = np.arange(self._rates.parallel.workers_per_stage)
         rows = [
             (held(self._step, m), a * len(place) + place, b * len(place) + place)
             for a, b, m in going

@@ -33,8 +33,8 @@ def trace(steps: Steps) -> dict[str, Any]:
 
 def _names(way: Way, first: int) -> Iterator[dict[str, Any]]:
     p = way.parallel
-    for lane in range(min(p.num_lanes, MOST_LANES)):
-        stage = lane // p.placing
+    for lane in range(min(p.num_plan_ranks, MOST_LANES)):
+        stage = lane // p.workers_per_stage
         role = "serves" if stage >= p.pp else f"stage {stage}" if p.pp > 1 else ""
         label = {"name": f"{way.name}: lane {lane}" + (f", {role}" if role else "")}
         process = {"ph": "M", "pid": first + lane}

@@ -9,12 +9,12 @@ import numpy as np
 
 from distca.planning.spans import Ints
 from distca.sim.cluster import Link
-from distca.sim.least import attention_s
+from distca.sim.lower_bounds import attention_s
 from distca.sim.packed import pack
+from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Way
 from distca.sim.simulate import Summary, simulate
 from distca.sim.sweep import Found
-from distca.sim.work import Rates
 
 PAYS = 1.02  # times as fast; less is within what a simulation can tell
 LITTLE_ATTENTION = 0.15  # of the work: below it, evening it out cannot bring much

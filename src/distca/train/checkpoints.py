@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from distca.model.llama import Llama, on_meta
-from distca.runtime.mesh import Seat
+from distca.runtime.mesh import RankContext
 from distca.train.step_folders import COMPLETE, StepFolders, newest, read_extra
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
@@ -36,12 +36,18 @@ class Checkpoints:
     """Those of one run, in a folder that all workers share. Every worker makes every call."""
 
     def __init__(
-        self, folder: Path, model: Llama, optimizer: torch.optim.Optimizer, seat: Seat, *, keep: int
+        self,
+        folder: Path,
+        model: Llama,
+        optimizer: torch.optim.Optimizer,
+        context: RankContext,
+        *,
+        keep: int,
     ) -> None:
-        assert seat.saving is not None, "a rank that only serves has nothing to save"
+        assert context.saving is not None, "a rank that only serves has nothing to save"
         self._folders = StepFolders(folder, keep)
-        self._model, self._optimizer, self._group = model, optimizer, seat.saving
-        self._leads = dist.get_rank(seat.saving) == 0
+        self._model, self._optimizer, self._group = model, optimizer, context.saving
+        self._leads = dist.get_rank(context.saving) == 0
         # Copies everything before a save returns, into memory that the next save uses again.
         self._stager = DefaultStager(
             StagingOptions(

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from distca.data.documents import IGNORE, Batch
 from distca.model.llama import Llama
-from distca.planning.recipe import Recipe, evaluating
+from distca.pipeline.step_planner import StepPlanner, evaluating
 from distca.planning.spans import Floats
 from distca.runtime.batches import Step
-from distca.runtime.step import Crossing
+from distca.runtime.step import StepRunner
 
 EDGES = (256, 1024, 4096, 16384, 65536)  # tokens of a document: below the first, between, above
 
@@ -24,26 +24,26 @@ def bucket_names() -> list[str]:
 
 @torch.no_grad()
 def evaluate(
-    model: Llama | None, crossing: Crossing, recipe: Recipe, batches: Iterable[Batch]
+    model: Llama | None, runner: StepRunner, planner: StepPlanner, batches: Iterable[Batch]
 ) -> dict[str, float]:
     """Mean loss per target; on all ranks, servers too, which have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
-        step = Step.of(evaluating(recipe), batch, learn=False)
-        for number, losses in crossing.losses(model, step).items():
+        step = Step.of(evaluating(planner), batch, learn=False)
+        for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
-                rows = step.rows(half, crossing.seat.worker)
-                targets = crossing.own(rows.labels) != IGNORE
-                lengths = crossing.own(rows.lengths)[targets]
+                rows = step.rows(half, runner.context.worker)
+                targets = runner.own(rows.labels) != IGNORE
+                lengths = runner.own(rows.lengths)[targets]
                 bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()
                 np.add.at(sums, bucket, loss.each.cpu()[targets].double().numpy())
                 np.add.at(counts, bucket, 1)
-    return _means(sums, counts, crossing)
+    return _means(sums, counts, runner)
 
 
-def _means(sums: Floats, counts: Floats, crossing: Crossing) -> dict[str, float]:
+def _means(sums: Floats, counts: Floats, runner: StepRunner) -> dict[str, float]:
     both = torch.from_numpy(np.stack([sums, counts]))
-    dist.all_reduce(both, group=crossing.seat.everyone)
+    dist.all_reduce(both, group=runner.context.everyone)
     sums, counts = both.numpy()
     result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
     for name, total, count in zip(bucket_names(), sums, counts, strict=True):

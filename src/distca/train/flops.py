@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from distca.model.config import ModelConfig
-from distca.planning.costs import BACKWARD_FLOPS
+from distca.planning.costs.base import BACKWARD_FLOPS
 from distca.planning.masks import pairs
 from distca.planning.spans import Ints, as_ints
 

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from distca.planning.memory import GIB, Memory
+from distca.pipeline.memory import GIB, Memory
 
 
 def available(device: torch.device, local_ranks: int, limit_gib: float = 0.0) -> int:

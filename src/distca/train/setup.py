@@ -18,12 +18,12 @@ from distca.model.checkpoints import read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
 from distca.model.sizes import model_config
-from distca.planning.memory import Memory, estimate
-from distca.planning.parallel import Parallel
-from distca.planning.profile import DEFAULT_COST
-from distca.planning.recipe import Recipe
-from distca.planning.schedule import Schedule
-from distca.planning.stages import stage_layers
+from distca.pipeline.memory import Memory, estimate
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.schedule import Schedule
+from distca.pipeline.stages import stage_layers
+from distca.pipeline.step_planner import StepPlanner
+from distca.planning.costs.profile import DEFAULT_COST
 from distca.runtime.parallelize import Precision
 from distca.train.config import Config
 from distca.train.optimizer import freeze
@@ -46,11 +46,11 @@ def join_world() -> torch.device:
     return device
 
 
-def parallel_of(config: Config, world_size: int) -> Parallel:
+def parallel_of(config: Config, world_size: int) -> MeshShape:
     """The axes' sizes; dp takes the ranks that the others leave."""
     p = config.parallel
     if p.dp:
-        return Parallel(p.pp, p.dp, p.cp, p.tp, p.servers, p.keep_weights)
+        return MeshShape(p.pp, p.dp, p.cp, p.tp, p.servers, p.keep_weights)
     others = prod((p.pp, p.cp, p.tp))
     left = world_size - p.servers
     if left < others or left % others:
@@ -58,7 +58,7 @@ def parallel_of(config: Config, world_size: int) -> Parallel:
             f"{world_size} ranks less {p.servers} servers cannot be divided by pp x cp x tp ="
             f" {others}: start other ranks, or change the sizes"
         )
-    return Parallel(p.pp, left // others, p.cp, p.tp, p.servers, p.keep_weights)
+    return MeshShape(p.pp, left // others, p.cp, p.tp, p.servers, p.keep_weights)
 
 
 def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
@@ -98,14 +98,14 @@ def tokenizer_of(config: Config) -> Tokenizer:
     return open_tokenizer(config.data.tokenizer)
 
 
-def recipe_of(
-    config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
-) -> Recipe:
+def planner_of(
+    config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
+) -> StepPlanner:
     p = config.parallel
     cost = p.cost
     if cost == "auto":
         cost = DEFAULT_COST if device.type == "cuda" else "cpu"
-    return Recipe(
+    return StepPlanner(
         parallel=parallel,
         shape=model.shape,
         masks=tuple(model.mask_of(layer) for layer in range(model.layers)),
@@ -114,13 +114,13 @@ def recipe_of(
         placement=p.placement,
         policy=p.policy,
         layers=p.stage_layers,
-        first_part=first_part(model, config.train.frozen),
+        first_trained_part=first_trained_part(model, config.train.frozen),
         options={"tolerance": p.tolerance, "cost": cost},
     )
 
 
-def first_part(model: ModelConfig, frozen: Sequence[str]) -> int:
-    """The first part of the model with a parameter that learns (see ``planning.stages``)."""
+def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
+    """The first part of the model with a parameter that learns (see ``pipeline.stages``)."""
     if not frozen:
         return 0
     whole = on_meta(model)
@@ -147,7 +147,7 @@ def precision_of(config: Config, device: torch.device) -> Precision:
 
 
 def memory_of(
-    config: Config, parallel: Parallel, model: ModelConfig, device: torch.device
+    config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
 ) -> Memory:
     """What a worker will take, of the stage that takes most."""
     p, precision = config.parallel, precision_of(config, device)
@@ -157,7 +157,7 @@ def memory_of(
         estimate(
             model.shape,
             parallel,
-            tokens=config.train.tokens_per_step // (parallel.placing * p.micro_batches),
+            tokens=config.train.tokens_per_step // (parallel.workers_per_stage * p.micro_batches),
             recompute=p.recompute,
             layers=stop - start,
             in_flight=count,

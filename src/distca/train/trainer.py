@@ -23,12 +23,12 @@ import torch.distributed as dist
 from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
-from distca.planning.memory import Memory
-from distca.planning.parallel import Parallel
-from distca.runtime.ahead import Ahead, Prepared
-from distca.runtime.mesh import take_seat
+from distca.pipeline.memory import Memory
+from distca.pipeline.mesh import MeshShape
+from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
-from distca.runtime.step import Crossing
+from distca.runtime.prefetch import Ahead, Prepared
+from distca.runtime.step import StepRunner
 from distca.train import setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
@@ -52,11 +52,11 @@ class Trainer:
         tokenizer = setup.tokenizer_of(config)
         self.model_config = setup.model_of(config, tokenizer)
         self.loader = setup.loader_of(config, tokenizer)
-        self.recipe = setup.recipe_of(config, parallel, self.model_config, self.device)
+        self.planner = setup.planner_of(config, parallel, self.model_config, self.device)
         self.memory = self._check_memory(parallel)
-        self.seat = take_seat(parallel, self.device)
-        self.crossing = Crossing.of(
-            self.seat,
+        self.context = join_mesh(parallel, self.device)
+        self.runner = StepRunner.of(
+            self.context,
             halves=1 + config.parallel.ping_pong,
             recompute=config.parallel.recompute,
             backend=config.parallel.backend,
@@ -67,7 +67,7 @@ class Trainer:
         self.first_step = 0
         self._stop = False
         self.model: Llama | None = None
-        if not self.seat.serves_only:
+        if not self.context.serves_only:
             self._build()
         self._agree_on_start()
 
@@ -75,7 +75,7 @@ class Trainer:
         """All steps that are left; on rank 0, the records of those that were taken."""
         train, taken = self.config.train, []
         records = self._open_records()
-        ahead = Ahead(self.loader, self.recipe)
+        ahead = Ahead(self.loader, self.planner)
         with _on_sigterm(self._ask_to_stop):
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
@@ -86,7 +86,7 @@ class Trainer:
                 if records is not None:
                     records.write(record)
                     taken.append(record)
-                if self._show is not None and self.seat.rank == 0:
+                if self._show is not None and self.context.rank == 0:
                     self._show(record)
                 due = train.checkpoint_every and ((step + 1) % train.checkpoint_every == 0 or last)
                 if due or record["stopped"]:
@@ -105,14 +105,14 @@ class Trainer:
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
-        return evaluate(self.model, self.crossing, self.recipe, batches)
+        return evaluate(self.model, self.runner, self.planner, batches)
 
     def _build(self) -> None:
         config, train = self.config, self.config.train
-        assert self.seat.stage is not None
-        self.model = on_meta(self.model_config, *self.recipe.stages[self.seat.stage])
+        assert self.context.stage is not None
+        self.model = on_meta(self.model_config, *self.planner.stages[self.context.stage])
         precision = setup.precision_of(config, self.device)
-        parallelize(self.model, self.seat, precision, compile=config.parallel.compile)
+        parallelize(self.model, self.context, precision, compile=config.parallel.compile)
         if config.model.path:
             load(self.model, Path(config.model.path), device=self.device)
         else:
@@ -121,10 +121,10 @@ class Trainer:
         self.optimizer = adamw(self.model, train)
         folder = self.folder / "checkpoints"
         self.checkpoints = Checkpoints(
-            folder, self.model, self.optimizer, self.seat, keep=train.keep
+            folder, self.model, self.optimizer, self.context, keep=train.keep
         )
 
-    def _check_memory(self, parallel: Parallel) -> Memory:
+    def _check_memory(self, parallel: MeshShape) -> Memory:
         """The estimate for a worker; refuses what cannot fit."""
         memory = setup.memory_of(self.config, parallel, self.model_config, self.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
@@ -136,14 +136,14 @@ class Trainer:
         found: list[Any] = [None]
         if self.model is not None and self.config.resume and (path := self.checkpoints.newest()):
             found = [self.checkpoints.load(path)]
-        dist.broadcast_object_list(found, src=0, group=self.seat.everyone)
+        dist.broadcast_object_list(found, src=0, group=self.context.everyone)
         if found[0] is not None:
             self.first_step = found[0]["step"]
             self.loader.restore(found[0]["loader"])
             self._loader_state = found[0]["loader"]
 
     def _open_records(self) -> Records | None:
-        if self.seat.rank:
+        if self.context.rank:
             return None
         self.folder.mkdir(parents=True, exist_ok=True)
         self.config.save(self.folder / "config.json")
@@ -152,7 +152,7 @@ class Trainer:
     def _step(self, step: int, prepared: Prepared) -> Record:
         start = time.perf_counter()
         self._loader_state = prepared.loader_state
-        loss = float(self.crossing.learn(self.model, prepared.step))
+        loss = float(self.runner.learn(self.model, prepared.step))
         norm = 0.0 if self.model is None else self._change(step)
         taken = time.perf_counter() - start
         return self._record(step, prepared, loss, norm, taken)
@@ -160,7 +160,7 @@ class Trainer:
     def _change(self, step: int) -> float:
         """The weights, by their gradients; the norm of all of them."""
         assert self.model is not None
-        norm = clip(self.model, self.config.train.clip, self.seat.pipeline)
+        norm = clip(self.model, self.config.train.clip, self.context.pipeline)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.train)
         self.optimizer.step()
@@ -170,7 +170,7 @@ class Trainer:
     def _record(
         self, step: int, prepared: Prepared, loss: float, norm: float, taken: float
     ) -> Record:
-        spent = [attention.meter.take() for attention in self.crossing.attentions]
+        spent = [attention.meter.take() for attention in self.runner.attentions]
         attention, exposed = (
             sum(seconds.get(name, 0.0) for seconds in spent) for name in ("attention", "exposed")
         )
@@ -180,7 +180,7 @@ class Trainer:
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine, group=self.seat.everyone)
+        dist.all_gather(everyone, mine, group=self.context.everyone)
         losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
         batch, plan = prepared.step.batch, prepared.step.plan
         flops = step_flops(self.model_config, batch.lengths)
@@ -210,7 +210,7 @@ class Trainer:
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         if step != self.config.train.trace:
             return nullcontext()
-        return tracing(self.folder / "traces", self.seat.everyone)
+        return tracing(self.folder / "traces", self.context.everyone)
 
     def _save(self, step: int) -> None:
         if self.model is not None:

@@ -1,0 +1,136 @@
+"""flash-attn-4 (the extra ``fa4``), compiled at first use, for Hopper and newer.
+
+Its autograd function would keep tensors from forward to backward; the two functions below it are
+called instead. They are private, so their parameters are looked at before anything runs.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from distca.attention.backends.base import (
+    Attended,
+    Backend,
+    Gradients,
+    Packed,
+    Traits,
+    grouping_refusal,
+)
+
+_one_at_a_time = Lock()  # its compiler aborts the process when two threads come at once
+_MODULE = "flash_attn.cute.interface"
+_SHARED = (
+    "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
+    "causal", "window_size_left", "window_size_right",
+)  # fmt: skip
+_PARAMETERS = {
+    "_flash_attn_fwd": (*_SHARED, "return_lse"),
+    "_flash_attn_bwd": (*_SHARED, "out", "dout", "lse", "deterministic"),
+}
+
+
+class FlashAttention4(Backend):
+    """FlashAttention 4, written in CuTe."""
+
+    name = "fa4"
+
+    def refusal(self, traits: Traits) -> str | None:
+        if traits.device != "cuda":
+            return f"it needs a CUDA device, not {traits.device}."
+        if traits.capability is None or traits.capability < (9, 0):
+            shown = ".".join(map(str, traits.capability or ()))
+            return f"it needs compute capability 9.0 or newer, not {shown or 'none'}."
+        if traits.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {str(traits.dtype).removeprefix('torch.')}."
+        if traits.deterministic and traits.capability >= (12, 0):
+            return "its backward has no deterministic mode from compute capability 12.0 on."
+        return _head_refusal(traits) or grouping_refusal(traits) or _load().refusal
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
+        with _one_at_a_time:
+            out, lse, *_ = _load().forward(
+                q, k, v, softmax_scale=scale, return_lse=True, **_arguments(packed)
+            )
+        return Attended(out, lse.t().contiguous())
+
+    def _backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        packed: Packed,
+        scale: float,
+        deterministic: bool,
+    ) -> Gradients:
+        with _one_at_a_time:
+            dq, dk, dv = _load().backward(
+                q, k, v, out, grad_out.contiguous(), lse.t().contiguous(),
+                softmax_scale=scale, deterministic=deterministic, **_arguments(packed),
+            )  # fmt: skip
+        return Gradients(dq, dk, dv)
+
+
+def _arguments(packed: Packed) -> dict[str, Any]:
+    """How the tasks lie and what they see; the kernels write "all keys" as None."""
+    left, right = packed.window
+    return {
+        "cu_seqlens_q": packed.q_offsets,
+        "cu_seqlens_k": packed.kv_offsets,
+        "max_seqlen_q": packed.max_queries,
+        "max_seqlen_k": packed.max_keys,
+        "causal": (left, right) == (-1, 0),
+        "window_size_left": None if left < 0 else left,
+        "window_size_right": None if left < 0 else right,
+    }
+
+
+def _head_refusal(traits: Traits) -> str | None:
+    assert traits.capability is not None
+    hopper = traits.capability < (10, 0)
+    size = traits.head_dim
+    if size % 8 == 0 and 8 <= size <= (256 if hopper else 128):
+        return None
+    if size == 256 and traits.capability < (12, 0):
+        return None
+    most = "256" if hopper else "128, or 256 before compute capability 12.0"
+    return f"the head size must be a multiple of 8 up to {most}, not {size}."
+
+
+def _unavailable(*_: Any, **__: Any) -> Any:
+    raise RuntimeError(f"flash-attn-4 cannot be used: {_load().refusal}")
+
+
+@dataclass(frozen=True)
+class _Kernels:
+    refusal: str | None
+    forward: Callable[..., Any] = _unavailable
+    backward: Callable[..., Any] = _unavailable
+
+
+@cache
+def _load() -> _Kernels:
+    try:
+        module = importlib.import_module(_MODULE)
+    except ModuleNotFoundError as error:
+        return _Kernels(f"flash-attn-4 is not installed ({error}); pip install 'distca[fa4]'.")
+    except Exception as error:  # it loads compilers and drivers, which fail in ways of their own
+        return _Kernels(f"flash-attn-4 cannot be imported: {type(error).__name__}: {error}.")
+    for name, needed in _PARAMETERS.items():
+        function = getattr(module, name, None)
+        if function is None:
+            return _Kernels(f"this version of flash-attn-4 has no {name}.")
+        if missing := sorted(set(needed) - set(inspect.signature(function).parameters)):
+            return _Kernels(f"{name} of this version of flash-attn-4 lacks {', '.join(missing)}.")
+    return _Kernels(None, module._flash_attn_fwd, module._flash_attn_bwd)

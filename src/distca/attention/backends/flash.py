@@ -1,0 +1,120 @@
+"""torch's own flash kernels for packed sequences (CUDA), the ones below ``varlen_attn``.
+
+``torch.nn.attention.varlen.varlen_attn`` hides its backward in autograd, so the two operators it
+calls are called here. They are private; torch 2.11 to 2.13 agree on every argument that is used,
+and ``refusal`` looks before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from distca.attention.backends.base import (
+    Attended,
+    Backend,
+    Gradients,
+    Packed,
+    Traits,
+    grouping_refusal,
+)
+
+_aten = torch.ops.aten
+_SHARED = (
+    "query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal",
+    "scale", "window_size_left", "window_size_right",
+)  # fmt: skip
+_ARGUMENTS = {
+    "_flash_attention_forward": (*_SHARED, "return_debug_mask"),
+    "_flash_attention_backward": (
+        *_SHARED, "grad_out", "out", "logsumexp", "rng_state", "unused"
+    ),
+}  # fmt: skip
+
+
+class Flash(Backend):
+    """FlashAttention 2 as built into torch."""
+
+    name = "flash"
+
+    def refusal(self, traits: Traits) -> str | None:
+        if traits.device != "cuda":
+            return f"it needs a CUDA device, not {traits.device}."
+        if traits.capability is None or traits.capability < (8, 0):
+            return f"it needs compute capability 8.0 or newer, not {_dotted(traits.capability)}."
+        if traits.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {str(traits.dtype).removeprefix('torch.')}."
+        if traits.head_dim % 8 or not 8 <= traits.head_dim <= 256:
+            return f"the head size must be a multiple of 8 up to 256, not {traits.head_dim}."
+        return grouping_refusal(traits) or _operator_refusal()
+
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
+        left, right = packed.window
+        out, lse, *_ = _aten._flash_attention_forward(
+            q, k, v, packed.q_offsets, packed.kv_offsets, _max_queries(packed), packed.max_keys,
+            0.0, (left, right) == (-1, 0), False,
+            scale=scale, window_size_left=left, window_size_right=right,
+        )  # fmt: skip
+        return Attended(out, lse.t().contiguous())
+
+    def _backward(
+        self,
+        grad_out: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        packed: Packed,
+        scale: float,
+        deterministic: bool,
+    ) -> Gradients:
+        left, right = packed.window
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is off
+        with _deterministic(deterministic):
+            dq, dk, dv = _aten._flash_attention_backward(
+                grad_out, q, k, v, out, lse.t().contiguous(), packed.q_offsets, packed.kv_offsets,
+                _max_queries(packed), packed.max_keys, 0.0, (left, right) == (-1, 0), seed,
+                q.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
+            )  # fmt: skip
+        return Gradients(dq, dk, dv)
+
+
+def _max_queries(packed: Packed) -> int:
+    """At least 2: at 1 the kernel takes a path for decoding that splits the keys."""
+    return max(packed.max_queries, 2)
+
+
+@contextmanager
+def _deterministic(wanted: bool) -> Iterator[None]:
+    """The operator has no argument for it: it reads the global switch of torch."""
+    if not wanted:
+        yield
+        return
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
+
+
+def _operator_refusal() -> str | None:
+    if not torch.backends.cuda.is_flash_attention_available():
+        return f"this build of torch ({torch.__version__}) has no flash kernels."
+    for name, needed in _ARGUMENTS.items():
+        operator = getattr(_aten, name, None)
+        if operator is None:
+            return f"torch {torch.__version__} has no operator aten::{name}."
+        known = {argument.name for argument in operator.default._schema.arguments}
+        if missing := sorted(set(needed) - known):
+            return f"aten::{name} of torch {torch.__version__} lacks {', '.join(missing)}."
+    return None
+
+
+def _dotted(capability: tuple[int, int] | None) -> str:
+    return "none" if capability is None else ".".join(map(str, capability))

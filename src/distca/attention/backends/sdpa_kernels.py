@@ -1,0 +1,131 @@
+"""Attention of one part, as ``sdpa`` cuts tasks, by the kernels that torch brings along.
+
+Legend: B batch, n queries, m keys, H heads, G key/value heads, D head size. Inputs are float32 or
+float64; ``out`` and ``lse`` of a backward may come from more keys than the part holds. The
+operators are those that ``scaled_dot_product_attention`` calls, which keeps the log-sum-exp to
+itself.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from distca.attention.backends.base import Attended, Gradients
+from distca.attention.backends.reference import dense_backward, dense_forward, seen
+from distca.planning.masks import CAUSAL, FULL, Mask
+
+_aten = torch.ops.aten
+_LSE_ALIGNMENT = 32  # the memory-efficient kernel pads the log-sum-exp to this many queries
+
+
+def part_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
+    """q [B, n, H, D], k and v [B, m, G, D] -> out [B, n, H, D], lse [B, n, H]."""
+    if not q.is_cuda:
+        return _cpu_forward(q, k, v, mask, scale)
+    if mask.reach in (FULL, CAUSAL):
+        return _efficient_forward(q, k, v, mask.reach == CAUSAL, scale)
+    return dense_forward(q, k, v, seen(q.shape[1], k.shape[1], mask, q.device), scale)
+
+
+def part_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float,
+    deterministic: bool,
+) -> Gradients:
+    """Gradients of q [B, n, H, D] and of k and v [B, m, G, D]."""
+    if not q.is_cuda:
+        return _cpu_backward(grad_out, q, k, v, out, lse, mask, scale)
+    if mask.reach in (FULL, CAUSAL):
+        causal = mask.reach == CAUSAL
+        return _efficient_backward(grad_out, q, k, v, out, lse, causal, scale, deterministic)
+    visible = seen(q.shape[1], k.shape[1], mask, q.device)
+    return dense_backward(grad_out, q, k, v, out, lse, visible, scale)
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        *(x.transpose(1, 2) for x in (q, k, v)),
+        0.0,
+        mask.reach == CAUSAL,
+        attn_mask=_bias(q, k, mask),
+        scale=scale,
+    )
+    return Attended(out.transpose(1, 2), lse.transpose(1, 2))
+
+
+def _cpu_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Mask,
+    scale: float,
+) -> Gradients:
+    grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        *(x.transpose(1, 2) for x in (grad_out, q, k, v, out, lse)),
+        0.0,
+        mask.reach == CAUSAL,
+        attn_mask=_bias(q, k, mask),
+        scale=scale,
+    )
+    return Gradients(*(grad.transpose(1, 2) for grad in grads))
+
+
+def _bias(q: Tensor, k: Tensor, mask: Mask) -> Tensor | None:
+    """A window as the CPU kernel takes it: 0 where a key is seen, else minus infinity."""
+    if mask.reach in (FULL, CAUSAL):
+        return None
+    return _window_bias(q.shape[1], k.shape[1], mask, q.dtype)
+
+
+@lru_cache(maxsize=2)  # all blocks of a document have one shape, but for the first and the last
+def _window_bias(queries: int, keys: int, mask: Mask, dtype: torch.dtype) -> Tensor:
+    visible = seen(queries, keys, mask, torch.device("cpu"))
+    bias = torch.zeros(queries, keys, dtype=dtype, device="cpu")
+    return bias.masked_fill_(~visible, float("-inf"))
+
+
+def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attended:
+    """The memory-efficient CUDA kernel, which knows no grouped heads."""
+    group = q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    out, lse, *_ = _aten._efficient_attention_forward(
+        q, k, v, None, None, None, q.shape[1], k.shape[1], 0.0, int(causal), True, scale=scale
+    )
+    return Attended(out, lse[..., : q.shape[1]].transpose(1, 2))
+
+
+def _efficient_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    causal: bool,
+    scale: float,
+    deterministic: bool,
+) -> Gradients:
+    kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
+    k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
+    padding = -q.shape[1] % _LSE_ALIGNMENT
+    lse = torch.nn.functional.pad(lse.transpose(1, 2), (0, padding), value=float("inf"))
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
+    dq, dk, dv, _ = _aten._efficient_attention_backward(
+        grad_out, q, k, v, None, out.contiguous(), None, None, q.shape[1], k.shape[1],
+        lse.contiguous(), 0.0, seed, seed, int(causal), False, scale=scale,
+        num_splits_key=1 if deterministic else None,  # several add up in whatever order
+    )  # fmt: skip
+    dk, dv = (torch.unflatten(x, 2, (kv_heads, group)).sum(3) for x in (dk, dv))
+    return Gradients(dq, dk, dv)

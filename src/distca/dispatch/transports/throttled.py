@@ -1,0 +1,125 @@
+"""An exchange without peers: true byte counts, held to a bandwidth, for measuring one rank alone.
+
+One rank of a large plan runs on one device as it would among all others: what it sends is read,
+what it receives is written, and both take as long as the given link would. What arrives is random
+numbers that are sound in every floating dtype, so timings are real and values are not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from distca.dispatch.transports.base import Wait
+
+_TRIAL_CYCLES = 20_000_000
+
+
+class ThrottledTransport:
+    """bytes_per_s: of this rank's port, each way; latency_s: added to every exchange."""
+
+    def __init__(
+        self, rank: int, num_ranks: int, bytes_per_s: float, latency_s: float = 0.0
+    ) -> None:
+        if not (bytes_per_s > 0 and latency_s >= 0):
+            raise ValueError(
+                f"a link of {bytes_per_s} bytes/s and {latency_s} s:"
+                " give a bandwidth above 0 and a latency of 0 or more"
+            )
+        self.rank, self.num_ranks = rank, num_ranks
+        self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
+
+    def seconds(self, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> float:
+        """Both directions at once, each at full speed."""
+        return self.latency_s + max(sum(send_bytes), sum(recv_bytes)) / self.bytes_per_s
+
+    def start(
+        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+    ) -> Wait:
+        seconds = self.seconds(send_bytes, recv_bytes)
+        if send.is_cuda:
+            return _start_on_stream(send, recv, seconds)
+        return _start_on_host(recv, seconds)
+
+    def gather(self, note: bytes) -> list[bytes]:
+        return [note]  # there is nobody to disagree with
+
+    def refusal(self, device: torch.device) -> str | None:
+        return None
+
+
+def _start_on_host(recv: Tensor, seconds: float) -> Wait:
+    due = time.perf_counter() + seconds
+
+    def wait() -> None:
+        _fill(recv)
+        time.sleep(max(due - time.perf_counter(), 0.0))
+
+    return wait
+
+
+def _start_on_stream(send: Tensor, recv: Tensor, seconds: float) -> Wait:
+    copying, waiting = _streams(send.device)
+    here = torch.cuda.current_stream(send.device)
+    copying.wait_stream(here)
+    waiting.wait_stream(here)
+    with torch.cuda.stream(waiting):  # beside the copies: the longer of the two counts
+        torch.cuda._sleep(int(seconds * _cycles_per_s(send.device)))  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(copying):
+        _drain(send)
+        _fill(recv)
+    done = copying.record_event(), waiting.record_event()  # what is started later is not waited for
+
+    def wait() -> None:
+        now = torch.cuda.current_stream(send.device)
+        for event in done:
+            now.wait_event(event)
+
+    return wait
+
+
+def _fill(recv: Tensor) -> None:
+    noise = _noise(recv.device)
+    for start in range(0, recv.numel(), noise.numel()):
+        part = recv[start : start + noise.numel()]
+        part.copy_(noise[: part.numel()])
+
+
+def _drain(send: Tensor) -> None:
+    """Reads what is sent, as a network card would."""
+    sink = torch.empty_like(_noise(send.device))
+    for start in range(0, send.numel(), sink.numel()):
+        part = send[start : start + sink.numel()]
+        sink[: part.numel()].copy_(part)
+
+
+@lru_cache(maxsize=4)
+def _noise(device: torch.device, num_bytes: int = 1 << 26) -> Tensor:
+    """Normal bfloat16: two of them read as one float32 are a sound number too."""
+    generator = torch.Generator(device).manual_seed(0)
+    count = num_bytes // 2
+    noise = torch.randn(count, device=device, dtype=torch.bfloat16, generator=generator)
+    return noise.view(torch.uint8)
+
+
+@lru_cache(maxsize=4)
+def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
+    copying, waiting = (torch.cuda.Stream(device) for _ in range(2))  # type: ignore[no-untyped-call]
+    return copying, waiting
+
+
+@lru_cache(maxsize=4)
+def _cycles_per_s(device: torch.device) -> float:
+    """What the waiting kernel counts in a second, measured once, after a warm-up."""
+    start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        for _ in range(3):
+            start.record()
+            torch.cuda._sleep(_TRIAL_CYCLES)  # type: ignore[no-untyped-call]
+            stop.record()
+            stop.synchronize()
+    return _TRIAL_CYCLES / (float(start.elapsed_time(stop)) / 1e3)

@@ -1,0 +1,11 @@
+"""Overrides for torchtitan's configs."""
+
+from distca.integrations.torchtitan.overrides import (
+    InnerAttention,
+    adopt,
+    dataloader,
+    inner_attention,
+    selective_ac,
+)
+
+__all__ = ["InnerAttention", "adopt", "dataloader", "inner_attention", "selective_ac"]

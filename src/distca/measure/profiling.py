@@ -1,0 +1,301 @@
+"""Measures a device for the planner's cost model and the simulator, one figure after the other.
+
+``measure`` takes a profile as far as it is there and yields it again after each figure, so that a
+caller can show how far it is and save it, and an interrupted run goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import date
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from distca import __version__
+from distca.attention.backends.base import Backend, Traits
+from distca.attention.backends.choice import choose
+from distca.measure.timing import Clock, Seconds, attention_s, copy_s, exchange_s, linear_s
+from distca.model.config import ModelConfig
+from distca.planning.costs.analytic import TILE
+from distca.planning.costs.base import BACKWARD_FLOPS, PS
+from distca.planning.costs.profile import Exchange, HeldOut, Profile
+from distca.planning.costs.table import TableCost
+from distca.planning.spans import Ints, as_ints
+
+TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or not
+
+
+@dataclass(frozen=True)
+class Scope:
+    """What is measured, and how thoroughly."""
+
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    call_queries: int  # a fused call has about so many query rows, to fill the device
+    call_keys: int  # and at most so many key rows, or those of one task
+    linear_tokens: int
+    copy_bytes: int
+    exchange_bytes: tuple[int, ...]
+    rounds: int
+    round_s: float
+    held_out: int = 12  # calls of one shape
+    mixed: int = 4  # calls of documents and shards together
+
+    @classmethod
+    def of(cls, device: torch.device, model: ModelConfig, quick: bool = False) -> Scope:
+        """Minutes on any device; ``quick`` takes every other size."""
+        step = 2 if quick else 1
+        if device.type == "cpu":
+            scope = cls(
+                queries=_powers(6, 12, step),
+                keys=_powers(6, 12 if quick else 13, step),
+                call_queries=4096,
+                call_keys=1 << 15,
+                linear_tokens=2048,
+                copy_bytes=1 << 27,
+                exchange_bytes=_powers(17, 23, 3),
+                rounds=5,
+                round_s=0.01,
+            )
+        else:
+            # The keys, values and gradients, the latter widened or for all heads, as kernels do.
+            key_bytes = (16 * model.kv_heads + 4 * model.heads) * model.head_dim
+            free, _ = torch.cuda.mem_get_info(device)
+            scope = cls(
+                queries=_powers(7, 17, step),
+                keys=_powers(7, 17, step),
+                call_queries=1 << 15,
+                call_keys=min(1 << 20, free // 2 // key_bytes),  # within kernels' 32-bit indices
+                linear_tokens=1 << 14,
+                copy_bytes=1 << 30,
+                exchange_bytes=_powers(20, 29, 3),
+                rounds=3,
+                round_s=0.02,
+            )
+        return replace(scope, rounds=3, held_out=6, mixed=2) if quick else scope
+
+
+@dataclass(frozen=True, eq=False)
+class Bench:
+    """A device with a model's sizes and a backend, ready to be measured."""
+
+    model: ModelConfig
+    dtype: torch.dtype
+    backend: Backend
+    scope: Scope
+    clock: Clock
+
+    @classmethod
+    def of(
+        cls,
+        model: ModelConfig,
+        device: torch.device,
+        backend: str = "auto",
+        *,
+        scope: Scope | None = None,
+    ) -> Bench:
+        """Where ranks have joined a world, all of them make it and measure together."""
+        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        scope = scope or Scope.of(device, model)
+        several = dist.is_initialized() and dist.get_world_size() > 1
+        control = dist.new_group(backend="gloo") if several else None
+        traits = Traits(
+            device=device.type,
+            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
+            dtype=dtype,
+            heads=model.heads,
+            kv_heads=model.kv_heads,
+            head_dim=model.head_dim,
+            masks=frozenset(["causal"]),
+        )
+        clock = Clock(device, scope.rounds, scope.round_s, control)
+        return cls(model, dtype, choose(backend, traits), scope, clock)
+
+    @property
+    def ranks(self) -> int:
+        return 1 if self.clock.control is None else dist.get_world_size(self.clock.control)
+
+    def blank(self, name: str) -> Profile:
+        """A profile of all that is known before anything is measured."""
+        nothing = ((None,) * len(self.scope.keys),) * len(self.scope.queries)
+        versions = {"distca": __version__, "torch": torch.__version__}
+        if self.backend.name == "fa4":
+            with suppress(PackageNotFoundError):  # it may lie on the path without being installed
+                versions["flash-attn-4"] = version("flash-attn-4")
+        return Profile(
+            name=name,
+            queries=self.scope.queries,
+            keys=self.scope.keys,
+            forward_tflops=nothing,
+            backward_tflops=nothing,
+            tile=TILE if self.backend.name in TILED else 1,
+            device=device_name(self.clock.device),
+            backend=self.backend.name,
+            dtype=str(self.dtype).removeprefix("torch."),
+            ranks=self.ranks,
+            heads=self.model.heads,
+            kv_heads=self.model.kv_heads,
+            head_dim=self.model.head_dim,
+            hidden=self.model.hidden,
+            ffn=self.model.ffn,
+            date=str(date.today()),
+            versions=versions,
+        )
+
+    def attention(self, queries: list[int], keys: list[int]) -> Seconds:
+        if self.clock.device.type == "cuda":
+            torch.cuda.empty_cache()  # shapes differ much, and what one left fits no other
+        return attention_s(self.clock, self.backend, self.model, self.dtype, queries, keys)
+
+    def tasks(self, queries: int, keys: int) -> int:
+        """How many of this shape make a call."""
+        return max(min(-(-self.scope.call_queries // queries), self.scope.call_keys // keys), 1)
+
+
+Step = tuple[str, Callable[[Profile], Profile]]  # what is measured, and the measuring
+
+
+def measure(bench: Bench, profile: Profile) -> Iterator[tuple[str, Profile]]:
+    """What was measured just now, and the profile with it; nothing if nothing is missing."""
+    for what, take in steps(bench, profile):
+        profile = take(profile)
+        yield what, profile
+
+
+def steps(bench: Bench, profile: Profile) -> list[Step]:
+    """What is still missing. The table comes before the calls that are held against it."""
+    scope = bench.scope
+    found: list[Step] = [
+        (
+            f"attention, {profile.queries[row]} queries x {profile.keys[column]} keys",
+            partial(_attention, bench, row, column),
+        )
+        for row, column in profile.missing
+    ]
+    if profile.linear_tflops is None:
+        found.append(("linear layers", partial(_linear, bench)))
+    if profile.copy_bytes_per_s is None:
+        found.append(("copy", partial(_copy, bench)))
+    if bench.ranks > 1:
+        for size in scope.exchange_bytes[len(profile.exchange) :]:
+            found.append((f"exchange, {size} bytes", partial(_exchange, bench, size)))
+    calls = held_out_calls(bench)
+    for number, call in list(enumerate(calls, start=1))[len(profile.held_out) :]:
+        found.append((f"held out, {number} of {len(calls)}", partial(_held_out, bench, call)))
+    return found
+
+
+def _attention(bench: Bench, row: int, column: int, profile: Profile) -> Profile:
+    queries, keys = profile.queries[row], profile.keys[column]
+    tasks = bench.tasks(queries, keys)
+    taken = bench.attention([queries] * tasks, [keys] * tasks)
+    pairs = tasks * int(_causal_pairs(as_ints([queries]), as_ints([keys]))[0])
+    flops = pairs * bench.model.shape.flops_per_pair
+    forward, backward = flops / taken.forward, BACKWARD_FLOPS * flops / taken.backward
+    return profile.with_rates(row, column, _short(forward / 1e12), _short(backward / 1e12))
+
+
+def _linear(bench: Bench, profile: Profile) -> Profile:
+    tokens = bench.scope.linear_tokens
+    taken = linear_s(bench.clock, bench.model, bench.dtype, tokens)
+    flops = 3 * tokens * bench.model.shape.linear_flops_per_token  # backward has twice as many
+    return replace(profile, linear_tflops=_short(flops / sum(taken) / 1e12))
+
+
+def _copy(bench: Bench, profile: Profile) -> Profile:
+    size = bench.scope.copy_bytes
+    return replace(profile, copy_bytes_per_s=_short(2 * size / copy_s(bench.clock, size)))
+
+
+def _exchange(bench: Bench, size: int, profile: Profile) -> Profile:
+    speed = _short(size / exchange_s(bench.clock, size))
+    return replace(profile, exchange=(*profile.exchange, Exchange(size, speed)))
+
+
+@dataclass(frozen=True)
+class HeldOutCall:
+    queries: tuple[int, ...]
+    keys: tuple[int, ...]
+    repeat: int = 1
+
+
+def _held_out(bench: Bench, call: HeldOutCall, profile: Profile) -> Profile:
+    taken = bench.attention(list(call.queries) * call.repeat, list(call.keys) * call.repeat)
+    model = TableCost.from_profile(profile, bench.model.shape)
+    queries, keys = as_ints(call.queries), as_ints(call.keys)
+    tasks = (queries, keys, _causal_pairs(queries, keys))
+    predicted = [
+        int(price(*tasks).sum()) * call.repeat / PS
+        for price in (model.forward_ps, model.backward_ps)
+    ]
+    figures = [_short(seconds) for seconds in (*taken, *predicted)]
+    held_out = HeldOut(call.queries, call.keys, call.repeat, *figures)
+    return replace(profile, held_out=(*profile.held_out, held_out))
+
+
+def held_out_calls(bench: Bench) -> list[HeldOutCall]:
+    """Shapes between those of the table, the same on every run: calls of one shape, a third of them
+    whole documents, and calls such as plans make, of documents and a few shards."""
+    scope = bench.scope
+    draw = np.random.default_rng(0)
+    least, most = scope.queries[0], min(scope.queries[-1], scope.keys[-1])
+
+    def between(low: int, high: int) -> int:
+        return round(float(np.exp(draw.uniform(np.log(low), np.log(high)))))
+
+    def document() -> tuple[int, int]:
+        length = between(least, most)
+        return length, length
+
+    def shard() -> tuple[int, int]:
+        """Cut at tiles, as planners do."""
+        tile = min(TILE, least)
+        keys = max(between(2 * least, scope.keys[-1]) // tile * tile, tile)
+        return max(between(least, min(keys, most)) // tile * tile, tile), keys
+
+    calls = []
+    for number in range(scope.held_out):
+        queries, keys = shard() if number % 3 else document()
+        calls.append(HeldOutCall((queries,), (keys,), bench.tasks(queries, keys)))
+    for _ in range(scope.mixed):
+        tasks = [shard(), shard()]
+        while sum(queries for queries, _ in tasks) < scope.call_queries:
+            tasks.append(document())
+        queries_of, keys_of = zip(*tasks, strict=True)
+        calls.append(HeldOutCall(queries_of, keys_of))
+    return calls
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{_cpu_name()}, threads: {torch.get_num_threads()}"
+
+
+def _cpu_name() -> str:
+    listed = Path("/proc/cpuinfo")
+    for line in listed.read_text().splitlines() if listed.exists() else ():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def _causal_pairs(queries: Ints, keys: Ints) -> Ints:
+    return queries * keys - queries * (queries - 1) // 2
+
+
+def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
+    return tuple(2**power for power in range(first, last + 1, step))
+
+
+def _short(value: float) -> float:
+    """Four digits: more are noise."""
+    return float(f"{value:.4g}")

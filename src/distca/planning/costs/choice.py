@@ -1,0 +1,29 @@
+"""Which cost model a name stands for."""
+
+from __future__ import annotations
+
+from distca.planning.costs.analytic import AnalyticCost
+from distca.planning.costs.base import CostModel, PairsCost
+from distca.planning.costs.profile import Profile
+from distca.planning.costs.table import TableCost
+from distca.planning.models import ModelShape
+
+
+def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
+    """``pairs``, ``analytic``, ``cpu``, a shipped profile's name, or a profile file's path."""
+    if not isinstance(cost, str):
+        return cost
+    if cost == "pairs":
+        return PairsCost()
+    if cost == "analytic":
+        return AnalyticCost.of(shape)
+    if cost == "cpu":
+        return AnalyticCost.cpu(shape)
+    try:
+        profile = Profile.read(cost)
+    except OSError:
+        raise ValueError(
+            f"cost {cost!r} is unknown: say pairs, analytic, cpu, h200, h200-flash,"
+            " or the path of a profile file"
+        ) from None
+    return TableCost.from_profile(profile, shape)

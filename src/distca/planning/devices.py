@@ -1,0 +1,118 @@
+"""The ranks that can compute tasks, and how much each may take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from distca.planning.costs.base import PS
+from distca.planning.spans import Floats, Ints
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Devices:
+    """All ranks: workers 0..W-1, then dedicated servers. One mechanism for every role.
+
+    A rank of speed 0 computes no attention (a worker beside a dedicated pool); a slower GPU has a
+    smaller speed; a rank with other work in this phase is busy for a while first.
+    """
+
+    num_workers: int
+    speed: Floats  # [ranks] relative to the device that the cost model describes
+    memory_bytes: Ints  # [ranks] for one layer's q, k, v and o, own and received
+    node: Ints  # [ranks]
+    busy_s: Floats  # [ranks]
+
+    def __post_init__(self) -> None:
+        if not np.any(self.speed > 0):
+            raise ValueError("no rank serves: give one of them a speed above 0")
+        for what, values in (("speed", self.speed), ("busy_s", self.busy_s)):
+            if np.any(~np.isfinite(values)) or np.any(values < 0):
+                raise ValueError(f"{what} = {values.min()}: it must be finite and not negative")
+
+    @classmethod
+    def of(
+        cls,
+        num_workers: int,
+        dedicated: int = 0,
+        *,
+        workers_serve: bool | None = None,
+        speed: Sequence[float] | Floats | None = None,
+        memory_bytes: int | None = None,
+        ranks_per_node: int | None = None,
+        busy_s: Sequence[float] | Floats | None = None,
+    ) -> Devices:
+        """In-place servers by default; with dedicated ones the workers serve only if asked to."""
+        ranks = num_workers + dedicated
+        if dedicated < 0:
+            raise ValueError(f"{dedicated} dedicated servers: give 0 or more")
+        if ranks_per_node is not None and ranks_per_node < 1:
+            raise ValueError(f"{ranks_per_node} ranks per node: give 1 or more")
+        if workers_serve is None:
+            workers_serve = dedicated == 0
+        speeds = np.ones(ranks) if speed is None else np.asarray(speed, dtype=np.float64)
+        busy = np.zeros(ranks) if busy_s is None else np.asarray(busy_s, dtype=np.float64)
+        for what, values in (("speed", speeds), ("busy_s", busy)):
+            if values.shape != (ranks,):
+                raise ValueError(f"{values.size} values of {what} for {ranks} ranks: give one each")
+        if not workers_serve:
+            speeds = speeds.copy()
+            speeds[:num_workers] = 0.0
+        return cls(
+            num_workers=num_workers,
+            speed=speeds,
+            memory_bytes=np.full(
+                ranks, UNLIMITED if memory_bytes is None else memory_bytes, dtype=np.int64
+            ),
+            node=np.arange(ranks, dtype=np.int64) // (ranks_per_node or ranks),
+            busy_s=busy,
+        )
+
+    def workers_only(self) -> Devices:
+        """The workers by themselves, as they serve; if none does, as if all did alike."""
+        speed = self.speed[: self.num_workers]
+        return Devices(
+            num_workers=self.num_workers,
+            speed=speed if np.any(speed > 0) else np.ones(self.num_workers),
+            memory_bytes=self.memory_bytes[: self.num_workers],
+            node=self.node[: self.num_workers],
+            busy_s=self.busy_s[: self.num_workers],
+        )
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.speed)
+
+    @property
+    def serving(self) -> Ints:
+        return np.flatnonzero(self.speed > 0)
+
+    @property
+    def busy_ps(self) -> Ints:
+        return np.rint(self.busy_s * PS).astype(np.int64)
+
+    def seconds_ps(self, work: Ints) -> Ints:
+        """When each rank is done, given its work in picoseconds of a speed-1 device."""
+        safe = np.where(self.speed > 0, self.speed, 1.0)
+        finish: Ints = self.busy_ps + np.ceil(work / safe).astype(np.int64)
+        return finish
+
+    def mean_ps(self, total_work: int) -> float:
+        """Mean finishing time, weighted by speed: the level at which all would finish together."""
+        busy = float(np.sum(self.speed * self.busy_ps))
+        return (busy + float(total_work)) / float(np.sum(self.speed))
+
+    def capacity(self, total_work: int, tolerance: float) -> Ints:
+        """The work each rank may hold so that none finishes later than (1 + tolerance) x mean."""
+        level = np.floor((1.0 + tolerance) * self.mean_ps(total_work))
+        work: Ints = np.maximum((level - self.busy_ps) * self.speed, 0.0).astype(np.int64)
+        return work
+
+    def imbalance(self, work: Ints) -> float:
+        """Worst over mean finishing time; 1.0 where there is nothing to do."""
+        mean = self.mean_ps(int(work.sum()))
+        return float(self.seconds_ps(work).max()) / mean if mean > 0 else 1.0

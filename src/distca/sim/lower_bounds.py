@@ -1,0 +1,73 @@
+"""What a step needs at any rate, without a plan: so that a search may leave out what cannot win."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from distca.pipeline.memory import estimate
+from distca.planning.costs.base import PS
+from distca.planning.masks import Mask, pairs
+from distca.planning.spans import as_ints
+from distca.sim.rates import Rates
+from distca.sim.scenario import Batch, Scenario, Way
+
+
+def least_bytes(scenario: Scenario, way: Way) -> int:
+    """What a GPU needs at any rate: with even tokens, and nothing received."""
+    p, model = way.parallel, scenario.model
+    tokens = scenario.tokens // (p.workers_per_stage * way.micro_batches)
+    needed = estimate(
+        model,
+        p,
+        tokens,
+        recompute=scenario.recompute,
+        layers=model.layers // p.pp,
+        in_flight=min(p.pp, way.micro_batches),
+    )
+    return needed.total - needed.exchange
+
+
+def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
+    """What a step takes at any rate: with even tokens and attention, and links that are free but
+    for the gathers of context parallelism, which nothing hides.
+
+    Linear layers wait while a pipeline fills and drains; idle stages may attend meanwhile where
+    attention is pooled.
+    """
+    p, count = way.parallel, way.micro_batches
+    rates = Rates(scenario.model, scenario.cluster, p, scenario.recompute)
+    tokens = np.array([scenario.tokens / (p.workers_per_stage * count)])
+    layer, head = (
+        sum(
+            float(part(tokens, backward=backward)[0])
+            for part in parts
+            for backward in (False, True)
+        )
+        for parts in ((rates.before, rates.after), (rates.head,))
+    )
+    per_stage = scenario.model.layers // p.pp
+    steady = count * (per_stage * layer + head)
+    # WLB's micro-batches are of different sizes, so that a small one may fill the pipeline.
+    filled = steady if way.policy == "wlb" else steady + (scenario.model.layers - per_stage) * layer
+    attention = attention_s(scenario, rates, batch) / p.num_plan_ranks
+    fastest = max([1.0, *scenario.cluster.slow.values()])
+    if p.servers:
+        serving = p.servers // p.tp if p.pp == 1 else p.num_plan_ranks
+        attending = [filled, attention * p.num_plan_ranks / serving]
+    elif way.disaggregated:
+        attending = [filled, steady + attention]
+    else:
+        gathered = tokens[0] * (p.cp - 1) * rates.share.kv_bytes
+        gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if p.cp > 1 else 0.0
+        attending = [filled + attention * per_stage * p.pp / scenario.model.layers + gathering]
+    return (max(attending) + rates.optimizer_s) / fastest
+
+
+def attention_s(scenario: Scenario, rates: Rates, batch: Batch) -> float:
+    """Of all documents and layers, both ways, at the kernels' best rate, one lane after another."""
+    lengths = as_ints(np.concatenate(batch))
+    reach = as_ints(np.full(len(lengths), Mask.parse(scenario.mask).reach))
+    seen = float(pairs(np.zeros_like(lengths), lengths, lengths, reach).sum())
+    cost = rates.cost
+    per_pair = cost.least_forward_ps_per_pair + cost.least_backward_ps_per_pair
+    return scenario.model.layers * seen * per_pair / PS
