@@ -27,10 +27,11 @@ from distca.attention.backends import Backend, Packed, Traits, backends
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.route import TensorKind
+from distca.attention.route import TensorSpec
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Call, Layout
 from distca.dispatch.transports.throttled import ThrottledTransport
+from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan
 from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs.analytic import AnalyticCost
@@ -38,6 +39,7 @@ from distca.planning.masks import Mask
 from distca.planning.models import model_shape
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
 
 MODEL = model_shape("llama3-8b")
 CONTEXT = 131072
@@ -141,9 +143,10 @@ def call_of(queries: Sequence[int], keys: Sequence[int], mask: str = "causal") -
     )
 
 
-def real_plan(lengths: str, ranks: int, **options: Any) -> Plan:
+def real_plan(lengths: str, ranks: int, placement: str = "given", **options: Any) -> Plan:
     documents = distribution(lengths, CONTEXT).batch(ranks * CONTEXT, seed=0)
-    return make_plan(Placement.in_order(documents, ranks), model=MODEL, **options)
+    policy = policy_of("distca", placement)
+    return place_and_plan(Placement.in_order(documents, ranks), policy, model=MODEL, **options)
 
 
 def spread(count: int, of: int) -> list[int]:
@@ -309,7 +312,7 @@ def replay_ranks(plan: Plan, backend: Backend, servers: Sequence[int]) -> Record
         q, k, v, grad = (
             noise(tokens, heads, number) for heads, number in ((32, 0), (8, 0), (8, 1), (32, 1))
         )
-        execution = attention.execution(TensorKind.of(q, k), plan, plan)
+        execution = attention.prepare(TensorSpec.of(q, k), plan, plan)
         attended = ForwardPass(execution, q, k, v).finish()
 
         def forward(execution=execution, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]

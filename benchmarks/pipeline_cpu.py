@@ -50,6 +50,8 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import FORWARD, Tick
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import Mask
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
@@ -89,11 +91,10 @@ def _rank(rank: int, steps: int, folder: str) -> None:
         side: Step.of(
             StepPlanner(
                 context.parallel,
-                MODEL.shape,
                 masks,
+                PlanOptions(model=MODEL.shape, cost=cost),
+                policy_of(policy),
                 micro_batches=MICRO_BATCHES,
-                policy=policy,
-                options={"cost": cost},
             ),
             batch,
         )
@@ -150,7 +151,7 @@ class Ours:
 
     def __call__(self) -> float:
         self._since = time.thread_time()
-        loss = float(self.runner.learn(self.model, self.step))
+        loss = float(self.runner.train(self.model, self.step))
         self.model.zero_grad()
         return loss
 

@@ -29,10 +29,11 @@ import numpy as np
 
 from distca.data.lengths import LengthDistribution, pretrain, prolong
 from distca.dispatch.layout import Layout
-from distca.planning.api import plan
+from distca.planning.api import place_and_plan
 from distca.planning.checks import verify
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
 
 RESULTS = Path(__file__).parent / "results"
 MODEL = "llama3-8b"
@@ -65,8 +66,10 @@ def cases(quick: bool) -> Iterator[tuple[LengthDistribution, int, int]]:
                     yield draw(context), servers, seed
 
 
-def checked(tokens: Placement, **options: Any) -> Plan:
-    result = plan(tokens, model=MODEL, **options)
+def checked(
+    tokens: Placement, policy: str = "distca", placement: str = "given", **options: Any
+) -> Plan:
+    result = place_and_plan(tokens, policy_of(policy, placement), model=MODEL, **options)
     verify(result)
     return result
 
@@ -140,15 +143,16 @@ def growth(quick: bool) -> list[dict[str, Any]]:
         given = ended(Placement.in_order(lengths, servers))
         row: dict[str, Any] = {"data": draw(context).name, "context": context, "servers": servers}
         row["documents"] = given.num_documents
-        for name, options in (
-            ("given_pairs_s", {"cost": "pairs"}),
-            ("given_analytic_s", {"cost": "analytic"}),
-            ("balanced_pairs_s", {"cost": "pairs", "placement": "balanced"}),
+        for name, cost, placement in (
+            ("given_pairs_s", "pairs", "given"),
+            ("given_analytic_s", "analytic", "given"),
+            ("balanced_pairs_s", "pairs", "balanced"),
         ):
+            policy = policy_of("distca", placement)
             times, layouts = [], []
             for _ in range(3):
                 began = time.perf_counter()
-                made = plan(given, model=MODEL, **options)
+                made = place_and_plan(given, policy, model=MODEL, cost=cost)
                 middle = time.perf_counter()
                 Layout.of(made, 0)
                 times.append(middle - began)

@@ -48,6 +48,8 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.masks import Mask
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext, join_mesh
@@ -61,9 +63,9 @@ LENGTHS = {
     "even": [1024] * 8,
 }
 SIDES = {
-    "colocated": {"policy": "colocated", "placement": "given"},
-    "given": {"policy": "distca", "placement": "given"},
-    "balanced": {"policy": "distca", "placement": "balanced"},
+    "colocated": policy_of("colocated"),
+    "given": policy_of("distca"),
+    "balanced": policy_of("distca", "balanced"),
 }
 RESULTS = Path(__file__).parent / "results"
 
@@ -100,9 +102,9 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     cost = measured_cost(context)
     sides = {
         side: Step.of(
-            StepPlanner(parallel, MODEL.shape, masks, options={"cost": cost}, **way), batch
+            StepPlanner(parallel, masks, PlanOptions(model=MODEL.shape, cost=cost), policy), batch
         )
-        for side, way in SIDES.items()
+        for side, policy in SIDES.items()
     }
     times: dict[str, list[list[float]]] = {
         side: [] for side in sides
@@ -171,7 +173,7 @@ def stepped(
     """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
     dist.barrier(group=context.everyone)
     start = time.perf_counter()
-    loss = runner.learn(model, step)
+    loss = runner.train(model, step)
     model.zero_grad()
     dist.barrier(group=context.everyone)
     wall = time.perf_counter() - start

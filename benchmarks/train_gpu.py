@@ -40,6 +40,8 @@ from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB, estimate
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
@@ -77,9 +79,12 @@ def batch_of(lengths: list[int]) -> Batch:
     return Batch(tuple(Document.from_tokens(rng.integers(0, 128000, n)) for n in lengths))
 
 
-def planner(config: ModelConfig, parallel: MeshShape, **options: Any) -> StepPlanner:
+def planner(
+    config: ModelConfig, parallel: MeshShape, placement: str = "given", ping_pong: bool = False
+) -> StepPlanner:
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
-    return StepPlanner(parallel, config.shape, masks, **options)
+    options, policy = PlanOptions(model=config.shape), policy_of("distca", placement)
+    return StepPlanner(parallel, masks, options, policy, ping_pong=ping_pong)
 
 
 def built(config: ModelConfig, context: RankContext, *, compile: bool = False) -> Llama:
@@ -122,7 +127,7 @@ def compare(
     losses: dict[str, Tensor] = {}
 
     def distca() -> None:
-        losses["distca"] = runner.learn(model, step)
+        losses["distca"] = runner.train(model, step)
         change(optimizer)
 
     def bare() -> None:

@@ -15,7 +15,9 @@ from typing import Any
 from hypothesis import strategies as st
 
 import distca
+from distca.planning.api import place_and_plan
 from distca.planning.models import ModelShape
+from distca.planning.policies import policy_of
 
 Entry = int | dict[str, int]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -37,8 +39,11 @@ class Batch:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, **changes: Any) -> distca.Plan:
+        """By ``distca.plan``, or by the ``policy`` and ``placement`` that are among the options."""
+        options = {"model": SHAPE, **self.options, **changes}
+        policy = policy_of(options.pop("policy", "distca"), options.pop("placement", "given"))
         with cpu_limit(2.0):
-            return distca.plan(self.ranks, **{"model": SHAPE, **self.options, **changes})
+            return place_and_plan(self.ranks, policy, **options)
 
     @property
     def tolerance(self) -> float:

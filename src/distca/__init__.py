@@ -15,15 +15,18 @@ __all__ = [
     "Layout",
     "Placement",
     "Plan",
+    "PlanOptions",
     "Trainer",
     "__version__",
+    "place",
     "plan",
 ]
 
 if TYPE_CHECKING:
     from distca.attention.core import CoreAttention
     from distca.dispatch.layout import Layout
-    from distca.planning.api import plan
+    from distca.planning.api import place, plan
+    from distca.planning.options import PlanOptions
     from distca.planning.placement import Placement
     from distca.planning.plan import Plan
     from distca.train.config import Config
@@ -35,7 +38,9 @@ else:  # hidden from type checkers, which would otherwise accept any name at all
         "Layout": "distca.dispatch.layout",
         "Placement": "distca.planning.placement",
         "Plan": "distca.planning.plan",
+        "PlanOptions": "distca.planning.options",
         "Trainer": "distca.train.trainer",
+        "place": "distca.planning.api",
         "plan": "distca.planning.api",
     }
 

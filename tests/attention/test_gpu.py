@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distca.attention.backends import Traits, backends
 from distca.attention.core import CoreAttention
-from distca.attention.route import TensorKind
+from distca.attention.route import TensorSpec
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalHub, LocalTransport
 from distca.dispatch.transports.throttled import ThrottledTransport
@@ -201,7 +201,7 @@ def test_one_rank_of_nccl_is_the_bare_kernel(backend: str) -> None:
     attention = CoreAttention(backend=backend, scale=SCALE, deterministic=True)
     found = [t.cpu() for t in attend(attention, plan, tokens, device="cuda")]
     q, k, v, grad_out = (t.cuda() for t in tokens.of_rank(0))
-    execution = attention.execution(TensorKind.of(q, k), plan, plan)
+    execution = attention.prepare(TensorSpec.of(q, k), plan, plan)
     call = execution.forward.at_home
     assert call is not None
     bare = execution.backend.forward(q, k, v, call.packed, SCALE)

@@ -18,7 +18,7 @@ import distca
 from distca.attention.backends.base import Attended, Gradients
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
-from distca.attention.passes import Execution
+from distca.attention.passes import PreparedPlan
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalHub, LocalTransport
 from distca.planning.plan import Plan
@@ -69,8 +69,8 @@ class RecordedAttention(CoreAttention):
         super().__init__(transport=Recording(transport, half, events), scale=SCALE)
         self.recording = RecordingBackend(half, events)
 
-    def execution(self, *args: Any) -> Execution:
-        return replace(super().execution(*args), backend=self.recording)
+    def prepare(self, *args: Any) -> PreparedPlan:
+        return replace(super().prepare(*args), backend=self.recording)
 
 
 class Seam(torch.autograd.Function):

@@ -12,7 +12,7 @@ import pytest
 from distca.cli import main
 from distca.cli.records import record_of, summary_of, traffic_matrix
 from distca.cli.sources import parse_bytes, parse_tokens, read_placement
-from distca.planning.api import plan
+from distca.planning.api import place_and_plan, plan
 from distca.planning.costs.choice import cost_model
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES
@@ -168,14 +168,15 @@ def test_compare_has_every_policy(run: Any) -> None:
 
 def test_compare_says_why_a_policy_does_not_apply(run: Any) -> None:
     out, _ = run("plan", "ok.json", "--compare", "--servers", "1")
-    assert "policy greedy knows in-place servers of equal speed only" in out
+    assert "policy greedy supports only in-place servers of equal speed" in out
     rows = json.loads(run("plan", "ok.json", "--compare", "--servers", "1", "--json")[0])
     assert {row["policy"] for row in rows["policies"] if "error" in row} >= {"greedy", "colocated"}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_traffic_matrix_adds_up(policy: str) -> None:
-    made = plan(read_placement("pretrain", ranks=6, context="8K"), model="llama3-8b", policy=policy)
+    given = read_placement("pretrain", ranks=6, context="8K")
+    made = place_and_plan(given, POLICIES[policy], model="llama3-8b")
     matrix = traffic_matrix(made)
     np.testing.assert_array_equal(matrix.sum(1), made.traffic.send)
     np.testing.assert_array_equal(matrix.sum(0), made.traffic.recv)

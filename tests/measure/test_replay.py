@@ -17,6 +17,7 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.costs.base import PS
 from distca.planning.costs.choice import cost_model
 from distca.planning.masks import CAUSAL, Mask
+from distca.planning.options import PlanOptions
 from distca.planning.spans import as_ints
 from distca.planning.traffic import backward_flows, forward_flows, needs_peers
 from distca.sim.cluster import Link
@@ -127,7 +128,7 @@ def test_what_cannot_be_replayed_is_refused() -> None:
     step = case_of().plan()
     with pytest.raises(ValueError, match="rank 4 of a plan for 4 workers"):
         replays(case_of(), step, 4)
-    planner = StepPlanner(MeshShape(pp=2, cp=2), CONFIG.shape, MASKS)
+    planner = StepPlanner(MeshShape(pp=2, cp=2), MASKS, PlanOptions(model=CONFIG.shape))
     with pytest.raises(ValueError, match="a plan of 2 stages and 1 micro-batches"):
         replays(case_of(), planner.plan(as_ints([300, 200])), 0)
 

@@ -79,7 +79,7 @@ def test_aligned(stages: int, micro_batches: int) -> None:
     phases = "".join(tick.phase for tick in schedule.ticks)
     assert phases == (stages - 1) * "F" + pairs + (stages - 1) * "B"
     assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
-    assert schedule.learns
+    assert schedule.has_backward
     held = (min(micro_batches, 2 * (stages - 1 - s) + 1) for s in range(stages))
     assert schedule.in_flight == tuple(held)
     assert schedule.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
@@ -91,7 +91,7 @@ def test_forward_only(stages: int, micro_batches: int) -> None:
     schedule = Schedule.forward_only(stages, micro_batches)
     assert len(schedule.ticks) == micro_batches + stages - 1
     assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
-    assert not schedule.learns
+    assert not schedule.has_backward
     assert schedule.in_flight == (0,) * stages
     schedule.check_in_flight([0] * stages)
 

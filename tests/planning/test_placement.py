@@ -32,8 +32,10 @@ from strategies import (
 )
 
 import distca
+from distca.planning.api import place_and_plan
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
 from distca.planning.spans import as_ints
 
 
@@ -196,7 +198,7 @@ def test_balanced_placement_of_a_training_batch(seed: int, workers: int) -> None
     """Even tokens, even attention, tile-aligned cuts, and no query moves."""
     lengths = many_short(seed, workers, 16384)
     held = Placement.in_order(as_ints(lengths), workers)
-    plan = distca.plan(held, model="llama3-8b", placement="balanced", cost="pairs")
+    plan = place_and_plan(held, policy_of("distca", "balanced"), model="llama3-8b", cost="pairs")
     given_plan = distca.plan(held, model="llama3-8b", cost="pairs")
     assert plan.meets_bound
     assert plan.imbalance <= 1.02

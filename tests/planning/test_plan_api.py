@@ -1,5 +1,6 @@
 """``distca.plan``: wrong use is one clear sentence, right use reads as documented."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 from strategies import OWN_BYTES, SHAPE, Batch, Entry, shard
 
 import distca
+from distca.planning.api import place_and_plan
 from distca.planning.costs.base import PairsCost
-from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
+from distca.planning.policies import POLICIES, policy_of
+from distca.planning.spans import as_ints
 
 RANKS: list[list[Entry]] = [[100], [8, 8]]
 
@@ -25,7 +28,7 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"placement": "random"}, "placement 'random' is unknown: choose given or balanced"),
         ({"placement": "balanced", "policy": "wlb"}, "policy wlb places tokens itself"),
         ({"model": "gpt-9"}, "model 'gpt-9' is unknown"),
-        ({"model": None}, "no model: give model, or heads, kv_heads and head_dim"),
+        ({"model": None}, "no model is given: give model, or heads, kv_heads and head_dim"),
         ({"model": "llama3-8b", "heads": 8}, "model llama3-8b and heads are both given"),
         ({"model": SHAPE, "heads": 8, "head_dim": 4}, "both given"),
         ({"model": None, "heads": 8}, "no model"),
@@ -48,8 +51,8 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"memory_bytes": 100 * OWN_BYTES - 1}, "rank 0 holds 100 tokens, 8000 bytes"),
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": -1}, "memory"),
-        ({"servers": Devices.of(3)}, "the servers know 3 workers but 2 hold tokens"),
-        ({"servers": Devices.of(2), "speed": [1.0, 2.0]}, "speed"),
+        ({"tolerence": 0.1}, "plan option 'tolerence' is unknown: did you mean tolerance"),
+        ({"something": 1}, "plan option 'something' is unknown: there are model, heads"),
     ],
 )
 def test_wrong_use_is_refused(options: dict[str, Any], message: str) -> None:
@@ -122,3 +125,42 @@ def test_seconds_are_work_over_speed_after_other_work() -> None:
     forward, backward = Batch(RANKS, options).plan().seconds
     assert forward.tolist() == pytest.approx([5050e-12, 1e-6 + 144e-12])
     assert backward.tolist() == pytest.approx([5050 * 2.5e-12, 1e-6 + 360e-12])
+
+
+def test_lengths_are_placed_then_planned() -> None:
+    lengths = [200, 40, 30, 20, 10] * 2
+    options = distca.PlanOptions(model=SHAPE, cost="pairs", tile=4, min_shard=4)
+    placement = distca.place(lengths, 4, options)
+    assert np.ptp(placement.tokens) <= 4
+    assert placement.lengths.tolist() == lengths
+    plan = distca.plan(placement, options, tolerance=0.1)
+    assert plan.placement is placement
+    assert plan.meets_bound
+    again = distca.place(Placement.in_order(as_ints(lengths), 4), options=options)
+    assert again.worker.tolist() == placement.worker.tolist()
+
+
+def test_what_a_policy_does_is_place_and_plan() -> None:
+    given = Placement.from_ranks([[64, 3], [9, 9], [30], []])
+    options = distca.PlanOptions(model=SHAPE, cost="pairs", cp=2)
+    for policy in POLICIES.values():
+        placement = distca.place(given, options=options, placer=policy.placer)
+        plan = distca.plan(placement, options, scheduler=policy.scheduler, given=given)
+        assert plan.fingerprint == place_and_plan(given, policy, options).fingerprint
+        assert plan.imbalance_before == distca.plan(given, options, scheduler="home").imbalance
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: distca.place([5, 5], model=SHAPE), "give the number of workers"),
+        (lambda: distca.place([5], 2, model=SHAPE, placer="best"), "placer 'best' is unknown"),
+        (lambda: distca.plan([[5]], model=SHAPE, scheduler="x"), "scheduler 'x' is unknown"),
+        (lambda: policy_of("best"), "policy 'best' is unknown: choose one of distca, colocated"),
+        (lambda: policy_of("distca", "x"), "placement 'x' is unknown: choose given or balanced"),
+        (lambda: policy_of("wlb", "balanced"), "policy wlb places tokens itself"),
+    ],
+)
+def test_unknown_names_are_refused(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

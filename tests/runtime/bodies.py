@@ -18,6 +18,8 @@ from distca.model.llama import Arriving, Llama, on_meta, plainly
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import CAUSAL
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
@@ -47,15 +49,13 @@ class Case:
     def planner(self) -> StepPlanner:
         return StepPlanner(
             parallel=self.parallel,
-            shape=self.config.shape,
             masks=tuple(self.config.mask_of(layer) for layer in range(self.config.layers)),
             micro_batches=self.micro_batches,
             ping_pong=self.ping_pong,
-            placement=self.placement,
-            policy=self.policy,
-            layers=self.stage_layers,
+            policy=policy_of(self.policy, self.placement),
+            stage_sizes=self.stage_layers,
             first_trained_part=2 * self.frozen + 1 if self.frozen else 0,
-            options={"tile": 8, "min_shard": 8, "cost": "pairs"},
+            options=PlanOptions(model=self.config.shape, tile=8, min_shard=8, cost="pairs"),
         )
 
 
@@ -84,7 +84,7 @@ def one_step(
         parallelize(model, context, Precision())
         initialize(model, seed=0)
         freeze(model, case.frozen)
-    total = runner.learn(model, Step.of(planner, batch))
+    total = runner.train(model, Step.of(planner, batch))
     dist.all_reduce(total, group=context.everyone)
     if model is None:
         return None

@@ -16,7 +16,7 @@ from torch import Tensor
 from distca.attention.backends.base import Attended, Gradients
 from distca.attention.backends.sdpa import Sdpa
 from distca.attention.core import CoreAttention
-from distca.attention.passes import Execution
+from distca.attention.passes import PreparedPlan
 from distca.data.documents import Batch
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.distributed import DistributedTransport
@@ -63,8 +63,8 @@ class RecordingAttention(CoreAttention):
         super().__init__(transport=RecordingTransport(group, control, half, events))
         self.recording = RecordingBackend(half, events)
 
-    def execution(self, *args: Any) -> Execution:
-        return replace(super().execution(*args), backend=self.recording)
+    def prepare(self, *args: Any) -> PreparedPlan:
+        return replace(super().prepare(*args), backend=self.recording)
 
 
 def recorded_step(
@@ -87,10 +87,10 @@ def recorded_step(
     for seam in model.in_order:
         _record_parts(seam, events)
     step = Step.of(case.planner(), batch)
-    runner.learn(model, step)  # warm-up
+    runner.train(model, step)  # warm-up
     events.clear()
     with Collectives() as collectives:
-        runner.learn(model, step)
+        runner.train(model, step)
     tick = events.index(("tick", 0))
     return events[:tick], events[tick + 1 : -1], collectives.counts
 
@@ -103,9 +103,9 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
     parallelize(model, context, Precision())
     initialize(model, seed=0)
     runner, step = StepRunner.of(context, backend="sdpa"), Step.of(plans, batch)
-    runner.learn(model, step)
+    runner.train(model, step)
     with Collectives() as collectives:
-        runner.learn(model, step)
+        runner.train(model, step)
     return len(model.seams), collectives.counts
 
 

@@ -16,6 +16,8 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import FORWARD
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.models import ModelShape
+from distca.planning.options import PlanOptions
+from distca.planning.policies import POLICIES
 from distca.runtime.launch import RankFailedError, launch
 
 FOUR = replace(TINY, layers=4)
@@ -24,9 +26,10 @@ LONG = (4000, 4000, *[500] * 16)
 
 def planner(**more: object) -> StepPlanner:
     shape = ModelShape("wide", heads=8, kv_heads=4, head_dim=64, hidden=512, ffn=1024)
-    options = {"parallel": MeshShape(pp=2), "micro_batches": 2, "options": {"cost": "cpu"}}
+    options = {"parallel": MeshShape(pp=2), "micro_batches": 2}
+    options["options"] = PlanOptions(model=shape, cost="cpu")
     masks = tuple(FOUR.mask_of(layer) for layer in range(4))
-    return StepPlanner(shape=shape, masks=masks, **(options | more))  # type: ignore[arg-type]
+    return StepPlanner(masks=masks, **(options | more))  # type: ignore[arg-type]
 
 
 def test_a_tick_is_planned_over_all_stages_each_way() -> None:
@@ -63,7 +66,7 @@ def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
 
 
 def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
-    step = planner(layers=(1, 3), first_trained_part=4).plan(batch_of(LONG).lengths)
+    step = planner(stage_sizes=(1, 3), first_trained_part=4).plan(batch_of(LONG).lengths)
     ticks = {(tick.phase, tick.micro_batches): slots
              for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)}  # fmt: skip
     both = ticks["F", (1, 0)]
@@ -80,8 +83,8 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
 
 
 def test_policies_that_place_tokens_are_refused() -> None:
-    with pytest.raises(ValueError, match="places tokens itself, which stages of a pipeline cannot"):
-        planner(policy="wlb")
+    with pytest.raises(ValueError, match="gathers keys within groups of workers"):
+        planner(policy=POLICIES["wlb"])
     with pytest.raises(ValueError, match="4 layers on 5 stages"):
         planner(parallel=MeshShape(pp=5))
 

@@ -87,7 +87,7 @@ def test_scenarios_without_tokens_are_refused(changes: dict[str, int], message: 
 @pytest.mark.parametrize(
     ("policy", "parallel", "message"),
     [
-        ("zigzag", MeshShape(), "policy 'zigzag' is unknown: choose one of distca, greedy, coloc"),
+        ("zigzag", MeshShape(), "policy 'zigzag' is unknown: choose one of distca, coloc"),
         ("wlb", MeshShape(servers=1), "policy wlb knows no dedicated servers: leave them out"),
         ("colocated", MeshShape(cp=2), "policy colocated with cp = 2: every sequence stays on one"),
     ],

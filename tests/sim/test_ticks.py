@@ -19,6 +19,8 @@ from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.costs.base import PS
 from distca.planning.masks import Mask
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
 from distca.planning.spans import as_ints
 from distca.sim.cluster import Link
 from distca.sim.rates import Rates
@@ -36,10 +38,14 @@ def rates_of(profile: str, parallel: MeshShape, layers: int = 1, **changes: Any)
 def planned(rates: Rates, lengths: list[int], **choices: Any) -> StepPlan:
     planner = StepPlanner(
         parallel=rates.parallel,
-        shape=rates.shape,
         masks=(Mask(),) * rates.shape.layers,
-        ranks_per_node=rates.cluster.lanes_per_node(rates.parallel.tp),
-        options={"cost": rates.cost, **CUTS},
+        options=PlanOptions(
+            model=rates.shape,
+            ranks_per_node=rates.cluster.lanes_per_node(rates.parallel.tp),
+            cost=rates.cost,
+            **CUTS,
+        ),
+        policy=policy_of(choices.pop("policy", "distca"), choices.pop("placement", "given")),
         **choices,
     )
     return planner.plan(as_ints(lengths))

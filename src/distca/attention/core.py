@@ -15,7 +15,7 @@ from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
-from distca.attention.route import Route, TensorKind
+from distca.attention.route import Route, TensorSpec
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport
@@ -28,7 +28,7 @@ class _Ready(NamedTuple):
     """An execution that all ranks agreed to."""
 
     handle: int
-    execution: passes.Execution
+    execution: passes.PreparedPlan
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
@@ -67,7 +67,7 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
-        self._served: WeakKeyDictionary[Plan, dict[bool, passes.Execution]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, passes.PreparedPlan]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -109,7 +109,7 @@ class CoreAttention:
             execution, complaint = None, ""
             try:
                 _check(q, k, v, plan, self.transport)
-                execution = self.execution(TensorKind.of(q, k), plan, plan)
+                execution = self.prepare(TensorSpec.of(q, k), plan, plan)
             except ValueError as error:
                 complaint = str(error)
             heads, kv_heads, size = (q.shape[1], k.shape[1], q.shape[2]) if execution else (0, 0, 0)
@@ -130,7 +130,7 @@ class CoreAttention:
             known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
         return known[key]
 
-    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> passes.Execution:
+    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> passes.PreparedPlan:
         """A server takes the terms of those that bring tensors."""
         rank, execution = self.transport.rank, None
         if tokens := _tokens(plan, rank):
@@ -139,7 +139,7 @@ class CoreAttention:
         terms = agree(self.transport, mine).terms
         if terms["heads"] is None:
             raise DisagreementError("every rank serves and none brings tensors: there is no work")
-        kind = TensorKind(
+        kind = TensorSpec(
             heads=terms["heads"],
             kv_heads=terms["kv_heads"],
             head_dim=terms["head_size"],
@@ -147,7 +147,7 @@ class CoreAttention:
             device=torch.empty(0, device=terms["device"]).device,  # with its number
         )
         try:
-            execution = self.execution(kind, plan, plan)
+            execution = self.prepare(kind, plan, plan)
         except ValueError as error:
             complaint = str(error)
         agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
@@ -160,9 +160,9 @@ class CoreAttention:
             agree(self.transport, Terms(terms.plan))
         return agreed
 
-    def execution(
-        self, kind: TensorKind, forward: Plan | None, backward: Plan | None
-    ) -> passes.Execution:
+    def prepare(
+        self, kind: TensorSpec, forward: Plan | None, backward: Plan | None
+    ) -> passes.PreparedPlan:
         """This rank's part of a plan for each direction, which may be the same.
 
         Nothing is agreed here: the caller knows that all ranks run the same.
@@ -171,7 +171,7 @@ class CoreAttention:
         reaches = {int(r) for plan in (forward, backward) if plan for r in plan.reach}
         masks = [Mask(reach) for reach in sorted(reaches)]
         traits = Traits.of(q, k, masks, deterministic=self.deterministic)
-        execution = passes.Execution(
+        execution = passes.PreparedPlan(
             forward=Route.of(forward, rank, kind, backward=False) if forward else None,
             backward=Route.of(backward, rank, kind, backward=True) if backward else None,
             kind=kind,

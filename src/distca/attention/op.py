@@ -18,11 +18,11 @@ from distca.attention import passes
 from distca.attention.backends.base import Attended, wide
 
 # Weak: an execution lives as long as its plan, or as a graph that still has to run its backward.
-_EXECUTIONS: WeakValueDictionary[int, passes.Execution] = WeakValueDictionary()
+_EXECUTIONS: WeakValueDictionary[int, passes.PreparedPlan] = WeakValueDictionary()
 _handles = itertools.count()
 
 
-def register(execution: passes.Execution) -> int:
+def register(execution: passes.PreparedPlan) -> int:
     """A handle that leads to the execution while somebody holds it."""
     handle = next(_handles)
     _EXECUTIONS[handle] = execution

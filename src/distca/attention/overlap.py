@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from distca.attention.backends.base import Attended
-from distca.attention.passes import BackwardPass, Execution, ForwardPass
+from distca.attention.passes import BackwardPass, ForwardPass, PreparedPlan
 
 
 class AsyncAttention:
     """One layer's attention under way."""
 
-    def __init__(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, execution: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.execution = execution
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None

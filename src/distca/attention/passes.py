@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from distca.attention.backends.base import Attended, Backend, Gradients, wide
-from distca.attention.route import Route, RoutedCall, TensorKind
+from distca.attention.route import Route, RoutedCall, TensorSpec
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import RoundTrip
 from distca.dispatch.meter import Meter
@@ -25,12 +25,12 @@ from distca.dispatch.transports.base import Transport
 
 
 @dataclass(frozen=True, eq=False)
-class Execution:
+class PreparedPlan:
     """One plan on one rank, ready to run layer after layer; None where it never goes that way."""
 
     forward: Route | None
     backward: Route | None
-    kind: TensorKind
+    kind: TensorSpec
     transport: Transport
     buffers: Buffers
     backend: Backend
@@ -42,13 +42,13 @@ class Execution:
         return RoundTrip(route.itinerary, self.transport, self.buffers, self.meter)
 
 
-def forward(execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> Attended:
+def forward(execution: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> Attended:
     """[T, H, D] and [T, G, D] in; out [T, H, D] and lse [T, H], all on this rank."""
     return ForwardPass(execution, q, k, v).finish()
 
 
 def backward(
-    execution: Execution, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended
+    execution: PreparedPlan, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, attended: Attended
 ) -> Gradients:
     """Gradients of this rank's rows. dk and dv are added in float32, in a fixed order."""
     return BackwardPass(execution, grad_out, q, k, v, attended).finish()
@@ -58,7 +58,7 @@ class ForwardPass:
     """Queries and keys go to the servers that need them; outputs and log-sum-exp come home."""
 
     @torch.no_grad()
-    def __init__(self, execution: Execution, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, execution: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert execution.forward is not None, "this execution only goes backward"
         self._execution, self._route = execution, execution.forward
         self._qkv = (q, k, v)
@@ -119,7 +119,7 @@ class BackwardPass:
     @torch.no_grad()
     def __init__(
         self,
-        execution: Execution,
+        execution: PreparedPlan,
         grad_out: Tensor,
         q: Tensor,
         k: Tensor,
@@ -191,7 +191,7 @@ class BackwardPass:
             )
 
 
-def serve_forward(halves: Sequence[Execution]) -> None:
+def serve_forward(halves: Sequence[PreparedPlan]) -> None:
     """One layer on a rank without tokens, in the order of ranks with some: all halves are sent,
     then computed in turn."""
     flying = [ForwardPass(execution, *execution.kind.no_rows()) for execution in halves]
@@ -201,7 +201,7 @@ def serve_forward(halves: Sequence[Execution]) -> None:
         half.finish()
 
 
-def serve_backward(halves: Sequence[Execution]) -> None:
+def serve_backward(halves: Sequence[PreparedPlan]) -> None:
     """The same in reverse: the last half comes first."""
     returning = []
     for execution in reversed(halves):

@@ -23,7 +23,7 @@ from distca.planning.spans import Ints, cumulative
 
 
 @dataclass(frozen=True)
-class TensorKind:
+class TensorSpec:
     """What q [T, H, D], k and v [T, G, D] are like on every rank."""
 
     heads: int
@@ -33,7 +33,7 @@ class TensorKind:
     device: torch.device
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> TensorKind:
+    def of(cls, q: Tensor, k: Tensor) -> TensorSpec:
         return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
 
     def no_rows(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -64,7 +64,7 @@ class Route:
     at_home: RoutedCall | None  # the one call that takes and gives every row as it lies
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, kind: TensorKind, *, backward: bool) -> Route:
+    def of(cls, plan: Plan, rank: int, kind: TensorSpec, *, backward: bool) -> Route:
         layout = Layout.of(plan, rank, backward=backward)
         own = layout.num_tokens
         local = tuple(_routed(call, [own], [own], kind.device) for call in layout.local)
@@ -109,7 +109,7 @@ def _leaving(exchange: Exchange, num_tokens: int) -> tuple[Rows, ...]:
     )
 
 
-def _lanes(layout: Layout, kind: TensorKind) -> dict[str, Lane]:
+def _lanes(layout: Layout, kind: TensorSpec) -> dict[str, Lane]:
     q, kv = layout.q, layout.kv
     heads, kv_heads, size = kind.heads, kind.kv_heads, kind.head_dim
     return {

@@ -13,8 +13,10 @@ from distca.planning.costs.profile import DEFAULT_COST
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from distca.planning.options import PlanOptions
     from distca.planning.placement import Placement
     from distca.planning.plan import Plan
+    from distca.planning.policies import Policy
 
 _BATCH, _PLAN, _RANKS, _SHOW = "The batch", "The plan", "The ranks", "What to show"
 DEFAULT_MODEL = "llama3-8b"
@@ -174,6 +176,8 @@ def plan(
     distca plan prolong --ranks 64 --compare
     """
     from distca.cli.sources import parse_bytes, read_placement
+    from distca.planning.options import PlanOptions
+    from distca.planning.policies import policy_of
 
     if compare and (policy != "distca" or placement != "given" or out or plot):
         raise ValueError(
@@ -184,7 +188,7 @@ def plan(
     given = read_placement(
         lengths, ranks=ranks, context=context, seed=seed, end_of_document=end_of_document
     )
-    options = {
+    options: dict[str, Any] = {
         "model": model,
         "heads": heads,
         "kv_heads": kv_heads,
@@ -201,25 +205,26 @@ def plan(
         "min_shard": min_shard,
     }
     if compare:
-        _compare(given, options, as_json)
+        _compare(given, PlanOptions(**options), as_json)
     else:
-        _plan_one(given, options | {"policy": policy, "placement": placement}, as_json, out, plot)
+        _plan_one(given, policy_of(policy, placement), PlanOptions(**options), as_json, out, plot)
 
 
 def _plan_one(
     given: "Placement",
-    options: dict[str, Any],
+    policy: "Policy",
+    options: "PlanOptions",
     as_json: bool,
     out: Path | None,
     plot: Path | None,
 ) -> None:
     from distca.cli.records import record_of, summary_of, traffic_matrix
-    from distca.planning.api import plan as make_plan
+    from distca.planning.api import place_and_plan
     from distca.planning.costs.choice import cost_model
 
-    made = make_plan(given, **options)
+    made = place_and_plan(given, policy, options)
     summary = summary_of(made)
-    record = record_of(made, given, cost_model(options["cost"], made.shape), summary)
+    record = record_of(made, given, cost_model(options.cost, made.shape), summary)
     if out is not None:
         out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
     if plot is not None:
@@ -251,24 +256,23 @@ def _show(made: "Plan", record: dict[str, Any], written: list[Path]) -> None:
         console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
 
 
-def _compare(given: "Placement", options: dict[str, Any], as_json: bool) -> None:
+def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     from distca.cli.records import comparison_row, summary_of
-    from distca.planning.api import plan as make_plan
-    from distca.planning.policies import POLICIES
+    from distca.planning.api import place_and_plan
+    from distca.planning.policies import POLICIES, policy_of
     from distca.report.tables import COMPARE_CAPTION, compare_table, heading
 
     ours, *others = POLICIES
-    choices = [(ours, "given"), (ours, "balanced"), *((policy, "given") for policy in others)]
+    policies = [policy_of(ours), policy_of(ours, "balanced"), *map(policy_of, others)]
     summaries: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
-    for policy, placement in choices:
-        name = policy if placement == "given" else f"{policy}, {placement} placement"
+    for policy in policies:
         try:
-            made = make_plan(given, policy=policy, placement=placement, **options)
+            made = place_and_plan(given, policy, options)
         except ValueError as error:
             if not rows:
                 raise  # ours takes every batch, so it is the input that is wrong
-            summaries.append({"policy": name, "error": str(error)})
+            summaries.append({"policy": policy.name, "error": str(error)})
             rows.append(summaries[-1])
         else:
             summaries.append(summary_of(made))
@@ -279,7 +283,7 @@ def _compare(given: "Placement", options: dict[str, Any], as_json: bool) -> None
     console, first = _console(), summaries[0]
     console.print(heading(first), style="bold")
     console.print(
-        f"model {options['model'] or 'custom'}, cost {first['cost']},"
+        f"model {options.shape.name}, cost {first['cost']},"
         f" imbalance {first['imbalance_before']:.2f}x as given\n"
     )
     console.print(compare_table(rows, console.width))

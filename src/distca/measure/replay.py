@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.core import CoreAttention
-from distca.attention.passes import Execution
-from distca.attention.route import TensorKind
+from distca.attention.passes import PreparedPlan
+from distca.attention.route import TensorSpec
 from distca.data.documents import Batch
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.throttled import ThrottledTransport
@@ -96,7 +96,7 @@ class Replay:
             # The host gets ahead, as it is in the midst of training: devices do not wait for it.
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         with self._meter.span("step", self._device):
-            self._runner.learn(self.model, self._step)
+            self._runner.train(self.model, self._step)
         self.model.zero_grad()
         taken = [attention.meter.take() for attention in self._runner.attentions]
         return Measured(
@@ -153,7 +153,7 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """The one that attends: as named, if it can, or the one that ``auto`` comes to."""
-    kind = TensorKind(config.heads, config.kv_heads, config.head_dim, dtype, device)
+    kind = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device)
     q, k, _ = kind.no_rows()
     masks = {config.mask_of(layer) for layer in range(config.layers)}
     return choose(name, Traits.of(q, k, masks)).name
@@ -199,10 +199,12 @@ class _Prepared(CoreAttention):
 
     def __init__(self, transport: ThrottledTransport, backend: str) -> None:
         super().__init__(transport=transport, backend=backend)
-        self._made: dict[tuple[TensorKind, Plan | None, Plan | None], Execution] = {}
+        self._made: dict[tuple[TensorSpec, Plan | None, Plan | None], PreparedPlan] = {}
 
-    def execution(self, kind: TensorKind, forward: Plan | None, backward: Plan | None) -> Execution:
+    def prepare(
+        self, kind: TensorSpec, forward: Plan | None, backward: Plan | None
+    ) -> PreparedPlan:
         key = (kind, forward, backward)
         if key not in self._made:
-            self._made[key] = super().execution(kind, forward, backward)
+            self._made[key] = super().prepare(kind, forward, backward)
         return self._made[key]

@@ -31,7 +31,7 @@ def checks_of(context: "RankContext", out: Path) -> dict[str, Callable[[], Row]]
     uneven = [[700, 3] if rank % 3 == 0 else [33, 120, 7][: 1 + rank % 3] for rank in range(ranks)]
     attention: dict[str, Row] = {
         "in place, uneven": {"ranks": uneven},
-        "in place, placed anew": {"ranks": uneven, "placement": "balanced"},
+        "in place, balanced placement": {"ranks": uneven, "placement": "balanced"},
         "in place, window of 100": {"ranks": uneven, "mask": "window:100"},
         "ranks without tokens": {"ranks": [[900, 40]] + [[]] * (ranks - 1)},
         "a dedicated server": {"ranks": uneven[:-1], "servers": 1},
@@ -57,13 +57,21 @@ def _attention(context: "RankContext", options: Row, in_steps: bool = False) -> 
     import torch
 
     from distca.attention.core import CoreAttention
-    from distca.planning.api import plan as make_plan
+    from distca.planning.api import place_and_plan
+    from distca.planning.policies import policy_of
 
     given = dict(options)
     if not given["ranks"]:
         return {"passed": None, "words": "needs two ranks"}
-    plan = make_plan(
-        given.pop("ranks"), heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM, **GRAIN, **given
+    policy = policy_of("distca", given.pop("placement", "given"))
+    plan = place_and_plan(
+        given.pop("ranks"),
+        policy,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=HEAD_DIM,
+        **GRAIN,
+        **given,
     )
     attention = CoreAttention(context.attention, control=context.control)
     if context.rank >= plan.placement.num_workers:
@@ -169,6 +177,8 @@ def _step(context: "RankContext", ping_pong: bool, micro_batches: int = 1) -> Ro
     from distca.model.initialize import initialize
     from distca.model.llama import Arriving, on_meta, plainly
     from distca.pipeline.step_planner import StepPlanner
+    from distca.planning.options import PlanOptions
+    from distca.planning.policies import policy_of
     from distca.runtime.batches import Step
     from distca.runtime.step import StepRunner
 
@@ -179,17 +189,16 @@ def _step(context: "RankContext", ping_pong: bool, micro_batches: int = 1) -> Ro
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
     planner = StepPlanner(
         context.parallel,
-        config.shape,
         masks,
+        PlanOptions(model=config.shape, **GRAIN),
+        policy_of("distca", "balanced"),
         micro_batches=micro_batches,
         ping_pong=ping_pong,
-        placement="balanced",
-        options=GRAIN,
     )
     step = Step.of(planner, batch)
     assert context.stage is not None
     model = _sharded(context, config, *planner.stages[context.stage])
-    total = StepRunner.of(context, halves=1 + ping_pong).learn(model, step).cpu()
+    total = StepRunner.of(context, halves=1 + ping_pong).train(model, step).cpu()
     dist.all_reduce(total, group=context.everyone)
 
     def attend(layer: int, q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":

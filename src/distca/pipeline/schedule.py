@@ -105,7 +105,7 @@ class Schedule:
         return sum(t.phase == FORWARD and t.micro_batches[0] is not None for t in self.ticks)
 
     @cached_property
-    def learns(self) -> bool:
+    def has_backward(self) -> bool:
         """Whether there are backward ticks."""
         return any(tick.phase == BACKWARD for tick in self.ticks)
 
@@ -165,7 +165,7 @@ class Schedule:
     def _held(self) -> Iterator[tuple[int, int, int]]:
         """(tick, stage, micro-batches in flight there) after each cell; none without backward."""
         held = [0] * self.num_stages
-        for number, tick in enumerate(self.ticks if self.learns else ()):
+        for number, tick in enumerate(self.ticks if self.has_backward else ()):
             for stage, micro_batch in enumerate(tick.micro_batches):
                 if micro_batch is not None:
                     held[stage] += 1 if tick.phase == FORWARD else -1
@@ -183,7 +183,7 @@ class Schedule:
                 done[tick.phase][stage] += micro_batch is not None
         if not self.num_micro_batches:
             raise ValueError("the schedule has no micro-batch: it needs one or more")
-        for phase in (FORWARD, BACKWARD) if self.learns else (FORWARD,):
+        for phase in (FORWARD, BACKWARD) if self.has_backward else (FORWARD,):
             for stage, count in enumerate(done[phase]):
                 if count < self.num_micro_batches:
                     raise ValueError(

@@ -22,6 +22,7 @@ class Half:
 
     members: Ints  # positions in the batch; fillers, which no batch has, are numbered after them
     placement: Placement  # on the workers of one pipeline stage, the same in each
+    given: Placement  # the same documents before a placer moved them
 
 
 Slot = tuple[Plan, ...]  # one attention of all stages at once, for each half

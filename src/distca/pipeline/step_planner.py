@@ -1,18 +1,20 @@
-"""A global batch -> micro-batches -> halves, placed once and planned tick by tick.
+"""A global batch -> micro-batches -> halves, each placed once and planned tick by tick.
 
-Everything here follows from the batch alone, so every rank makes the same plans by itself.
+Everything here follows from the lengths of the documents, so every rank makes the same plans by
+itself.
 
-In a tick the attention of all stages is one pool over all ranks of one tp index. It has as many
-slots as the stage with most layers to go: in slot n a stage attends with its n-th layer, counted
-from its first one forward and from its last one backward, and whoever has none left joins empty.
+The attention of all pipeline stages in one tick is one pool over all ranks of one tp index. A tick
+has as many attention slots as the stage with the most layers to run: in slot n each stage attends
+with its n-th layer, counted from its first layer in forward and from its last one in backward. A
+stage that has no layer left brings no documents to the slot and only serves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
-from typing import Any
 
 import numpy as np
 
@@ -22,215 +24,198 @@ from distca.pipeline.pool import masks_of, pooled
 from distca.pipeline.schedule import FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
 from distca.pipeline.step_plan import Half, Slot, StepPlan
-from distca.planning.api import plan as make_plan
-from distca.planning.costs.base import OneDirectionCost
+from distca.planning.api import place, plan
+from distca.planning.costs.base import CostModel, OneDirectionCost
 from distca.planning.costs.choice import cost_model
-from distca.planning.costs.profile import DEFAULT_COST
-from distca.planning.devices import Devices
 from distca.planning.masks import Mask
-from distca.planning.models import ModelShape
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.policies import KEEP_PLACEMENT, POLICIES
+from distca.planning.policies import POLICIES, Policy
 from distca.planning.spans import Floats, Ints, as_ints
 
-Masks = tuple[Mask | None, ...]  # by stage; None where it brings no documents
+StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without documents
 
 
 @dataclass(frozen=True)
 class StepPlanner:
-    """How batches are split, placed and planned."""
+    """Splits, places and plans the global batches of a training run.
+
+    parallel: the mesh; its servers take the place of ``options.servers``.
+    masks: the mask of each layer.
+    options: ``model`` is the whole model; ``speed``, ``ranks_per_node`` and ``memory_bytes`` are
+        those of plan ranks, that is, of the ranks with one tensor-parallel index.
+    stage_sizes: the number of layers of each pipeline stage; an even split by default.
+    first_trained_part: the first part of the model with a trained parameter (``pipeline.stages``).
+    """
 
     parallel: MeshShape
-    shape: ModelShape  # the whole model's heads
-    masks: tuple[Mask, ...]  # by layer
+    masks: tuple[Mask, ...]
+    options: PlanOptions
+    policy: Policy = POLICIES["distca"]
     micro_batches: int = 1
     ping_pong: bool = False
-    placement: str = "given"
-    policy: str = "distca"
-    layers: tuple[int, ...] = ()  # of each stage; an even split by default
-    first_trained_part: int = 0  # of the model that learns (see ``pipeline.stages``)
-    speed: tuple[float, ...] = ()  # of each rank of a plan; all alike by default
-    ranks_per_node: int | None = None  # of a plan
-    options: Mapping[str, Any] = field(default_factory=dict)  # others of ``distca.plan``
+    stage_sizes: tuple[int, ...] = ()
+    first_trained_part: int = 0
 
     def __post_init__(self) -> None:
-        stage_layers(len(self.masks), self.parallel.pp, self.layers)
-        lanes = self.parallel.num_plan_ranks
-        if self.speed and len(self.speed) != lanes:
+        assert self.stages  # raises for stage sizes that do not fit
+        speed, ranks = self.options.speed, self.parallel.num_plan_ranks
+        if speed is not None and len(speed) != ranks:
             raise ValueError(
-                f"{len(self.speed)} speeds for {lanes} ranks of a plan: give one for each, or none"
+                f"{len(speed)} speeds for {ranks} ranks of a plan: give one for each, or none"
             )
-        if self.policy not in POLICIES:
+        if self.parallel.pp > 1 and self.policy.scheduler == "all-gather":
+            allowed = [name for name, policy in POLICIES.items() if not policy.places_tokens]
             raise ValueError(
-                f"policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}"
-            )
-        if self.parallel.pp > 1 and self.policy not in KEEP_PLACEMENT:
-            raise ValueError(
-                f"policy {self.policy} places tokens itself, which stages of a pipeline cannot each"
-                f" do: with pp = {self.parallel.pp} take one of {', '.join(KEEP_PLACEMENT)}"
+                f"policy {self.policy.name} gathers keys within groups of workers, which the"
+                f" stages of a pipeline cannot share: with pp = {self.parallel.pp} choose one of"
+                f" {', '.join(allowed)}"
             )
 
-    @property
+    @cached_property
     def stages(self) -> tuple[Layers, ...]:
-        return stage_layers(len(self.masks), self.parallel.pp, self.layers)
+        """The layers [start, stop) of each stage."""
+        return stage_layers(len(self.masks), self.parallel.pp, self.stage_sizes)
 
-    def plan(self, lengths: Ints, *, learn: bool = True) -> StepPlan:
-        """Of a batch's documents. ``learn``: forward and backward; else forward alone."""
-        lengths, made, each = as_ints(lengths), _Made(self), 1 + self.ping_pong
-        sets = split(lengths, self.micro_batches * each)
-        if self.ping_pong:  # halves with about equal attention meet
-            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
-        halves = [made.half(members, lengths[members]) for members in sets]
-        micro_batches = tuple(
-            tuple(halves[first : first + each]) for first in range(0, len(halves), each)
-        )
-        schedule = Schedule.aligned if learn else Schedule.forward_only
-        ticks = schedule(self.parallel.pp, self.micro_batches)
-        slots = tuple(tuple(made.slots(tick, micro_batches)) for tick in ticks.ticks)
+    def plan(self, lengths: Ints, *, train: bool = True) -> StepPlan:
+        """Plans one batch of documents, forward and backward or (``train=False``) forward only."""
+        micro_batches = self._micro_batches(as_ints(lengths))
+        make_schedule = Schedule.aligned if train else Schedule.forward_only
+        schedule = make_schedule(self.parallel.pp, self.micro_batches)
+        pools = _Pools(self, micro_batches)
         return StepPlan(
-            schedule=ticks,
+            schedule=schedule,
             micro_batches=micro_batches,
-            slots=slots,
+            slots=tuple(tuple(pools.slots(tick)) for tick in schedule.ticks),
             stages=self.stages,
             first_trained_part=self.first_trained_part,
         )
 
     def layer(self, stage: int, slot: int, phase: Phase) -> int | None:
-        """The one whose attention a stage brings to a slot, if it has one left."""
+        """Returns the layer whose attention a stage brings to a slot; None if it has none left."""
         start, stop = self.stages[stage]
         if phase == FORWARD:
             return start + slot if start + slot < stop else None
-        going = backward_layers((start, stop), self.first_trained_part)
-        return stop - 1 - slot if slot < going else None
+        backward = backward_layers((start, stop), self.first_trained_part)
+        return stop - 1 - slot if slot < backward else None
+
+    @cached_property
+    def plan_options(self) -> PlanOptions:
+        """Options of a single plan: the heads of one tp rank, with the cost model read once."""
+        shape = self.options.shape.share(self.parallel.tp)
+        cost = cost_model(self.options.cost, shape)
+        servers = self.parallel.servers // self.parallel.tp
+        options = replace(self.options, heads=None, kv_heads=None, head_dim=None, model=shape)
+        return replace(options, cost=cost, servers=servers)
+
+    def _micro_batches(self, lengths: Ints) -> tuple[tuple[Half, ...], ...]:
+        halves = 1 + self.ping_pong
+        sets = split(lengths, self.micro_batches * halves)
+        if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
+            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
+        placed = [self._place(members, lengths[members]) for members in sets]
+        return tuple(
+            tuple(placed[first : first + halves]) for first in range(0, len(placed), halves)
+        )
+
+    def _place(self, members: Ints, lengths: Ints) -> Half:
+        """Places documents on the workers of one stage, each with a multiple of tp tokens."""
+        p = self.parallel
+        given = by_group(lengths, p.dp, p.cp, multiple=p.tp)
+        if not self.policy.places_tokens:
+            return Half(members, given, given)
+        widest = max(self.masks, key=lambda mask: mask.reach)
+        speed = self._speed
+        if p.pp > 1:  # every stage has the same placement: a worker counts with its mean speed
+            workers = p.pp * p.workers_per_stage
+            by_stage = speed[:workers].reshape(p.pp, p.workers_per_stage)
+            speed = np.concatenate([by_stage.mean(axis=0), speed[workers:]])
+        options = replace(self.plan_options, mask=widest, speed=speed)
+        placement = place(given, None, options, placer=self.policy.placer)
+        padded = filled(placement, p.tp)
+        return Half(members, padded, given if padded is placement else padded)
+
+    @property
+    def _speed(self) -> Floats:
+        speed = self.options.speed
+        return np.ones(self.parallel.num_plan_ranks) if speed is None else np.asarray(speed)
 
 
-class _Made:
+class _Pools:
     """The plans of one step; equal pools are planned once."""
 
-    def __init__(self, planner: StepPlanner) -> None:
-        self._planner = planner
-        self._shape = planner.shape.share(planner.parallel.tp)
-        self._options = dict(planner.options)
-        self._cost = cost_model(self._options.pop("cost", DEFAULT_COST), self._shape)
-        self._speed = np.asarray(planner.speed or np.ones(planner.parallel.num_plan_ranks))
-        self._known: dict[Any, Plan] = {}
-        self._widest = max(planner.masks, key=lambda mask: mask.reach)
-        self._placing: dict[Placement, Plan] = {}  # those that came with a placement
+    def __init__(self, planner: StepPlanner, micro_batches: Sequence[Sequence[Half]]) -> None:
+        self._planner, self._micro_batches = planner, micro_batches
+        self._plans: dict[tuple[Phase | None, tuple[int | None, ...], int, StageMasks], Plan] = {}
 
-    def half(self, members: Ints, lengths: Ints) -> Half:
-        """Placed on the workers of one stage, each with a multiple of tp tokens."""
-        r = self._planner
-        placement = by_group(lengths, r.parallel.dp, r.parallel.cp, multiple=r.parallel.tp)
-        if r.placement == "balanced" or r.policy not in KEEP_PLACEMENT:
-            # Where fillers or other stages join them, tasks are planned later: not here too.
-            later = r.parallel.tp > 1 or r.parallel.pp > 1
-            policy = r.policy
-            if later and policy in KEEP_PLACEMENT and not r.parallel.servers:
-                policy = "colocated"
-            options = {"placement": r.placement, "policy": policy, "servers": self._one_stage()}
-            plan = self._plan(placement, self._widest, **options)
-            if not later:
-                self._placing[plan.placement] = plan
-            placement = filled(plan.placement, r.parallel.tp)
-        return Half(members, placement)
-
-    def slots(self, tick: Tick, micro_batches: Sequence[Sequence[Half]]) -> Iterator[Slot]:
-        r = self._planner
+    def slots(self, tick: Tick) -> Iterator[Slot]:
+        """Yields the plans of each attention slot of a tick, one plan for each half."""
+        planner = self._planner
         for slot in count():
-            masks: Masks = tuple(
-                None if m is None or layer is None else r.masks[layer]
-                for m, layer in (
-                    (m, r.layer(stage, slot, tick.phase))
-                    for stage, m in enumerate(tick.micro_batches)
-                )
-            )
+            layers = [
+                None if micro_batch is None else planner.layer(stage, slot, tick.phase)
+                for stage, micro_batch in enumerate(tick.micro_batches)
+            ]
+            masks = tuple(None if layer is None else planner.masks[layer] for layer in layers)
             if not any(masks):
                 return
-            yield tuple(
-                self._pool(tick, half, masks, micro_batches) for half in range(1 + r.ping_pong)
-            )
+            yield tuple(self._plan(tick, half, masks) for half in range(1 + planner.ping_pong))
 
-    def _pool(
-        self, tick: Tick, half: int, masks: Masks, micro_batches: Sequence[Sequence[Half]]
-    ) -> Plan:
-        # Without a pipeline forward and backward have the same pool, and one plan serves both.
-        alone = self._planner.parallel.pp == 1
-        key = (None if alone else tick.phase, tick.micro_batches, half, masks)
-        if key not in self._known:
-            stages = [
-                None if m is None or mask is None else micro_batches[m][half].placement
+    def _plan(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
+        # Without a pipeline the pool is the same in both directions, and one plan serves both.
+        phase = tick.phase if self._planner.parallel.pp > 1 else None
+        key = (phase, tick.micro_batches, half, masks)
+        if key not in self._plans:
+            halves = [
+                None if m is None or mask is None else self._micro_batches[m][half]
                 for m, mask in zip(tick.micro_batches, masks, strict=True)
             ]
-            self._known[key] = self._planned(tick, stages, masks, alone)
-        return self._known[key]
+            self._plans[key] = self._plan_pool(tick, halves, masks)
+        return self._plans[key]
 
-    def _planned(
-        self, tick: Tick, stages: Sequence[Placement | None], masks: Masks, alone: bool
-    ) -> Plan:
-        if alone and stages[0] in self._placing and masks == (self._widest,):
-            return self._placing[stages[0]]
-        tokens = pooled(stages, self._planner.parallel.workers_per_stage)
-        plan = self._plan(
-            tokens,
-            masks_of(stages, masks),
-            servers=self._servers(tick, stages),
-            cost=self._cost if alone else OneDirectionCost(self._cost, tick.phase != FORWARD),
-        )
-        if plan.placement is not tokens:
-            raise ValueError(
-                f"policy {plan.policy} places tokens itself, for one mask: with tp or layers of"
-                f" several masks take one of {', '.join(KEEP_PLACEMENT)}"
-            )
-        return plan
-
-    def _plan(self, tokens: Placement, mask: Mask | Sequence[Mask], **more: Any) -> Plan:
-        options: dict[str, Any] = {"policy": self._planner.policy, "cost": self._cost}
-        options |= self._options | more
-        return make_plan(tokens, model=self._shape, mask=mask, **options)
-
-    def _servers(self, tick: Tick, stages: Sequence[Placement | None]) -> Devices:
-        """Stages without a micro-batch are free to serve, also beside a dedicated pool."""
-        parallel = self._planner.parallel
-        dedicated = parallel.servers // parallel.tp
-        idle = np.repeat([m is None for m in tick.micro_batches], parallel.workers_per_stage)
-        serves = idle | (dedicated == 0)
-        return Devices.of(
-            len(idle),
-            dedicated,
+    def _plan_pool(self, tick: Tick, halves: Sequence[Half | None], masks: StageMasks) -> Plan:
+        planner, options = self._planner, self._planner.plan_options
+        workers, cost = planner.parallel.workers_per_stage, options.cost
+        assert not isinstance(cost, str)
+        placed = [None if half is None else half.placement for half in halves]
+        given = None
+        if planner.policy.places_tokens:
+            given = pooled([None if half is None else half.given for half in halves], workers)
+        # Idle stages serve, also beside dedicated servers.
+        idle = np.repeat([micro_batch is None for micro_batch in tick.micro_batches], workers)
+        serves = np.append(idle | (options.servers == 0), np.ones(options.servers, bool))
+        busy_s = np.append(self._linear_s(tick, placed, cost), np.zeros(options.servers))
+        one_direction = OneDirectionCost(cost, tick.phase != FORWARD)
+        return plan(
+            pooled(placed, workers),
+            options,
+            scheduler=planner.policy.scheduler,
+            given=given,
+            mask=masks_of(placed, masks),
+            cost=cost if planner.parallel.pp == 1 else one_direction,
             workers_serve=True,
-            speed=self._speed * np.concatenate([serves, np.ones(dedicated)]),
-            busy_s=np.concatenate([self._busy_s(tick, stages), np.zeros(dedicated)]),
-            ranks_per_node=self._planner.ranks_per_node,
+            speed=planner._speed * serves,
+            busy_s=busy_s,
         )
 
-    def _one_stage(self) -> Devices:
-        """As placements see it, which are the same for every stage; each place as on average."""
-        parallel = self._planner.parallel
-        workers = parallel.pp * parallel.workers_per_stage
-        stages = self._speed[:workers].reshape(parallel.pp, parallel.workers_per_stage)
-        return Devices.of(
-            parallel.workers_per_stage,
-            parallel.servers // parallel.tp,
-            speed=np.concatenate([stages.mean(axis=0), self._speed[workers:]]),
-            ranks_per_node=self._planner.ranks_per_node,
-        )
+    def _linear_s(self, tick: Tick, placed: Sequence[Placement | None], cost: CostModel) -> Floats:
+        """Returns the seconds for which each worker is busy with linear layers during a slot.
 
-    def _busy_s(self, tick: Tick, stages: Sequence[Placement | None]) -> Floats:
-        """What linear layers leave of each worker's time in a slot.
-
-        Only where halves take turns: a half's attention then has all the time in which the other
-        half's linear layers run. With one half nobody's attention begins before they are done.
+        They count only with ping-pong: while one half's linear layers run, the other half's
+        attention can run on the workers that have none. With one half, no attention starts before
+        the linear layers are done.
         """
-        r = self._planner
-        none = np.zeros(r.parallel.workers_per_stage, np.int64)
-        tokens: Ints = np.concatenate([none if p is None else p.tokens for p in stages])
-        if not r.ping_pong or r.parallel.pp == 1:
+        planner, parallel = self._planner, self._planner.parallel
+        none = np.zeros(parallel.workers_per_stage, np.int64)
+        tokens: Ints = np.concatenate([none if p is None else p.tokens for p in placed])
+        if not planner.ping_pong or parallel.pp == 1:
             return np.zeros(len(tokens))
-        flops = r.shape.linear_flops_per_token / r.parallel.tp * (1 if tick.phase == FORWARD else 2)
-        return np.asarray(tokens * (flops / (self._cost.linear_tflops * 1e12)), np.float64)
+        flops = planner.options.shape.linear_flops_per_token / parallel.tp
+        flops *= 1 if tick.phase == FORWARD else 2
+        return np.asarray(tokens * (flops / (cost.linear_tflops * 1e12)), np.float64)
 
 
 def evaluating(planner: StepPlanner) -> StepPlanner:
-    """The same mesh with one micro-batch of one half."""
+    """Returns a planner for the same mesh with one micro-batch of one half."""
     return replace(planner, micro_batches=1, ping_pong=False)

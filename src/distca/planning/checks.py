@@ -8,7 +8,7 @@ from distca.planning import masks
 from distca.planning.costs.base import PS
 from distca.planning.devices import UNLIMITED
 from distca.planning.plan import Plan
-from distca.planning.problem import Problem
+from distca.planning.problem import Assignment, DoesNotFitError, Problem
 from distca.planning.spans import Ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
@@ -65,8 +65,51 @@ def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
         raise ValueError(f"{name}: a task is on a rank that does not serve")
 
 
-def shortfall(problem: Problem, work: tuple[Ints, Ints], policy: str) -> str:
-    """One sentence on why the worst rank is above the bound; empty where it is not."""
+def check_representable(problem: Problem) -> None:
+    """Refuses documents whose attention, in picoseconds, would overflow 64-bit integers."""
+    lengths = problem.placement.lengths.astype(np.float64)
+    sample = np.asarray([1 << 16], dtype=np.int64)  # representable at any rate
+    ps_per_pair = float(problem.cost.backward_ps(sample, sample, sample * sample)[0]) / 2.0**32
+    total_ps = float(np.sum(lengths * lengths)) * ps_per_pair
+    if total_ps > 2.0**62:
+        raise ValueError(
+            f"documents of up to {lengths.max():.3g} tokens make {total_ps / PS:.3g} s of"
+            f" attention, more than the {2.0**62 / PS:.3g} s that can be counted: split them"
+        )
+
+
+def check_own_memory(problem: Problem) -> None:
+    """Refuses a placement with more tokens on a rank than its memory holds."""
+    weight = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
+    own, limit = problem.placement.tokens * weight, problem.devices.memory_bytes
+    worst = int(np.argmax(own - limit[: len(own)]))
+    if own[worst] > limit[worst]:
+        raise ValueError(
+            f"rank {worst} holds {problem.placement.tokens[worst]} tokens, {own[worst]} bytes of"
+            f" q, k, v and o in one layer, but has {limit[worst]} bytes of memory for them:"
+            " give it fewer tokens or more memory"
+        )
+
+
+def check_memory(problem: Problem, assignment: Assignment) -> None:
+    """Refuses tasks that need more memory than a rank has, fetched keys included."""
+    limit = problem.devices.memory_bytes
+    for tasks in (assignment.forward, assignment.backward):
+        used = memory_bytes(tasks, problem.placement, problem.shape, len(limit))
+        worst = int(np.argmax(used - limit))
+        if used[worst] > limit[worst]:
+            raise DoesNotFitError(
+                f"rank {worst} needs {used[worst]} bytes of memory for one layer's q, k, v and o"
+                f" with the keys that it fetches, but has {limit[worst]}:"
+                " give it fewer tokens or more memory"
+            )
+
+
+def shortfall(problem: Problem, work: tuple[Ints, Ints], *, bounded: bool) -> str:
+    """Returns a sentence on why the slowest rank is above the bound; empty where it is not.
+
+    bounded: whether the scheduler tries to meet the bound at all.
+    """
     servers, tolerance = problem.devices, problem.tolerance
     imbalance, way = max(
         (servers.imbalance(work[0]), "forward"), (servers.imbalance(work[1]), "backward")
@@ -77,8 +120,8 @@ def shortfall(problem: Problem, work: tuple[Ints, Ints], policy: str) -> str:
     worst = int(np.argmax(servers.seconds_ps(loads)))
     bound = (1.0 + tolerance) * servers.mean_ps(int(loads.sum()))
     said = f"{way}, rank {worst} finishes at {imbalance:.3f} x mean"
-    if policy != "distca":
-        return f"{said}: policy {policy} bounds nothing"
+    if not bounded:
+        return f"{said}: this policy does not bound it"
     if servers.busy_ps[worst] > bound:
         return (
             f"{said}: it is busy with other work for {servers.busy_s[worst]:.3g} s,"

@@ -76,7 +76,7 @@ class Problem:
     tolerance: float
     grain: Grain
     cp: int  # workers that share a packed sequence, for the context-parallel policies
-    orders: int = 8  # in which ranks choose: so many are tried where there are few ranks
+    search_orders: int = 8  # orders that the scheduler tries where there are few ranks
 
     def documents(self, price: Price) -> Documents:
         return Documents(self.placement.lengths, self.reach, price)
@@ -84,9 +84,18 @@ class Problem:
 
 @dataclass(frozen=True)
 class Assignment:
-    """Tasks for both directions. ``gather`` > 0: keys are all-gathered over that many workers."""
+    """Tasks of both directions on servers: what a scheduler returns.
 
-    placement: Placement
+    gather: if above 0, keys are all-gathered over groups of this many workers.
+    """
+
     forward: Tasks
     backward: Tasks
     gather: int = 0
+
+    def work_ps(self, problem: Problem) -> tuple[Ints, Ints]:
+        """[ranks] forward and backward work, in picoseconds of a device of speed 1."""
+        placement, reach, ranks = problem.placement, problem.reach, problem.devices.num_ranks
+        forward, _ = self.forward.work_ps(placement, reach, problem.cost, ranks)
+        _, backward = self.backward.work_ps(placement, reach, problem.cost, ranks)
+        return forward, backward

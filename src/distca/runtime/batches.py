@@ -32,9 +32,9 @@ class Step:
     plan: StepPlan
 
     @classmethod
-    def of(cls, planner: StepPlanner, batch: Batch, *, learn: bool = True) -> Step:
-        """``learn``: forward and backward; else forward alone, for evaluation."""
-        return cls(batch, planner.plan(batch.lengths, learn=learn))
+    def of(cls, planner: StepPlanner, batch: Batch, *, train: bool = True) -> Step:
+        """``train``: forward and backward; else forward alone, for evaluation."""
+        return cls(batch, planner.plan(batch.lengths, train=train))
 
     def rows(self, half: Half, worker: int) -> Rows:
         """What one worker of a stage holds, packed; fillers are zeros that nobody learns from."""

@@ -10,6 +10,7 @@ placement of tokens tells them apart.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +74,13 @@ class RankContext:
     @property
     def tp_mesh(self) -> DeviceMesh | None:
         return self.mesh["tp"] if self.mesh is not None and self.parallel.tp > 1 else None
+
+
+def ranks_per_node(tp: int = 1) -> int | None:
+    """Returns how many ranks of one tp index share a node, as the launcher tells; None if it does
+    not."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")
+    return None if local is None else max(int(local) // tp, 1)
 
 
 def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:

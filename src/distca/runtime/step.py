@@ -35,8 +35,8 @@ from torch.utils.checkpoint import checkpoint
 from distca.attention.agreement import Terms, agree
 from distca.attention.core import CoreAttention
 from distca.attention.overlap import AsyncAttention
-from distca.attention.passes import Execution, serve_backward, serve_forward
-from distca.attention.route import TensorKind
+from distca.attention.passes import PreparedPlan, serve_backward, serve_forward
+from distca.attention.route import TensorSpec
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
 from distca.model.loss import Loss
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
@@ -82,7 +82,7 @@ class StepRunner:
         )
         return cls(context, tuple(attentions), recompute, dtype)
 
-    def learn(self, model: Llama | None, step: Step) -> Tensor:
+    def train(self, model: Llama | None, step: Step) -> Tensor:
         """Gradients of all micro-batches; this rank's part of the mean loss over all targets.
 
         ``model``: this rank's stage, or None where it only serves.
@@ -129,7 +129,7 @@ class _Run:
         self._stage = runner.context.stage
         self._held: dict[int, _Held] = {}
         self._neighbours = StageP2P(runner.context, runner.dtype)
-        self._ways: dict[tuple[Phase, int, Plan], Execution] = {}
+        self._ways: dict[tuple[Phase, int, Plan], PreparedPlan] = {}
         self._agree()
 
     def __call__(self) -> None:
@@ -150,13 +150,13 @@ class _Run:
         targets = max(self.step.batch.num_targets, 1)  # a batch of prompts alone has none
         return torch.stack([loss.total for loss in losses]).sum() / targets
 
-    def layer(self, micro_batch: int, layer: int, half: int) -> Execution:
+    def layer(self, micro_batch: int, layer: int, half: int) -> PreparedPlan:
         """Of this stage, there and back; one with nothing to learn from below does not go back."""
         assert self.model is not None
         assert self._stage is not None
         plan = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
         there, number = self._way(FORWARD, half, plan), self.model.stop - 1 - layer
-        if not self.plan.schedule.learns or number >= self.plan.backward_slots[self._stage]:
+        if not self.plan.schedule.has_backward or number >= self.plan.backward_slots[self._stage]:
             return there
         plan = self._slots(BACKWARD, micro_batch)[number][half]
         return replace(there, backward=self._way(BACKWARD, half, plan).backward)
@@ -187,14 +187,14 @@ class _Run:
         )
         agree(self.runner.attentions[0].transport, terms)
 
-    def _way(self, phase: Phase, half: int, plan: Plan) -> Execution:
+    def _way(self, phase: Phase, half: int, plan: Plan) -> PreparedPlan:
         """This rank's part of a plan in one direction."""
         key = (phase, half, plan)
         if key not in self._ways:
             shape, dtype, context = plan.shape, self.runner.dtype, self.runner.context
-            kind = TensorKind(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
+            kind = TensorSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
             both = (plan, None) if phase == FORWARD else (None, plan)
-            self._ways[key] = self.runner.attentions[half].execution(kind, *both)
+            self._ways[key] = self.runner.attentions[half].prepare(kind, *both)
         return self._ways[key]
 
     def _serve(self, phase: Phase, slot: Slot) -> None:
@@ -210,7 +210,7 @@ class _Run:
             self.losses[micro_batch] = [half.loss for half in leaving if half.loss is not None]
         else:
             self._neighbours.send_on([half.x for half in leaving])
-        if self.plan.schedule.learns:
+        if self.plan.schedule.has_backward:
             self._held[micro_batch] = _Held(arriving, leaving)
         return self.model.stop - self.model.start
 
@@ -226,7 +226,7 @@ class _Run:
         if self._stage:
             sizes = [len(half.x) // context.parallel.tp for half in arriving]
             found = self._neighbours.take_on(sizes, self.model.config.hidden)
-            learns = self.plan.schedule.learns and self.plan.gradient_enters(self._stage)
+            learns = self.plan.schedule.has_backward and self.plan.gradient_enters(self._stage)
             arriving = [
                 half._replace(x=x.requires_grad_(learns))
                 for half, x in zip(arriving, found, strict=True)

@@ -22,14 +22,15 @@ from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.masks import Mask
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
+from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
+from distca.planning.policies import PLACEMENTS, policy_of
 from distca.planning.spans import Floats, Ints
 from distca.sim.cluster import Cluster, Link
 from distca.sim.rates import Attention, Rates
 from distca.sim.streams import Streams
 from distca.sim.ticks import Ticks, held
 
-PLACEMENTS = ("given", "balanced")
 RANDOM = "random"  # why a rank was chosen, if for nothing else
 
 
@@ -70,11 +71,10 @@ class Case:
         drawn = distribution(self.lengths, self.context)
         planner = StepPlanner(
             parallel=MeshShape(cp=self.ranks),
-            shape=self.shape,
             masks=self.masks,
+            options=PlanOptions(model=self.shape, cost=self.cost),
+            policy=policy_of("distca", self.placement),
             ping_pong=self.ping_pong,
-            placement=self.placement,
-            options={"cost": self.cost},
         )
         return planner.plan(drawn.batch(self.ranks * self.tokens, self.seed))
 

@@ -15,10 +15,12 @@ import numpy as np
 
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
 from distca.pipeline.stages import stage_layers
-from distca.planning.api import plan as make_plan
+from distca.planning.api import place_and_plan
 from distca.planning.models import BYTES_PER_ELEMENT
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.sim.crossing import cross
 from distca.sim.one_f_one_b import Timeline, one_f_one_b
@@ -45,7 +47,12 @@ class Packed:
 
 
 def pack(
-    rates: Rates, sequences: Sequence[Ints], policy: str, micro_batches: int, **options: object
+    rates: Rates,
+    sequences: Sequence[Ints],
+    policy: str,
+    micro_batches: int,
+    *,
+    mask: str = "causal",
 ) -> Packed:
     """sequences: lengths of the documents in each, in order of arrival."""
     p, lengths = rates.parallel, as_ints(np.concatenate(sequences))
@@ -67,9 +74,8 @@ def pack(
     given = Placement(
         lengths, number, np.zeros_like(number), lengths, as_ints(owner * p.cp), bins * p.cp
     )
-    made = make_plan(
-        given, model=rates.share, policy=policy, cp=p.cp, cost=rates.cost, **options  # type: ignore[arg-type]
-    )  # fmt: skip
+    options = PlanOptions(model=rates.share, cost=rates.cost, cp=p.cp, mask=mask)
+    made = place_and_plan(given, policy_of(policy), options)
     order = np.arange(bins).reshape(micro_batches, p.dp)
     if policy not in SEQUENCES:  # bins of about the same work run beside each other
         work = (made.forward_work_ps + made.backward_work_ps).reshape(bins, p.cp).sum(axis=1)

@@ -10,10 +10,10 @@ import numpy as np
 from distca.data.lengths import distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
+from distca.planning.policies import POLICIES
 from distca.planning.spans import Ints
 from distca.sim.cluster import Cluster
 
-POLICIES = ("distca", "greedy", "colocated", "head-tail-cp", "per-document-cp", "wlb")
 DISAGGREGATED = ("distca", "greedy")
 
 Batch = list[Ints]  # sequences of ``context`` tokens: the lengths of their documents

@@ -15,7 +15,9 @@ from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import Mask, pairs
+from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.traffic import memory_bytes
 from distca.sim.cluster import Cluster, Link
@@ -128,17 +130,21 @@ def _disaggregated(
     p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
     speed = cluster.speed(p.num_plan_ranks, p.tp)
     told = cluster.slow and cluster.known and way.policy == "distca"  # greedy knows no speeds
+    options = PlanOptions(
+        model=scenario.model,
+        cost=rates.cost,
+        tolerance=way.tolerance,
+        speed=speed if told else None,
+        ranks_per_node=cluster.lanes_per_node(p.tp),
+        search_orders=1,
+    )
     planner = StepPlanner(
         parallel=p,
-        shape=scenario.model,
         masks=(Mask.parse(scenario.mask),) * scenario.model.layers,
+        options=options,
+        policy=policy_of(way.policy, way.placement),
         micro_batches=way.micro_batches,
         ping_pong=way.ping_pong,
-        placement=way.placement,
-        policy=way.policy,
-        speed=tuple(speed.tolist()) if told else (),
-        ranks_per_node=cluster.lanes_per_node(p.tp),
-        options={"tolerance": way.tolerance, "cost": rates.cost, "orders": 1},
     )
     began = time.perf_counter()
     step = planned or planner.plan(lengths)

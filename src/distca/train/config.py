@@ -57,6 +57,9 @@ class ParallelSection:
     backend: str = "auto"
     precision: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
     memory_gib: float = 0.0  # of a rank; 0 asks the device
+    attention_memory_gib: float = 0.0  # of a rank for one layer's q, k, v and o; 0: no limit
+    speed: tuple[float, ...] = ()  # relative speed of each plan rank; equal by default
+    ranks_per_node: int = 0  # plan ranks that share a node; 0 asks the launcher
 
 
 @dataclass(frozen=True)

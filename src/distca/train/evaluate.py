@@ -29,7 +29,7 @@ def evaluate(
     """Mean loss per target; on all ranks, servers too, which have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
-        step = Step.of(evaluating(planner), batch, learn=False)
+        step = Step.of(evaluating(planner), batch, train=False)
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
                 rows = step.rows(half, runner.context.worker)

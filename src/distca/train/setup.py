@@ -18,12 +18,14 @@ from distca.model.checkpoints import read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
 from distca.model.sizes import model_config
-from distca.pipeline.memory import Memory, estimate
+from distca.pipeline.memory import GIB, Memory, estimate
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import Schedule
 from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.costs.profile import DEFAULT_COST
+from distca.planning.options import PlanOptions
+from distca.planning.policies import policy_of
+from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision
 from distca.train.config import Config
 from distca.train.optimizer import freeze
@@ -102,20 +104,23 @@ def planner_of(
     config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
 ) -> StepPlanner:
     p = config.parallel
-    cost = p.cost
-    if cost == "auto":
-        cost = DEFAULT_COST if device.type == "cuda" else "cpu"
+    options = PlanOptions(
+        model=model.shape,
+        cost=p.cost,
+        tolerance=p.tolerance,
+        speed=p.speed or None,
+        memory_bytes=round(p.attention_memory_gib * GIB) or None,
+        ranks_per_node=p.ranks_per_node or ranks_per_node(parallel.tp),
+    )
     return StepPlanner(
         parallel=parallel,
-        shape=model.shape,
         masks=tuple(model.mask_of(layer) for layer in range(model.layers)),
+        options=options.for_device(device.type),
+        policy=policy_of(p.policy, p.placement),
         micro_batches=p.micro_batches,
         ping_pong=p.ping_pong,
-        placement=p.placement,
-        policy=p.policy,
-        layers=p.stage_layers,
+        stage_sizes=p.stage_layers,
         first_trained_part=first_trained_part(model, config.train.frozen),
-        options={"tolerance": p.tolerance, "cost": cost},
     )
 
 

@@ -152,7 +152,7 @@ class Trainer:
     def _step(self, step: int, prepared: Prepared) -> Record:
         start = time.perf_counter()
         self._loader_state = prepared.loader_state
-        loss = float(self.runner.learn(self.model, prepared.step))
+        loss = float(self.runner.train(self.model, prepared.step))
         norm = 0.0 if self.model is None else self._change(step)
         taken = time.perf_counter() - start
         return self._record(step, prepared, loss, norm, taken)

@@ -17,7 +17,7 @@ Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -34,12 +34,12 @@ from distca.dispatch.transports.local import LocalHub, LocalTransport
 from distca.integrations.shared.background import InOrder, at_once
 from distca.integrations.shared.handshake import Note, exchange
 from distca.planning.api import plan
-from distca.planning.costs.base import CostModel
-from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
+from distca.planning.policies import Policy, policy_of
 
 Documents = Sequence[Entry]  # of a rank, in order: lengths, or shards of documents that span ranks
 
@@ -68,12 +68,19 @@ class PlannedBatch:
     """
 
     def __init__(
-        self, ranks: Sequence[Documents], rank: int, options: Mapping[str, Any], *, alone: bool
+        self,
+        ranks: Sequence[Documents],
+        rank: int,
+        options: PlanOptions,
+        policy: Policy,
+        *,
+        alone: bool,
     ) -> None:
         self.ranks = tuple(tuple(documents) for documents in ranks)
         self.alone = alone  # nobody else is in it
         self.lengths = tuple(_size(entry) for entry in self.ranks[rank])  # tokens on this rank
-        self._options, self._plans, self._lock = options, dict[Kind, Plan](), Lock()
+        self._options, self._policy = options, policy
+        self._plans, self._lock = dict[Kind, Plan](), Lock()
         self._placement = Placement.from_ranks(self.ranks)
 
     def plan(self, kind: Kind) -> Plan:
@@ -84,10 +91,9 @@ class PlannedBatch:
         with self._lock:
             if kind not in self._plans:
                 shape = ModelShape("layer", kind.heads, kind.kv_heads, kind.head_dim)
-                options = dict(self._options)
-                usual = "cpu" if kind.device == "cpu" else DEFAULT_COST
-                options["cost"] = options["cost"] or usual
-                self._plans[kind] = plan(self._placement, model=shape, mask=kind.mask, **options)
+                options = self._options.for_device(kind.device)
+                options = replace(options, model=shape, mask=kind.mask)
+                self._plans[kind] = plan(self._placement, options, scheduler=self._policy.scheduler)
             return self._plans[kind]
 
 
@@ -100,8 +106,9 @@ class PlannedAttention:
     group: the ranks that share their attention; None is the whole world. Without a world, or in a
         group of one, every batch is alone.
     backend, deterministic: as ``CoreAttention`` takes them.
-    cost, tolerance, policy: as ``distca.plan`` takes them; costs are by default the device's.
+    policy: ``distca``, ``colocated`` or ``greedy``; a trainer's tokens stay where they are.
     timeout_s: how long a rank waits for the others to come with a batch.
+    plan_options: options of ``distca.plan`` by name, such as ``tolerance`` and ``cost``.
 
     The exchange, the agreement before it and the gathering of lengths have a group each, so that
     nothing that a trainer has under way in its own groups can get between them. For the world they
@@ -115,13 +122,12 @@ class PlannedAttention:
         *,
         backend: str = "auto",
         deterministic: bool = False,
-        cost: str | CostModel | None = None,
-        tolerance: float = 0.02,
         policy: str = "distca",
         timeout_s: float = TIMEOUT_S,
+        **plan_options: Any,
     ) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self._options = {"cost": cost, "tolerance": tolerance, "policy": policy}
+        self._options, self._policy = PlanOptions.of(None, plan_options), policy_of(policy)
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
         self._cores: dict[tuple[bool, float | None], CoreAttention] = {}
         self._kinds: dict[Kind, None] = {}  # that layers have asked for, in order
@@ -136,7 +142,7 @@ class PlannedAttention:
 
     def alone(self, documents: Documents) -> PlannedBatch:
         """A batch of this rank, whatever the others do: nothing is exchanged."""
-        return PlannedBatch([documents], 0, self._options, alone=True)
+        return PlannedBatch([documents], 0, self._options, self._policy, alone=True)
 
     def gather(self, documents: Documents, complaint: str = "") -> PlannedBatch:
         """The batch of all ranks, of which these are this rank's documents, packed in this order.
@@ -217,7 +223,7 @@ class PlannedAttention:
         if all(one.done for one in notes):
             return None
         ranks = [one.documents for one in notes]
-        batch = PlannedBatch(ranks, links.planning.rank, self._options, alone=False)
+        batch = PlannedBatch(ranks, links.planning.rank, self._options, self._policy, alone=False)
         for kind in list(self._kinds):
             batch.plan(kind)
         return batch

@@ -58,7 +58,7 @@ class InnerAttention(VarlenAttention):  # type: ignore[misc]
 
         backend: str = "auto"
         deterministic: bool = False
-        cost: str | None = None
+        cost: str = "auto"
         tolerance: float = 0.02
         policy: str = "distca"
         timeout_s: float = TIMEOUT_S

@@ -43,7 +43,6 @@ from distca.integrations.transformers.batches import (
     lengths_of,
 )
 from distca.integrations.transformers.tickets import OTHERWISE, Ticket, Tickets
-from distca.planning.costs.base import CostModel
 
 _REFUSED = {  # keywords by which layers ask for more than softmax(QK^T)V
     "softcap": "caps its scores (softcap)",
@@ -61,10 +60,9 @@ def register(
     group: dist.ProcessGroup | None = None,
     backend: str = "auto",
     deterministic: bool = False,
-    cost: str | CostModel | None = None,
-    tolerance: float = 0.02,
     policy: str = "distca",
     timeout_s: float = TIMEOUT_S,
+    **plan_options: Any,
 ) -> Registered:
     """Makes ``attn_implementation=name`` known to transformers: the attention and its mask.
 
@@ -81,10 +79,9 @@ def register(
         group,
         backend=backend,
         deterministic=deterministic,
-        cost=cost,
-        tolerance=tolerance,
         policy=policy,
         timeout_s=timeout_s,
+        **plan_options,
     )
     registered = Registered(name, attention)
     AttentionInterface.register(name, registered.attend)

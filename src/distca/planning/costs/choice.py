@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.costs.base import CostModel, PairsCost
-from distca.planning.costs.profile import Profile
+from distca.planning.costs.profile import DEFAULT_COST, Profile
 from distca.planning.costs.table import TableCost
 from distca.planning.models import ModelShape
 
@@ -13,6 +13,8 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     """``pairs``, ``analytic``, ``cpu``, a shipped profile's name, or a profile file's path."""
     if not isinstance(cost, str):
         return cost
+    if cost == "auto":
+        cost = DEFAULT_COST
     if cost == "pairs":
         return PairsCost()
     if cost == "analytic":

@@ -9,7 +9,26 @@ from __future__ import annotations
 import numpy as np
 
 from distca.planning.placement import Placement
+from distca.planning.problem import Problem
 from distca.planning.spans import Ints, Spans, as_ints, cumulative, overlaps
+
+
+def packed_sequence_placement(problem: Problem) -> Placement:
+    """Context parallelism of the packed sequence: worker i of c takes chunks i and 2c-1-i of 2c."""
+    return deal_packed_sequence(problem.placement, group_size(problem))
+
+
+def per_document_placement(problem: Problem) -> Placement:
+    """Context parallelism of each document by itself, which is even for any documents."""
+    return deal_each_document(problem.placement, group_size(problem))
+
+
+def group_size(problem: Problem) -> int:
+    """Returns ``cp``, the number of workers that share a sequence."""
+    workers = problem.placement.num_workers
+    if problem.cp < 1 or workers % problem.cp:
+        raise ValueError(f"cp = {problem.cp} does not divide {workers} workers: choose a divisor")
+    return problem.cp
 
 
 def deal_packed_sequence(placement: Placement, cp: int) -> Placement:

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.problem import DoesNotFitError, Price, Problem
+from distca.planning.costs.base import OneDirectionCost
+from distca.planning.problem import Assignment, DoesNotFitError, Price, Problem
 from distca.planning.schedulers.cuts import Carving, Piece, carve
 from distca.planning.schedulers.ledger import Ledger, Room, common
 from distca.planning.schedulers.repair import repair
@@ -50,6 +51,19 @@ STRATEGIES = (
 FEW_RANKS = 32  # up to which all of them are tried, and the one that moves least is taken
 
 
+def disaggregated(problem: Problem) -> Assignment:
+    """Returns one set of tasks if it meets the bounds of both directions, else one for each."""
+    devices = problem.devices
+    backward = schedule(problem, problem.cost.backward_ps)
+    work, _ = backward.work_ps(problem.placement, problem.reach, problem.cost, devices.num_ranks)
+    # With the costs of one direction only, a second set of tasks would be the same again.
+    one_direction = isinstance(problem.cost, OneDirectionCost)
+    if one_direction or devices.imbalance(work) <= 1.0 + problem.tolerance:
+        return Assignment(backward, backward)
+    forward = schedule(problem, problem.cost.forward_ps, expected_work=int(work.sum()))
+    return Assignment(forward, backward)
+
+
 def schedule(
     problem: Problem,
     price: Price,
@@ -60,7 +74,7 @@ def schedule(
 
     expected_work: what the work may come to once it is cut, if anything is known of that.
     """
-    first, *others = strategies[: problem.orders]
+    first, *others = strategies[: problem.search_orders]
     candidates = [_schedule(problem, price, first, int(expected_work * (1.0 - RETRY)))]
     # Where the bound is out of reach, or nothing moves, the others would do no better.
     missed, moved = candidates[0].quality

@@ -6,8 +6,20 @@ import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
+from distca.planning.problem import Assignment, Problem
 from distca.planning.spans import Ints
 from distca.planning.tasks import Tasks
+
+
+def greedy(problem: Problem) -> Assignment:
+    """Returns the tasks of ``head_tail_greedy`` for both directions."""
+    devices = problem.devices
+    if devices.num_ranks > devices.num_workers or np.any(devices.speed != 1.0):
+        raise ValueError("policy greedy supports only in-place servers of equal speed")
+    if np.any(problem.reach < problem.placement.lengths):
+        raise ValueError("policy greedy supports only causal masks")
+    tasks = head_tail_greedy(problem.placement, problem.reach, problem.shape, problem.tolerance)
+    return Assignment(tasks, tasks)
 
 
 def head_tail_greedy(

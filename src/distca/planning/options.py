@@ -1,0 +1,127 @@
+"""How a batch is planned: one record that every caller passes on."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from distca.planning.costs.base import CostModel
+from distca.planning.costs.choice import cost_model
+from distca.planning.devices import Devices
+from distca.planning.masks import Mask, reach_of
+from distca.planning.models import ModelShape, model_shape
+from distca.planning.placement import Placement
+from distca.planning.problem import Grain, Problem
+from distca.planning.spans import Floats
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """Options of ``distca.place`` and ``distca.plan``.
+
+    model: a name from ``distca.planning.models`` or a shape; or heads, kv_heads and head_dim.
+    mask: ``causal``, ``full`` or ``window:N``, one for all documents or one for each.
+    cost: what a task costs: the name or the file of a profile, ``analytic``, ``cpu``, ``pairs`` or
+        a CostModel. ``auto`` is the profile of an H200 (see ``for_device``).
+    tolerance: the slowest rank may finish at most this far above the mean, relative to the mean.
+    servers: dedicated ranks beyond the workers. Workers then compute attention only with
+        ``workers_serve=True``.
+    speed: relative speed of each rank. busy_s: seconds of other work that each rank has to do.
+    memory_bytes: limit for q, k, v and o of one layer on a rank, its own and received ones.
+    ranks_per_node: consecutive ranks that share a node; by default all ranks are on one node.
+    cp: size of a context-parallel group in the context-parallel policies; by default the largest
+        divisor of the number of workers up to 8.
+    tile, min_shard: documents are cut at multiples of ``tile`` tokens, into pieces of at least
+        ``min_shard`` tokens.
+    search_orders: with up to 32 ranks, the scheduler tries this many orders and keeps the plan that
+        moves the fewest bytes; 1 plans fastest and moves a few per cent more.
+    """
+
+    model: str | ModelShape | None = None
+    heads: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    mask: str | Mask | Sequence[str | Mask] = "causal"
+    cost: str | CostModel = "auto"
+    tolerance: float = 0.02
+    servers: int = 0
+    workers_serve: bool | None = None
+    speed: Sequence[float] | Floats | None = None
+    busy_s: Sequence[float] | Floats | None = None
+    memory_bytes: int | None = None
+    ranks_per_node: int | None = None
+    cp: int | None = None
+    tile: int = 128
+    min_shard: int = 128
+    search_orders: int = 8
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.tolerance < 1.0:
+            raise ValueError(f"tolerance = {self.tolerance}: it must be at least 0 and less than 1")
+        if self.search_orders < 1:
+            raise ValueError(f"search_orders = {self.search_orders}: it must be 1 or more")
+        if self.model is not None and (self.heads, self.kv_heads, self.head_dim) != (None,) * 3:
+            name = self.model if isinstance(self.model, str) else self.model.name
+            raise ValueError(f"model {name} and heads are both given: give one of them")
+
+    @classmethod
+    def of(cls, options: PlanOptions | None, changes: dict[str, Any]) -> PlanOptions:
+        """``options``, or the defaults, with ``changes`` by name."""
+        known = [field.name for field in fields(cls)]
+        for name in changes:
+            if name not in known:
+                near = difflib.get_close_matches(name, known, 1)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                raise ValueError(f"plan option {name!r} is unknown: {hint}")
+        return replace(cls() if options is None else options, **changes)
+
+    @property
+    def shape(self) -> ModelShape:
+        """The model's attention."""
+        if isinstance(self.model, ModelShape):
+            return self.model
+        if self.model is not None:
+            return model_shape(self.model)
+        if self.heads is None or self.head_dim is None:
+            raise ValueError("no model is given: give model, or heads, kv_heads and head_dim")
+        kv_heads = self.heads if self.kv_heads is None else self.kv_heads
+        return ModelShape("custom", self.heads, kv_heads, self.head_dim)
+
+    def for_device(self, device_type: str) -> PlanOptions:
+        """The same options with ``auto`` costs resolved for ``cuda`` or ``cpu``."""
+        if self.cost == "auto" and device_type == "cpu":
+            return replace(self, cost="cpu")
+        return self
+
+    def devices(self, num_workers: int) -> Devices:
+        return Devices.of(
+            num_workers,
+            self.servers,
+            workers_serve=self.workers_serve,
+            speed=self.speed,
+            busy_s=self.busy_s,
+            memory_bytes=self.memory_bytes,
+            ranks_per_node=self.ranks_per_node,
+        )
+
+    def problem(self, placement: Placement) -> Problem:
+        """Everything that placers and schedulers need to know."""
+        shape = self.shape
+        return Problem(
+            placement=placement,
+            reach=reach_of(self.mask, placement.num_documents),
+            devices=self.devices(placement.num_workers),
+            shape=shape,
+            cost=cost_model(self.cost, shape),
+            tolerance=self.tolerance,
+            grain=Grain(self.tile, self.min_shard),
+            cp=_default_cp(placement.num_workers) if self.cp is None else self.cp,
+            search_orders=self.search_orders,
+        )
+
+
+def _default_cp(workers: int) -> int:
+    """Returns the largest divisor of ``workers`` up to 8, the size of a typical node."""
+    return max(size for size in range(1, 9) if workers % size == 0)
