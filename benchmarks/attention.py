@@ -27,7 +27,7 @@ from distca.attention.backends import Backend, Packed, Traits, backends
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.route import TensorSpec
+from distca.attention.prepared import TensorSpec
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Call, Layout
 from distca.dispatch.transports.throttled import ThrottledTransport
