@@ -23,13 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.backends import Backend, Packed, Traits, backends
+from distca.attention.backends import Backend, PackedCall, Saved, Traits, backends
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.route import TensorSpec
+from distca.attention.prepared import TensorSpec
 from distca.data.lengths import distribution
-from distca.dispatch.layout import Call, Layout
+from distca.dispatch.layout import Layout
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan
@@ -97,24 +97,23 @@ def usable() -> list[Backend]:
 class BareCall:
     """A fused kernel call on random rows, without exchange or gathering."""
 
-    def __init__(self, call: Call, backend: Backend) -> None:
+    def __init__(self, call: PackedCall, backend: Backend) -> None:
         self.call, self.backend = call, backend
-        self.packed = Packed.of(call, DEVICE)
-        self.queries, self.keys = np.diff(call.q_offsets), np.diff(call.kv_offsets)
+        self.queries, self.keys = np.array(call.lengths, np.int64).T
         self.pairs = self.queries * self.keys - self.queries * (self.queries - 1) // 2  # causal
 
     def inputs(self) -> tuple[Tensor, Tensor, Tensor]:
-        keys = [noise(self.packed.num_keys, MODEL.kv_heads, number) for number in (0, 1)]
-        return noise(self.packed.num_queries, MODEL.heads), keys[0], keys[1]
+        keys = [noise(self.call.num_keys, MODEL.kv_heads, number) for number in (0, 1)]
+        return noise(self.call.num_queries, MODEL.heads), keys[0], keys[1]
 
     def measure(self, *ways: str) -> dict[str, float]:
         """Seconds of one pass each way, after a warm-up."""
         q, k, v = self.inputs()
-        out, lse = self.backend.forward(q, k, v, self.packed, SCALE)
+        saved = Saved(q, k, v, *self.backend.forward(q, k, v, self.call, SCALE))
         grad = noise(len(q), MODEL.heads, 1)
         work = {
-            "forward": lambda: self.backend.forward(q, k, v, self.packed, SCALE),
-            "backward": lambda: self.backend.backward(grad, q, k, v, out, lse, self.packed, SCALE),
+            "forward": lambda: self.backend.forward(q, k, v, self.call, SCALE),
+            "backward": lambda: self.backend.backward(grad, saved, self.call, SCALE),
         }
         return seconds({way: work[way] for way in ways or WAYS}, rounds=1)
 
@@ -125,22 +124,22 @@ def served(plan: Plan, rank: int, backend: Backend) -> tuple[dict[str, float], d
     shared = plan.backward is plan.forward
     for ways in (WAYS,) if shared else (("forward",), ("backward",)):
         layout = Layout.of(plan, rank, backward=ways == ("backward",))
-        for call in (*layout.local, *layout.remote):
-            bare = BareCall(call, backend)
+        for bare in bare_calls(layout, backend):
             for way, spent in bare.measure(*ways).items():
                 taken[way] += spent
                 counted[way] += int(bare.pairs.sum())
     return taken, counted
 
 
-def call_of(queries: Sequence[int], keys: Sequence[int], mask: str = "causal") -> Call:
-    return Call(
-        mask=Mask.parse(mask),
-        q_rows=np.arange(sum(queries)),
-        kv_rows=np.arange(sum(keys)),
-        q_offsets=np.concatenate([[0], np.cumsum(queries)]),
-        kv_offsets=np.concatenate([[0], np.cumsum(keys)]),
-    )
+def bare_calls(layout: Layout, backend: Backend) -> Iterator[BareCall]:
+    for call in (*layout.local, *layout.remote):
+        packed = PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, DEVICE)
+        yield BareCall(packed, backend)
+
+
+def call_of(queries: Sequence[int], keys: Sequence[int], mask: str = "causal") -> PackedCall:
+    offsets = (np.concatenate([[0], np.cumsum(sizes)]) for sizes in (queries, keys))
+    return PackedCall.of(Mask.parse(mask), *offsets, DEVICE)
 
 
 def real_plan(lengths: str, ranks: int, placement: str = "given", **options: Any) -> Plan:
@@ -163,20 +162,19 @@ def exactness() -> Iterator[Record]:
     keys = [4096, 1000, 1, 8192, 6000, 3000]
     for mask in ("causal", "full", "window:1000"):
         call = call_of(queries, keys, mask)
-        packed = Packed.of(call, DEVICE)
         q, k, v = noise(sum(queries), 32), noise(sum(keys), 8, 0), noise(sum(keys), 8, 1)
         grad = noise(sum(queries), 32, 1)
         oracle = Reference()
         wide = [t.double() for t in (q, k, v, grad)]
-        exact = oracle.forward(*wide[:3], packed, SCALE)
-        right = oracle.backward(wide[3], *wide[:3], *exact, packed, SCALE)
+        exact = oracle.forward(*wide[:3], call, SCALE)
+        right = oracle.backward(wide[3], Saved(*wide[:3], *exact), call, SCALE)
         for backend in backends():
             traits = Traits.of(q, k, [Mask.parse(mask)])
             if refusal := backend.refusal(traits):
                 yield {"backend": backend.name, "mask": mask, "refused": refusal}
                 continue
-            found = backend.forward(q, k, v, packed, SCALE)
-            grads = backend.backward(grad, q, k, v, *found, packed, SCALE)
+            found = backend.forward(q, k, v, call, SCALE)
+            grads = backend.backward(grad, Saved(q, k, v, *found), call, SCALE)
             errors = [
                 float((a.double() - b).norm() / b.norm())
                 for a, b in zip((found.out, *grads), (exact.out, *right), strict=True)
@@ -249,16 +247,16 @@ def overhead() -> Iterator[Record]:
                 noise(tokens, heads, number).detach().clone()
                 for heads, number in ((32, 0), (8, 0), (8, 1), (32, 1))
             )
-            packed = Packed.of(call_of(documents, documents), DEVICE)
+            call = call_of(documents, documents)
             leaves = [t.requires_grad_() for t in (q, k, v)]
 
             def whole(attention=attention, leaves=leaves, plan=plan, grad=grad) -> None:  # type: ignore[no-untyped-def]
                 out = attention(*leaves, plan)
                 torch.autograd.grad(out, leaves, grad)
 
-            def bare(backend=backend, qkv=(q, k, v), packed=packed, grad=grad) -> None:  # type: ignore[no-untyped-def]
-                done = backend.forward(*qkv, packed, SCALE)
-                backend.backward(grad, *qkv, *done, packed, SCALE)
+            def bare(backend=backend, qkv=(q, k, v), call=call, grad=grad) -> None:  # type: ignore[no-untyped-def]
+                attended = backend.forward(*qkv, call, SCALE)
+                backend.backward(grad, Saved(*qkv, *attended), call, SCALE)
 
             times = seconds({"bare": bare, "whole": whole}, rounds=15)
             yield {
@@ -292,9 +290,7 @@ def replay() -> Iterator[Record]:
 def fit(plan: Plan, backend: Backend, servers: Sequence[int]) -> AnalyticCost:
     timed = []
     for rank in servers:
-        layout = Layout.of(plan, rank)
-        for call in (*layout.local, *layout.remote):
-            bare = BareCall(call, backend)
+        for bare in bare_calls(Layout.of(plan, rank), backend):
             times = bare.measure()
             timed.append(
                 TimedCall(bare.queries, bare.keys, bare.pairs, times["forward"], times["backward"])
@@ -312,20 +308,20 @@ def replay_ranks(plan: Plan, backend: Backend, servers: Sequence[int]) -> Record
         q, k, v, grad = (
             noise(tokens, heads, number) for heads, number in ((32, 0), (8, 0), (8, 1), (32, 1))
         )
-        execution = attention.prepare(TensorSpec.of(q, k), plan, plan)
-        attended = ForwardPass(execution, q, k, v).finish()
+        prepared = attention.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
+        saved = Saved(q, k, v, *ForwardPass(prepared, q, k, v).combine())
 
-        def forward(execution=execution, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]
-            ForwardPass(execution, q, k, v).finish()
+        def forward(prepared=prepared, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]
+            ForwardPass(prepared, q, k, v).combine()
 
-        def backward(execution=execution, q=q, k=k, v=v, grad=grad, attended=attended) -> None:  # type: ignore[no-untyped-def]
-            BackwardPass(execution, grad, q, k, v, attended).finish()
+        def backward(prepared=prepared, grad=grad, saved=saved) -> None:  # type: ignore[no-untyped-def]
+            BackwardPass(prepared, grad, saved).combine()
 
         taken = seconds({"forward": forward, "backward": backward})
         times["forward"].append(taken["forward"])
         times["backward"].append(taken["backward"])
         times["kernels"].append(sum(served(plan, rank, backend)[0].values()))
-        del execution, attended, attention
+        del prepared, saved, attention
     total = sum(times["forward"]) + sum(times["backward"])
     return {
         "held_out": len(servers),

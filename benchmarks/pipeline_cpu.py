@@ -41,9 +41,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.profiler import profile
 from train_cpu import MODEL, batch_of, measured_cost
 
-from distca.attention.backends.base import Attended, Packed
+from distca.attention.backends.base import PackedCall, Saved
 from distca.attention.backends.sdpa import Sdpa
-from distca.dispatch.layout import Call
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, on_meta, plainly
 from distca.pipeline.mesh import MeshShape
@@ -176,17 +175,16 @@ class Attend(torch.autograd.Function):
     """Whole documents where they are, with the kernels of the other sides."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> Tensor:
-        done = Sdpa().forward(q, k, v, packed, MODEL.head_dim**-0.5)
-        ctx.save_for_backward(q, k, v, *done)
-        ctx.packed = packed
-        return done.out
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> Tensor:
+        attended = Sdpa().forward(q, k, v, call, MODEL.head_dim**-0.5)
+        ctx.save_for_backward(q, k, v, *attended)
+        ctx.call = call
+        return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, *done = ctx.saved_tensors
-        scale = MODEL.head_dim**-0.5
-        return *Sdpa().backward(grad, q, k, v, *Attended(*done), ctx.packed, scale), None
+        saved, scale = Saved(*ctx.saved_tensors), MODEL.head_dim**-0.5
+        return *Sdpa().backward(grad, saved, ctx.call, scale), None
 
 
 class PlainStage(nn.Module):
@@ -198,11 +196,10 @@ class PlainStage(nn.Module):
     def forward(self, x: Tensor, positions: Tensor) -> Tensor:
         starts = torch.nonzero(positions == 0).flatten().numpy()
         offsets = np.append(starts, len(positions))
-        rows = np.arange(len(positions))
-        packed = Packed.of(Call(Mask.parse("causal"), rows, rows, offsets, offsets), "cpu")
+        call = PackedCall.of(Mask.parse("causal"), offsets, offsets, "cpu")
 
         def attend(_: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return Attend.apply(q, k, v, packed)
+            return Attend.apply(q, k, v, call)
 
         (leaving,) = self.model([Arriving(x, positions)], plainly(attend))
         return leaving.x

@@ -36,10 +36,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from distca.attention.backends.base import Packed
+from distca.attention.backends.base import PackedCall, Saved
 from distca.attention.backends.sdpa import Sdpa
 from distca.data.documents import Batch, Document
-from distca.dispatch.layout import Call
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.model.sizes import model_config
@@ -146,17 +145,16 @@ def timed(queries: int, keys: int) -> tuple[float, float]:
     """Median seconds forward and backward."""
     num_queries, num_keys, _ = count(queries, keys)
     offsets = [np.concatenate([[0], np.cumsum(sizes)]) for sizes in (num_queries, num_keys)]
-    rows = [np.arange(ends[-1]) for ends in offsets]
-    packed = Packed.of(Call(Mask.parse("causal"), *rows, *offsets), "cpu")
-    q, grad = torch.randn(2, len(rows[0]), MODEL.heads, MODEL.head_dim)
-    k, v = torch.randn(2, len(rows[1]), MODEL.kv_heads, MODEL.head_dim)
+    call = PackedCall.of(Mask.parse("causal"), *offsets, "cpu")
+    q, grad = torch.randn(2, call.num_queries, MODEL.heads, MODEL.head_dim)
+    k, v = torch.randn(2, call.num_keys, MODEL.kv_heads, MODEL.head_dim)
     scale, backend = MODEL.head_dim**-0.5, Sdpa()
     times = []
     for _ in range(6):
         start = time.perf_counter()
-        done = backend.forward(q, k, v, packed, scale)
+        attended = backend.forward(q, k, v, call, scale)
         middle = time.perf_counter()
-        backend.backward(grad, q, k, v, *done, packed, scale)
+        backend.backward(grad, Saved(q, k, v, *attended), call, scale)
         times.append((middle - start, time.perf_counter() - middle))
     forward, backward = zip(*times[1:], strict=True)
     return median(forward), median(backward)

@@ -27,9 +27,9 @@ SEES = {room: {*CHAIN[: i + 1]} for i, room in enumerate(CHAIN)} | {
 }
 SEES_TYPES = {"report": {"planning"}, "": SEES["cli"]}  # beyond SEES, under TYPE_CHECKING only
 
-# Importing these must not import torch; `dispatch` itself since `dispatch.layout` goes through it.
+# Importing these must not import torch; `dispatch.layout` goes through the other two.
 TORCH_FREE = {"data", "planning", "pipeline", "sim", "report", "cli", ""}
-TORCH_FREE_MODULES = {"distca.dispatch", "distca.dispatch.layout"}
+TORCH_FREE_MODULES = {"distca.dispatch", "distca.dispatch.rows", "distca.dispatch.layout"}
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,12 @@ from attention.tokens import SCALE, Tokens
 from ranks import IMPATIENT
 from torch import Tensor
 
-from distca.attention import passes
+from distca.attention.backends.base import Saved
 from distca.attention.core import CoreAttention
+from distca.attention.passes import BackwardPass, ForwardPass
 from distca.planning.plan import Plan
 
-FACES = ("op", "flight")
+FACES = ("op", "async")
 
 
 def attend(
@@ -34,16 +35,17 @@ def attend(
         attention.serve(plan, layers=1)
         return [q, q, k, v]
     if face == "steps":  # without autograd, whose one thread per GPU is too few for several ranks
-        execution = attention._prepare(q, k, v, plan).execution
-        attended = passes.forward(execution, q, k, v)
-        return [attended.out, *passes.backward(execution, grad_out, q, k, v, attended)]
+        prepared = attention._agree_on(q, k, v, plan).plan
+        attended = ForwardPass(prepared, q, k, v).combine()
+        grads = BackwardPass(prepared, grad_out, Saved(q, k, v, *attended)).combine()
+        return [attended.out, *grads]
     leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
     if face == "op":
         out = attention(*leaves, plan)
     else:
-        flight = attention.launch(*leaves, plan)
-        flight.compute()
-        out = flight.wait()
+        pending = attention.dispatch(*leaves, plan)
+        pending.compute()
+        out = pending.combine()
     if out.requires_grad:
         out.backward(grad_out)
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
@@ -62,7 +64,7 @@ def exact(
 
 
 def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
-    """What this rank is told when rank 1 does something else than the others."""
+    """Returns the error on this rank when rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1
     plan = plans[1 if odd and what == "plan" else 0]
     scale = 0.5 if odd and what == "scale" else None

@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention.backends import Attended, Backend, Gradients, Packed
-from distca.dispatch.layout import Call
+from distca.attention.backends import Attended, Backend, Gradients, PackedCall, Saved
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 
@@ -25,16 +24,9 @@ class Case:
     scale: float = 0.3
     seed: int = 0
 
-    @property
-    def call(self) -> Call:
-        queries, keys = [q for q, _ in self.tasks], [k for _, k in self.tasks]
-        return Call(
-            mask=Mask.parse(self.mask),
-            q_rows=np.arange(sum(queries)),
-            kv_rows=np.arange(sum(keys)),
-            q_offsets=np.cumsum([0, *queries]),
-            kv_offsets=np.cumsum([0, *keys]),
-        )
+    def call(self, device: torch.device | str = "cpu") -> PackedCall:
+        offsets = (np.cumsum(column) for column in zip((0, 0), *self.tasks, strict=True))
+        return PackedCall.of(Mask.parse(self.mask), *offsets, device)
 
 
 @dataclass(frozen=True)
@@ -97,12 +89,10 @@ def expected(case: Case, inputs: Inputs) -> tuple[Attended, Gradients]:
 def run(
     backend: Backend, case: Case, inputs: Inputs, deterministic: bool = False
 ) -> tuple[Attended, Gradients]:
-    packed = Packed.of(case.call, inputs.q.device)
-    attended = backend.forward(inputs.q, inputs.k, inputs.v, packed, case.scale)
-    grads = backend.backward(
-        inputs.grad_out, inputs.q, inputs.k, inputs.v, *attended, packed, case.scale, deterministic
-    )
-    return attended, grads
+    call, qkv = case.call(inputs.q.device), (inputs.q, inputs.k, inputs.v)
+    attended = backend.forward(*qkv, call, case.scale)
+    saved = Saved(*qkv, *attended)
+    return attended, backend.backward(inputs.grad_out, saved, call, case.scale, deterministic)
 
 
 def error(got: Tensor, want: Tensor, typical: float = 0.0) -> float:

@@ -19,7 +19,7 @@ from distca.attention import op
 from distca.attention.agreement import DisagreementError
 from distca.attention.core import CoreAttention
 from distca.dispatch.transports.base import Wait
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
 
@@ -27,7 +27,7 @@ class Counting(LocalTransport):
     """Counts its exchanges."""
 
     def __init__(self, inner: LocalTransport) -> None:
-        super().__init__(inner.hub, inner.rank)
+        super().__init__(inner.world, inner.rank)
         self.exchanges = 0
 
     def start(
@@ -55,7 +55,7 @@ def exchanges_of(plan: Plan, layer: Callable[[CoreAttention, list[Tensor]], Tens
         layer(attention, leaves(tokens, transport.rank)).sum().backward()
         return counting.exchanges
 
-    return LocalHub(plan.devices.num_ranks).run(rank)
+    return LocalWorld(plan.devices.num_ranks).run(rank)
 
 
 def test_selective_checkpointing_exchanges_once() -> None:
@@ -93,26 +93,26 @@ def test_full_checkpointing_gives_the_same_gradients(reentrant: bool) -> None:
         out.backward(tokens.of_rank(transport.rank)[3])
         return [out.detach(), *(t.grad for t in qkv if t.grad is not None)]
 
-    assert_exact(tokens.gathered(LocalHub(3).run(rank)), tokens.expected(), torch.float64)
+    assert_exact(tokens.gathered(LocalWorld(3).run(rank)), tokens.expected(), torch.float64)
 
 
-def test_an_execution_lives_until_its_last_backward() -> None:
+def test_a_prepared_plan_lives_until_its_last_backward() -> None:
     plan = Batch([[40, 3]], {"tile": 16, "min_shard": 16}).plan()
     tokens = Tokens(plan, torch.float64)
     gc.collect()
-    before = len(op._EXECUTIONS)
+    before = len(op._PREPARED)
 
     def rank(transport: LocalTransport) -> None:
         inputs = leaves(tokens, 0)
         out = CoreAttention(transport=transport)(*inputs, plan)
         gc.collect()
-        assert len(op._EXECUTIONS) == before + 1  # the graph holds it, the module is gone
+        assert len(op._PREPARED) == before + 1  # the graph holds it, the module is gone
         out.sum().backward()
         assert inputs[0].grad is not None
 
-    LocalHub(1).run(rank)
+    LocalWorld(1).run(rank)
     gc.collect()
-    assert len(op._EXECUTIONS) == before
+    assert len(op._PREPARED) == before
 
 
 @pytest.mark.parametrize("capacity", [None, 1 << 20])
@@ -134,7 +134,7 @@ def test_memory_is_flat_over_changing_plans(capacity: int | None) -> None:
             sizes.append(attention.buffers.nbytes)
         return sizes
 
-    for sizes in LocalHub(2).run(rank):
+    for sizes in LocalWorld(2).run(rank):
         assert len(sizes) == 50
         flat = sizes[25:] if capacity is None else sizes  # grown, or claimed whole at first use
         assert len(set(flat)) == 1
@@ -157,7 +157,7 @@ def test_results_do_not_lie_in_the_buffers() -> None:
             memory.fill_(255)  # NaN in every floating dtype
         assert all(torch.equal(a, b) for a, b in zip(found, kept, strict=True))
 
-    LocalHub(3).run(rank)
+    LocalWorld(3).run(rank)
 
 
 @pytest.mark.parametrize("face", FACES)
@@ -183,7 +183,7 @@ def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None
     for number in range(3):
         for grad, want in zip(exact[1:], wanted[number], strict=True):
             grad[tokens.rows(number)] *= want
-    assert_exact(tokens.gathered(LocalHub(3).run(rank)), exact, torch.float64)
+    assert_exact(tokens.gathered(LocalWorld(3).run(rank)), exact, torch.float64)
 
 
 def test_servers_serve_layer_after_layer() -> None:
@@ -210,7 +210,7 @@ def test_servers_serve_layer_after_layer() -> None:
         return counts
 
     # A worker beside a dedicated pool sends everything and computes nothing.
-    assert LocalHub(4).run(rank) == [[10, 20, 26]] * 4
+    assert LocalWorld(4).run(rank) == [[10, 20, 26]] * 4
 
 
 @pytest.mark.parametrize(
@@ -231,14 +231,14 @@ def test_a_server_that_expects_something_else_is_told(backward: int, message: st
         with pytest.raises(DisagreementError, match=message):
             part()
 
-    LocalHub(2).run(rank)
+    LocalWorld(2).run(rank)
 
 
 def test_the_op_is_sound() -> None:
     plan = Batch([[9, 4]]).plan()
-    attention = CoreAttention(transport=LocalTransport(LocalHub(1), 0), backend="reference")
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
     qkv = leaves(Tokens(plan, torch.float64), 0)
-    ready = attention._prepare(*qkv, plan)
+    ready = attention._agree_on(*qkv, plan)
     torch.library.opcheck(torch.ops.distca.core_attention.default, (*qkv, ready.handle))
 
 
@@ -252,7 +252,7 @@ def test_the_op_is_sound() -> None:
         (lambda q, k, v: (q[0, 0, 0], k, v), r"q has shape \(\) on rank 0"),
         (lambda q, k, v: (q, k.float(), v), "k is torch.float32 on cpu but q is torch.float64"),
         (lambda q, k, v: (q, k.to("meta"), v), "k is torch.float64 on meta but q is"),
-        (lambda q, k, v: (q, k[:, :1], v), "k and v must agree"),
+        (lambda q, k, v: (q, k[:, :1], v), "k and v must have the same shape"),
         (lambda q, k, v: (q[:, :3], k, v), "multiple of their heads"),
         (lambda q, k, v: (q.int(), k.int(), v.int()), "no attention backend fits"),
     ],
@@ -261,7 +261,7 @@ def test_tensors_that_do_not_match_are_refused(change, message: str) -> None:  #
     plan = Batch([[40, 3]]).plan()
     inputs = change(*Tokens(plan, torch.float64).of_rank(0)[:3])
     with pytest.raises(DisagreementError, match=message):
-        CoreAttention(transport=LocalTransport(LocalHub(1), 0))(*inputs, plan)
+        CoreAttention(transport=LocalTransport(LocalWorld(1), 0))(*inputs, plan)
 
 
 def test_a_buffer_too_small_is_refused_before_anything_is_sent() -> None:
@@ -275,4 +275,4 @@ def test_a_buffer_too_small_is_refused_before_anything_is_sent() -> None:
             attention(*leaves(tokens, transport.rank), plan)
         assert not counting.exchanges
 
-    LocalHub(3).run(rank)
+    LocalWorld(3).run(rank)

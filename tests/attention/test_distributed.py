@@ -102,9 +102,9 @@ REFUSALS = {
     "dtype": "disagree on the dtype: float32 on ranks 0, 2 but float64 on rank 1",
     "grad mode": "disagree on the grad mode",
     "shape": "where the plan places",
-    "device": "does not move tensors of meta",
+    "device": "does not move meta tensors",
     "serving": "the plan places 72 tokens on rank 1: it cannot only serve",
-    "absence": r"ranks \[1\] did not come",
+    "absence": r"ranks \[1\] did not join",
 }
 
 

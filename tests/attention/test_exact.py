@@ -16,7 +16,7 @@ from strategies import Batch, batches, causal_batches
 from torch import Tensor
 
 from distca.attention.core import CoreAttention
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES
 
@@ -34,7 +34,7 @@ def on_all_ranks(
         )
         return attend(attention, plan, tokens, face=face, device=device)
 
-    return tokens.gathered(LocalHub(plan.devices.num_ranks).run(one_rank))
+    return tokens.gathered(LocalWorld(plan.devices.num_ranks).run(one_rank))
 
 
 def check(

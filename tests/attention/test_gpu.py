@@ -17,11 +17,11 @@ from attention.tokens import SCALE, Tokens, errors
 from strategies import Batch
 from torch import Tensor
 
-from distca.attention.backends import Traits, backends
+from distca.attention.backends import Saved, Traits, backends
 from distca.attention.core import CoreAttention
-from distca.attention.route import TensorSpec
+from distca.attention.prepared import TensorSpec
 from distca.dispatch.transports.base import Wait
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
@@ -83,7 +83,7 @@ class Delayed(LocalTransport):
     """Sends and receives late, on a stream of its own, into a buffer that first holds NaN."""
 
     def __init__(self, inner: LocalTransport) -> None:
-        super().__init__(inner.hub, inner.rank)
+        super().__init__(inner.world, inner.rank)
         self.stream = torch.cuda.Stream()
 
     def start(
@@ -97,10 +97,10 @@ class Delayed(LocalTransport):
             sent = torch.cuda.Event()
             sent.record()
         parts = [(part, sent) for part in torch.split(leaving, list(send_bytes))]
-        meeting = self._meet(parts)
+        collective = self._post(parts)
 
         def wait() -> None:
-            arrived = self.hub.collect(meeting, self.rank)
+            arrived = self.world.collect(collective, self.rank)
             with torch.cuda.stream(self.stream):
                 for _, event in arrived:
                     self.stream.wait_event(event)
@@ -128,7 +128,7 @@ def test_a_late_exchange_into_poisoned_buffers_gives_the_same_bits(backend: str)
             return found
 
     right = on_all_ranks(plan, tokens, backend, "steps", "cuda")
-    late = tokens.gathered(LocalHub(4).run(rank))
+    late = tokens.gathered(LocalWorld(4).run(rank))
     assert all(torch.equal(a, b) for a, b in zip(right, late, strict=True))
 
 
@@ -201,18 +201,20 @@ def test_one_rank_of_nccl_is_the_bare_kernel(backend: str) -> None:
     attention = CoreAttention(backend=backend, scale=SCALE, deterministic=True)
     found = [t.cpu() for t in attend(attention, plan, tokens, device="cuda")]
     q, k, v, grad_out = (t.cuda() for t in tokens.of_rank(0))
-    execution = attention.prepare(TensorSpec.of(q, k), plan, plan)
-    call = execution.forward.at_home
-    assert call is not None
-    bare = execution.backend.forward(q, k, v, call.packed, SCALE)
-    grads = execution.backend.backward(grad_out, q, k, v, *bare, call.packed, SCALE, True)
+    prepared = attention.prepare(TensorSpec.of(q, k), forward=plan)
+    assert prepared.forward is not None
+    assert prepared.forward.layout.is_one_call
+    ((_, call),) = prepared.forward.local
+    bare = prepared.backend.forward(q, k, v, call, SCALE)
+    saved = Saved(q, k, v, *bare)
+    grads = prepared.backend.backward(grad_out, saved, call, SCALE, deterministic=True)
     assert all(torch.equal(a, b.cpu()) for a, b in zip(found, (bare.out, *grads), strict=True))
 
 
 @pytest.mark.usefixtures("nccl")
 def test_cpu_tensors_are_refused_by_nccl() -> None:
     plan = plan_of([[30]])
-    with pytest.raises(ValueError, match="does not move tensors of cpu"):
+    with pytest.raises(ValueError, match="does not move cpu tensors"):
         attend(CoreAttention(), plan, Tokens(plan, torch.float32))
 
 

@@ -1,4 +1,4 @@
-"""Launch, compute, wait: two halves take turns; each exchange lies under the other's compute."""
+"""Dispatch, compute, combine: two halves take turns, and each hides the other's exchanges."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import distca
 from distca.attention.backends.base import Attended, Gradients
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
-from distca.attention.passes import PreparedPlan
+from distca.attention.prepared import PreparedPlan
 from distca.dispatch.transports.base import Wait
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
 LAYERS = 3
@@ -29,14 +29,14 @@ HALVES = {"ping": [[201], [64, 7, 1]], "pong": [[33, 5], [180]]}
 
 
 class Recording(LocalTransport):
-    """Shares a rank's meetings between its two halves, and writes down what happens when."""
+    """Numbers the collectives of both halves of a rank together, and records events."""
 
     def __init__(self, shared: LocalTransport, half: str, events: list[tuple[str, str]]) -> None:
-        super().__init__(shared.hub, shared.rank)
+        super().__init__(shared.world, shared.rank)
         self.shared, self.half, self.events = shared, half, events
 
-    def _meet(self, parts: Sequence[object]) -> int:
-        return self.shared._meet(parts)
+    def _post(self, parts: Sequence[object]) -> int:
+        return self.shared._post(parts)
 
     def start(
         self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
@@ -69,8 +69,8 @@ class RecordedAttention(CoreAttention):
         super().__init__(transport=Recording(transport, half, events), scale=SCALE)
         self.recording = RecordingBackend(half, events)
 
-    def prepare(self, *args: Any) -> PreparedPlan:
-        return replace(super().prepare(*args), backend=self.recording)
+    def prepare(self, *args: Any, **plans: Any) -> PreparedPlan:
+        return replace(super().prepare(*args, **plans), backend=self.recording)
 
 
 class Seam(torch.autograd.Function):
@@ -99,15 +99,15 @@ def train_step(
         for half in plans
     }
     x = {half: qkv[0] for half, qkv in leaves.items()}
-    flights = {half: attention[half].launch(*leaves[half], plans[half]) for half in plans}
+    pending = {half: attention[half].dispatch(*leaves[half], plans[half]) for half in plans}
     for layer in range(LAYERS):
-        for flight in flights.values():
-            flight.compute()
-        for half, flight in list(flights.items()):
-            x[half] = Seam.apply(flight.wait(), half, events)
+        for one in pending.values():
+            one.compute()
+        for half, one in list(pending.items()):
+            x[half] = Seam.apply(one.combine(), half, events)
             if layer + 1 < LAYERS:
                 q, k, v = x[half], *leaves[half][1:]
-                flights[half] = attention[half].launch(q, k, v, plans[half])
+                pending[half] = attention[half].dispatch(q, k, v, plans[half])
     forward, events[:] = list(events), []
     losses = [(x[half] * tokens[half].of_rank(transport.rank)[3]).sum() for half in plans]
     torch.stack(losses).sum().backward()
@@ -123,7 +123,7 @@ def step():  # type: ignore[no-untyped-def]
     plans = {half: Batch(ranks, GRAIN).plan() for half, ranks in HALVES.items()}
     assert all(len(plan.forward.moved) for plan in plans.values())
     tokens = {half: Tokens(plan, torch.float64) for half, plan in plans.items()}
-    return tokens, LocalHub(2).run(lambda transport: train_step(transport, plans, tokens))
+    return tokens, LocalWorld(2).run(lambda transport: train_step(transport, plans, tokens))
 
 
 def test_every_exchange_but_first_and_last_is_hidden(step) -> None:  # type: ignore[no-untyped-def]
@@ -172,43 +172,43 @@ def test_local_tasks_are_computed_while_data_is_under_way() -> None:
         RecordedAttention(transport, "whole", events)(*leaves, plan).backward(grad_out)
         return [what for what, _ in events]
 
-    sender, server = LocalHub(2).run(rank)
+    sender, server = LocalWorld(2).run(rank)
     assert sender == ["start", "compute", "wait", "start", "wait"] * 2
     assert server == ["start", "compute", "wait", "compute", "start", "wait"] * 2
 
 
-def test_wrong_use_of_a_flight_is_told() -> None:
+def test_wrong_order_of_the_steps_is_refused() -> None:
     plan = Batch([[40], [3]], GRAIN).plan()
     tokens = Tokens(plan, torch.float64)
 
     def rank(transport: LocalTransport) -> None:
         attention = CoreAttention(transport=transport)
         qkv = tokens.of_rank(transport.rank)[:3]
-        flight = attention.launch(*qkv, plan)
-        with pytest.raises(RuntimeError, match="wait for the first, or use a second CoreAttention"):
-            attention.launch(*qkv, plan)
-        flight.wait()  # computes too
-        with pytest.raises(RuntimeError, match="wait once"):
-            flight.wait()
-        with pytest.raises(RuntimeError, match="compute once"):
-            flight.compute()
+        pending = attention.dispatch(*qkv, plan)
+        with pytest.raises(RuntimeError, match="or use a second CoreAttention"):
+            attention.dispatch(*qkv, plan)
+        pending.combine()  # computes too
+        with pytest.raises(RuntimeError, match="call combine once"):
+            pending.combine()
+        with pytest.raises(RuntimeError, match="call compute once"):
+            pending.compute()
 
-    LocalHub(2).run(rank)
+    LocalWorld(2).run(rank)
 
 
-def test_a_flight_is_gone_after_its_backward() -> None:
-    """It hangs on its node in the graph, and must not hold the node itself: nobody finds such a
-    ring, and every layer of every step would stay in memory."""
+def test_async_attention_is_freed_after_its_backward() -> None:
+    """Its nodes in the graph refer to it, so it must not refer to them: Python cannot collect such
+    a cycle, and every layer of every step would stay in memory."""
     plan = distca.plan([[40, 9]], heads=2, kv_heads=1, head_dim=8, **GRAIN)
 
     def rank(transport: LocalTransport) -> None:
         attention = CoreAttention(transport=transport)
         q, k, v = (torch.randn(49, heads, 8, requires_grad=True) for heads in (2, 1, 1))
-        flight = attention.launch(q * 1, k * 1, v * 1, plan)
-        flight.compute()
-        flight.wait().sum().backward()
-        known = weakref.ref(flight)
-        del flight
+        pending = attention.dispatch(q * 1, k * 1, v * 1, plan)
+        pending.compute()
+        pending.combine().sum().backward()
+        known = weakref.ref(pending)
+        del pending
         assert known() is None
 
-    LocalHub(1).run(rank)
+    LocalWorld(1).run(rank)

@@ -1,4 +1,4 @@
-"""Buffers: how much memory they take, what they refuse, and who holds them."""
+"""Buffers: how much memory they take, what they refuse, and who uses them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ Claim = Callable[[Buffers, int, torch.device], Tensor]
 both_ways = pytest.mark.parametrize("claim", [Buffers.send, Buffers.recv], ids=["send", "recv"])
 
 
-class Holder:
-    """Anything that can be under way."""
+class User:
+    """Stands for an exchange."""
 
 
 @both_ways
@@ -82,20 +82,20 @@ def test_a_negative_capacity_is_refused() -> None:
         Buffers(-1)
 
 
-def test_a_second_holder_waits_until_the_first_lets_go() -> None:
-    buffers, first, second = Buffers(), Holder(), Holder()
-    buffers.hold(first)
-    with pytest.raises(RuntimeError, match="while another was under way"):
-        buffers.hold(second)
-    buffers.let_go()
-    buffers.hold(second)
-    with pytest.raises(RuntimeError, match="while another was under way"):
-        buffers.hold(first)
+def test_a_second_user_is_refused_until_the_first_releases_them() -> None:
+    buffers, first, second = Buffers(), User(), User()
+    buffers.acquire(first)
+    with pytest.raises(RuntimeError, match="while another one used the same buffers"):
+        buffers.acquire(second)
+    buffers.release()
+    buffers.acquire(second)
+    with pytest.raises(RuntimeError, match="while another one used the same buffers"):
+        buffers.acquire(first)
 
 
-def test_a_holder_that_is_gone_holds_nothing() -> None:
-    buffers, holder = Buffers(), Holder()
-    buffers.hold(holder)
-    del holder
+def test_buffers_of_a_deleted_user_are_free() -> None:
+    buffers, user = Buffers(), User()
+    buffers.acquire(user)
+    del user
     gc.collect()
-    buffers.hold(Holder())
+    buffers.acquire(User())

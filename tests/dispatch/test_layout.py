@@ -21,39 +21,46 @@ from planning.oracles import (
 )
 from strategies import MASKS, Batch, Entry, batches, shard
 
-from distca.dispatch.layout import Call, Exchange, Layout
+from distca.dispatch.layout import Call, Layout, Transfer
+from distca.dispatch.rows import Rows
 from distca.planning.plan import Plan
 
-Rows = npt.NDArray[np.int64]  # [tokens, 2]
+Tokens = npt.NDArray[np.int64]  # [tokens, 2]
 FINE = {"cost": "pairs", "tile": 4, "min_shard": 4}
 
 
 @dataclass(frozen=True)
 class Inbox:
-    """A rank's own rows and, after them, those it received: what its calls index."""
+    """The pieces of a rank: its own rows, and after them those that each sender sent."""
 
-    queries: Rows
-    keys: Rows
+    queries: list[Tokens]
+    keys: list[Tokens]
 
 
-def payload(tokens: list[Token]) -> Rows:
+def payload(tokens: list[Token]) -> Tokens:
     return np.asarray(tokens, dtype=np.int64).reshape(-1, 2)
 
 
-def all_to_all(own: list[Rows], exchanges: list[Exchange]) -> list[Rows]:
-    """What every rank receives, joined in the order of the senders."""
-    parcels = []
-    for rows, exchange in zip(own, exchanges, strict=True):
-        assert exchange.send_splits.sum() == len(exchange.send_rows)
-        assert exchange.send_rows.min(initial=0) >= 0
-        assert exchange.send_rows.max(initial=-1) < len(rows)
-        ends = np.cumsum(exchange.send_splits)[:-1]
-        parcels.append(np.split(rows[exchange.send_rows], ends))
+def taken(rows: Rows, pieces: list[Tokens]) -> Tokens:
+    for run in rows.runs:
+        assert 0 <= run.start < run.stop <= len(pieces[run.piece])
+    return np.concatenate([payload([]), *(pieces[r.piece][r.start : r.stop] for r in rows.runs)])
+
+
+def all_to_all(own: list[Tokens], transfers: list[Transfer]) -> list[list[Tokens]]:
+    """What every rank receives, in the order of the senders that send anything."""
+    sent = [
+        {receiver: taken(rows, [mine]) for receiver, rows in transfer.send.items()}
+        for mine, transfer in zip(own, transfers, strict=True)
+    ]
     received = []
-    for rank, exchange in enumerate(exchanges):
-        arriving = [parcels[source][rank] for source in range(len(exchanges))]
-        assert exchange.recv_splits.tolist() == [len(parcel) for parcel in arriving]
-        received.append(np.concatenate(arriving))
+    for rank, transfer in enumerate(transfers):
+        arriving = {sender: parts[rank] for sender, parts in enumerate(sent) if rank in parts}
+        assert transfer.recv == {sender: len(part) for sender, part in arriving.items()}
+        assert list(transfer.recv) == sorted(transfer.recv)
+        assert list(transfer.send) == sorted(transfer.send)
+        assert transfer.moves == any(sent)
+        received.append(list(arriving.values()))
     return received
 
 
@@ -63,21 +70,16 @@ def deliver(plan: Plan, layouts: list[Layout]) -> list[Inbox]:
     own = [payload(tokens) for tokens in rows]
     queries = all_to_all(own, [layout.q for layout in layouts])
     keys = all_to_all(own, [layout.kv for layout in layouts])
-    return [
-        Inbox(np.concatenate([mine, q]), np.concatenate([mine, kv]))
-        for mine, q, kv in zip(own, queries, keys, strict=True)
-    ]
+    return [Inbox([mine, *q], [mine, *kv]) for mine, q, kv in zip(own, queries, keys, strict=True)]
 
 
 def computed(call: Call, inbox: Inbox) -> list[tuple[list[Token], list[Token]]]:
     """Queries and keys of each task of a call, as tokens."""
     assert call.q_offsets[0] == call.kv_offsets[0] == 0
-    assert call.q_offsets[-1] == len(call.q_rows)
-    assert call.kv_offsets[-1] == len(call.kv_rows)
-    q = np.split(inbox.queries[call.q_rows], call.q_offsets[1:-1])
-    kv = np.split(inbox.keys[call.kv_rows], call.kv_offsets[1:-1])
-    assert call.max_queries == max(map(len, q))
-    assert call.max_keys == max(map(len, kv))
+    assert call.q_offsets[-1] == len(call.q)
+    assert call.kv_offsets[-1] == len(call.kv)
+    q = np.split(taken(call.q, inbox.queries), call.q_offsets[1:-1])
+    kv = np.split(taken(call.kv, inbox.keys), call.kv_offsets[1:-1])
     return [
         ([(d, p) for d, p in queries.tolist()], [(d, p) for d, p in keys.tolist()])
         for queries, keys in zip(q, kv, strict=True)
@@ -93,7 +95,7 @@ def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
     inboxes = deliver(plan, layouts)
     for rank, (layout, inbox) in enumerate(zip(layouts, inboxes, strict=True)):
         own = [token for token, home in homes.items() if home == rank]
-        assert (layout.rank, layout.num_tokens) == (rank, len(own))
+        assert (layout.rank, layout.num_ranks, layout.num_tokens) == (rank, ranks, len(own))
         # 1. Exactly the tasks of this rank, each with its own queries and keys, in order.
         expected = {
             (task.document, task.start): (
@@ -115,13 +117,13 @@ def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
                     at_home = all(homes[token] == rank for token in (*queries, *keys))
                     assert at_home == local
                 if local:
-                    assert max(call.q_rows.max(), call.kv_rows.max()) < layout.num_tokens
+                    assert {run.piece for run in (*call.q.runs, *call.kv.runs)} == {0}
         assert sorted(found) == sorted(expected)
         # 2. Nothing is received that is not needed, and nothing twice.
-        queries_in = inbox.queries[layout.num_tokens :].tolist()
+        queries_in = np.concatenate([payload([]), *inbox.queries[1:]]).tolist()
         wanted = [t for queries, _ in expected.values() for t in queries if homes[t] != rank]
         assert sorted(map(tuple, queries_in)) == sorted(wanted)
-        keys_in = inbox.keys[layout.num_tokens :].tolist()
+        keys_in = np.concatenate([payload([]), *inbox.keys[1:]]).tolist()
         needed = keys_needed(tasks, ranks)[rank]
         assert sorted(map(tuple, keys_in)) == sorted(t for t in needed if homes[t] != rank)
 
@@ -187,24 +189,41 @@ def test_colocated_documents_exchange_nothing() -> None:
     layout = Layout.of(Batch([[20, 3], [8]], {**FINE, "policy": "colocated"}).plan(), 0)
     assert layout.remote == ()
     (call,) = layout.local
-    assert call.q_rows.tolist() == call.kv_rows.tolist() == list(range(23))
+    assert str(call.q) == str(call.kv) == "0[0:23]"
     assert call.q_offsets.tolist() == call.kv_offsets.tolist() == [0, 20, 23]
-    for exchange in (layout.q, layout.kv):
-        assert exchange.send_splits.tolist() == exchange.recv_splits.tolist() == [0, 0]
+    for transfer in (layout.q, layout.kv):
+        assert (transfer.send, transfer.recv, transfer.moves) == ({}, {}, False)
+    assert layout.is_one_call
 
 
 def test_by_hand() -> None:
     """Rank 1 holds [3, 5) of a document and fetches keys [0, 3) from rank 0's rows 2, 3, 4."""
     batch = Batch([[2, shard(0, 0, 3)], [shard(0, 3, 5)]], {**FINE, "policy": "colocated"})
     first, second = (Layout.of(batch.plan(), rank) for rank in (0, 1))
-    assert first.kv.send_rows.tolist() == [2, 3, 4]
-    assert first.kv.send_splits.tolist() == [0, 3]
-    assert second.kv.recv_splits.tolist() == [3, 0]
-    assert second.q.send_rows.tolist() == []
+    assert first.kv.send == {1: Rows(((0, 2, 5),))}
+    assert (first.kv.recv, second.kv.recv) == ({}, {0: 3})
+    assert first.q.send == second.q.send == {}
+    assert (first.q.moves, first.kv.moves) == (False, True)
     assert second.local == ()
     (call,) = second.remote
-    assert call.q_rows.tolist() == [0, 1]
-    assert call.kv_rows.tolist() == [2, 3, 4, 0, 1], "received keys come after the two own rows"
+    assert (str(call.q), str(call.kv)) == ("0[0:2]", "1[0:3] 0[0:2]")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "one_call"),
+    [
+        ([[20, 3], [20, 3]], {}, True),
+        ([[20, 3], [9]], {"mask": ["causal", "full", "causal"], "policy": "colocated"}, False),
+        ([[40, 3], [3]], {}, False),
+        ([[shard(0, 10, 20), shard(0, 0, 10)], [20]], {"policy": "colocated"}, False),
+        ([[], [5]], {"policy": "colocated"}, False),
+    ],
+    ids=["all at home", "two masks", "some leave", "repeated keys", "no tokens"],
+)
+def test_one_call_is_all_rows_as_they_lie(
+    ranks: list[list[Entry]], options: dict[str, object], one_call: bool
+) -> None:
+    assert Layout.of(Batch(ranks, {**FINE, **options}).plan(), 0).is_one_call == one_call
 
 
 def test_a_server_without_tokens() -> None:
@@ -212,7 +231,7 @@ def test_a_server_without_tokens() -> None:
     layout = Layout.of(plan, 2)
     assert layout.num_tokens == 0
     assert layout.local == ()
-    assert layout.q.recv_splits.tolist() == layout.kv.recv_splits.tolist() == [20, 12, 0]
+    assert layout.q.recv == layout.kv.recv == {0: 20, 1: 12}
     for rank in (0, 1):
         worker = Layout.of(plan, rank)
         assert worker.local == worker.remote == ()
@@ -222,7 +241,7 @@ def test_ranks_without_anything() -> None:
     batch = Batch([[], [5], []], {**FINE, "policy": "colocated"})
     layout = Layout.of(batch.plan(), 2)
     assert (layout.num_tokens, layout.local, layout.remote) == (0, (), ())
-    assert layout.q.send_splits.tolist() == [0, 0, 0]
+    assert (layout.q.send, layout.q.recv) == ({}, {})
     check_both_ways(Batch([[], []], FINE))
 
 

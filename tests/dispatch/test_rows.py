@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,13 +29,21 @@ class Case:
 
     @property
     def rows(self) -> Rows:
-        return Rows.of(as_ints(self.indices), self.sizes)
+        return rows_of(self.indices, self.sizes)
 
     def pieces(self) -> list[Tensor]:
         return [random_rows(size, self.wide) for size in self.sizes]
 
     def values(self) -> Tensor:
         return random_rows(len(self.indices), self.wide)
+
+
+def rows_of(indices: Sequence[int], sizes: Sequence[int]) -> Rows:
+    """From indices into the joined pieces, each a span of its own."""
+    ends = np.cumsum(sizes)
+    piece = np.searchsorted(ends, as_ints(indices), side="right")
+    start = as_ints(indices) - (ends - sizes)[piece]
+    return Rows.of(piece, start, start + 1)
 
 
 def random_rows(count: int, wide: bool) -> Tensor:
@@ -94,7 +103,7 @@ def test_disjoint_is_that_no_row_is_named_twice(case: Case) -> None:
 @pytest.mark.parametrize("wide", [False, True])
 def test_a_single_run_is_a_view(wide: bool) -> None:
     pieces = [random_rows(4, wide), random_rows(6, wide)]
-    taken = Rows.of(as_ints(range(5, 9)), [4, 6]).take(pieces)
+    taken = rows_of(range(5, 9), [4, 6]).take(pieces)
     assert taken.data_ptr() == pieces[1][1].data_ptr()
     pieces[1][1:5] = 7
     assert bool((taken == 7).all())
@@ -102,7 +111,7 @@ def test_a_single_run_is_a_view(wide: bool) -> None:
 
 def test_several_runs_are_a_copy() -> None:
     piece = torch.zeros(4, 2)
-    taken = Rows.of(as_ints([0, 2, 3]), [4]).take([piece])
+    taken = rows_of([0, 2, 3], [4]).take([piece])
     piece.fill_(7)
     assert not taken.any()
 
@@ -119,23 +128,24 @@ def test_several_runs_are_a_copy() -> None:
     ids=["all", "out of order", "backwards", "twice", "none"],
 )
 def test_neighbours_of_one_piece_are_one_run(indices: Any, runs: list[tuple[int, ...]]) -> None:
-    assert Rows.of(as_ints(indices), [2, 0, 4]).runs == tuple(Run(*run) for run in runs)
+    assert rows_of(indices, [2, 0, 4]).runs == tuple(Run(*run) for run in runs)
 
 
-def test_all_of_the_first_piece_and_nothing_else() -> None:
-    whole = {
-        tuple(indices): Rows.of(as_ints(indices), [3, 2]).is_all_of(3)
-        for indices in ([0, 1, 2], [0, 1], [1, 2], [0, 2, 1], [0, 1, 2, 3], [0, 1, 2, 0, 1, 2], [])
-    }
-    assert [indices for indices, is_all in whole.items() if is_all] == [(0, 1, 2)]
+def test_spans_are_joined_only_where_they_touch() -> None:
+    """In order, and within one piece; it prints as slices."""
+    columns = ([0, 0, 0, 1, 1], [2, 6, 9, 9, 12], [6, 8, 10, 12, 13])
+    rows = Rows.of(*map(as_ints, columns))
+    assert str(rows) == "0[2:8] 0[9:10] 1[9:13]"
+    assert len(rows) == 11
 
 
 def test_no_rows_move_nothing() -> None:
     pieces, none = [torch.ones(3, 2, 5), torch.ones(0, 2, 5)], torch.empty(0, 2, 5)
-    rows = Rows.of(as_ints([]), [3, 0])
+    rows = rows_of([], [3, 0])
     assert rows.take(pieces).shape == (0, 2, 5)
     assert rows.take(pieces, out=none) is none
     rows.put(none, pieces)
     rows.add(none, pieces)
     assert bool((pieces[0] == 1).all())
     assert rows.disjoint
+    assert (len(rows), str(rows)) == (0, "")

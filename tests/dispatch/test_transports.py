@@ -12,7 +12,7 @@ from torch import Tensor
 
 from distca.dispatch.transports import throttled
 from distca.dispatch.transports.base import Wait
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.dispatch.transports.throttled import ThrottledTransport
 
 
@@ -27,13 +27,13 @@ def start(transport: LocalTransport, number: int) -> tuple[Wait, Tensor]:
 @pytest.mark.parametrize("failing", [0, 2])
 def test_an_error_on_one_rank_ends_all_with_that_error(failing: int) -> None:
     def one_rank(transport: LocalTransport) -> None:
-        transport.gather(b"all are well")
+        transport.all_gather_object("all are well")
         if transport.rank == failing:
             raise LookupError("the original")
-        transport.gather(b"one is gone")
+        transport.all_gather_object("one is gone")
 
     with pytest.raises(LookupError, match="the original"):
-        LocalHub(3).run(one_rank)
+        LocalWorld(3).run(one_rank)
 
 
 def test_ranks_that_expect_other_sizes_are_told_so() -> None:
@@ -44,15 +44,15 @@ def test_ranks_that_expect_other_sizes_are_told_so() -> None:
 
     sentence = r"rank 1 expects \[1, 3\] bytes but is sent \[2, 2\]: the ranks hold different plans"
     with pytest.raises(ValueError, match=sentence):
-        LocalHub(2).run(one_rank)
+        LocalWorld(2).run(one_rank)
 
 
-def test_notes_come_in_the_order_of_ranks() -> None:
-    def one_rank(transport: LocalTransport) -> list[bytes]:
+def test_objects_are_gathered_in_the_order_of_ranks() -> None:
+    def one_rank(transport: LocalTransport) -> list[dict[str, int]]:
         time.sleep(0.002 * (2 - transport.rank))  # the last rank comes first
-        return transport.gather(b"rank %d" % transport.rank)
+        return transport.all_gather_object({"rank": transport.rank})
 
-    assert LocalHub(3).run(one_rank) == [[b"rank 0", b"rank 1", b"rank 2"]] * 3
+    assert LocalWorld(3).run(one_rank) == [[{"rank": 0}, {"rank": 1}, {"rank": 2}]] * 3
 
 
 def test_exchanges_under_way_together_are_told_apart() -> None:
@@ -62,7 +62,7 @@ def test_exchanges_under_way_together_are_told_apart() -> None:
         wait_first()
         return [first.tolist(), second.tolist()]
 
-    assert LocalHub(3).run(one_rank) == [[[1, 11, 21], [2, 12, 22]]] * 3
+    assert LocalWorld(3).run(one_rank) == [[[1, 11, 21], [2, 12, 22]]] * 3
 
 
 def test_a_sender_may_go_on_before_a_slow_peer_has_looked() -> None:
@@ -79,23 +79,23 @@ def test_a_sender_may_go_on_before_a_slow_peer_has_looked() -> None:
         overwritten.set()
         return recv.tolist()
 
-    assert LocalHub(2).run(one_rank) == [[1, 2]] * 2
+    assert LocalWorld(2).run(one_rank) == [[1, 2]] * 2
 
 
 def test_nothing_is_left_when_all_have_collected() -> None:
-    hub = LocalHub(3)
+    world = LocalWorld(3)
 
     def one_rank(transport: LocalTransport) -> int:
         most = 0
         for number in range(50):
-            transport.gather(b"now")
+            transport.all_gather_object("now")
             start(transport, number % 10)[0]()
-            most = max(most, len(hub._posted))
+            most = max(most, len(world._posted))
         return most
 
-    assert max(hub.run(one_rank)) <= 2 * hub.num_ranks, "no rank is two meetings ahead"
-    assert not hub._posted
-    assert not hub._taken
+    assert max(world.run(one_rank)) <= 2 * world.num_ranks, "no rank is two collectives ahead"
+    assert not world._posted
+    assert not world._collected
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
     from distca.attention import core
     from distca.integrations.shared import planned
 
-    counts = {"exchange": 0, "plan": 0, "agree": 0}
+    counts = {"gather_or_raise": 0, "plan": 0, "agree": 0}
 
     def counting(home: Any, name: str) -> Any:
         called = getattr(home, name)
@@ -200,12 +200,13 @@ def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
     model = model_of("gemma3", "distca")
     model.gradient_checkpointing_enable(CHECKPOINTING["plain"])
     loader: Any = [batches()[dist.get_rank(group)] for _ in range(2)]
-    undo = [counting(planned, "exchange"), counting(planned, "plan"), counting(core, "agree")]
+    homes = {"gather_or_raise": planned, "plan": planned, "agree": core}
+    undo = [counting(home, name) for name, home in homes.items()]
     for batch in one.plan_ahead(loader) if ahead else loader:
         loss_of(model, batch).backward()
     for back in undo:
         back()
-    return counts["exchange"], counts["plan"], counts["agree"]
+    return counts["gather_or_raise"], counts["plan"], counts["agree"]
 
 
 def leaking(group: dist.ProcessGroup, name: str) -> list[Leak]:

@@ -1,4 +1,4 @@
-"""What integrations share: lengths from batches, notes of any length, loaders that plan ahead."""
+"""What integrations share: lengths from batches, long handshakes, loaders that plan ahead."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_a_loader_reads_one_ahead() -> None:
     assert seen == [(0, 2), (1, 3), (2, 3)]
 
 
-def test_notes_of_any_length(pair: RankPool) -> None:
+def test_handshakes_of_any_length(pair: RankPool) -> None:
     lengths = [list(range(1, 2000)), [7]]
     for ranks in pair.run(gathering.gathered, lengths, ranks=2):
         assert [list(one) for one in ranks] == lengths

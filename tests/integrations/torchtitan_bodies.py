@@ -116,16 +116,16 @@ def config_of(attention: str, folder: str) -> Any:
 @contextmanager
 def gathered() -> Iterator[list[Any]]:
     """What this rank told the others of its documents."""
-    notes: list[Any] = []
-    tell = planned.exchange
+    handshakes: list[Any] = []
+    tell = planned.gather_or_raise
 
     def telling(transport: Any, mine: Any) -> Any:
-        notes.append(mine)
+        handshakes.append(mine)
         return tell(transport, mine)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned, "exchange", telling)
-        yield notes
+        patch.setattr(planned, "gather_or_raise", telling)
+        yield handshakes
 
 
 def mark() -> None:
@@ -147,7 +147,7 @@ def trained(
 ) -> Trained:
     """options: of the Trainer's config, by dotted names; "window" is of the second layer."""
     mark()
-    with tempfile.TemporaryDirectory() as folder, counted() as sent, gathered() as notes:
+    with tempfile.TemporaryDirectory() as folder, counted() as sent, gathered() as handshakes:
         config = config_of(attention, folder)
         config.activation_checkpoint = CHECKPOINTING[checkpointing]
         given = dict(options)
@@ -161,8 +161,8 @@ def trained(
         trainer.train()
         trainer.close()
     metrics = trainer.metrics_processor
-    fillers = sum(note.done for note in notes)
-    return Trained(metrics.logged, metrics.validated, len(sent), len(notes), fillers)
+    fillers = sum(one.done for one in handshakes)
+    return Trained(metrics.logged, metrics.validated, len(sent), len(handshakes), fillers)
 
 
 def resumed(group: dist.ProcessGroup, folder: str) -> list[list[tuple[float, float]]]:

@@ -16,7 +16,7 @@ from torch import Tensor
 from distca.attention.backends.base import Attended, Gradients
 from distca.attention.backends.sdpa import Sdpa
 from distca.attention.core import CoreAttention
-from distca.attention.passes import PreparedPlan
+from distca.attention.prepared import PreparedPlan
 from distca.data.documents import Batch
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.distributed import DistributedTransport
@@ -63,8 +63,8 @@ class RecordingAttention(CoreAttention):
         super().__init__(transport=RecordingTransport(group, control, half, events))
         self.recording = RecordingBackend(half, events)
 
-    def prepare(self, *args: Any) -> PreparedPlan:
-        return replace(super().prepare(*args), backend=self.recording)
+    def prepare(self, *args: Any, **plans: Any) -> PreparedPlan:
+        return replace(super().prepare(*args, **plans), backend=self.recording)
 
 
 def recorded_step(

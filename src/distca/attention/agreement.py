@@ -1,91 +1,94 @@
-"""All ranks agree on the terms before a plan's first exchange, or all say why not.
+"""The handshake of all ranks before a plan's first exchange.
 
-A mismatch inside a collective hangs, aborts the process or mixes up numbers; a note compared on
-the host does none of these. It costs one small gather per plan, not per layer.
+A mismatch inside a collective deadlocks, aborts the process or mixes up numbers. A handshake that
+is compared on the host raises the same error on every rank instead. It costs one small gather per
+plan, not per layer.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Hashable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from distca.dispatch.transports.base import NOTE_BYTES, Transport
+from distca.dispatch.transports.base import Transport
 
-_WAY_OUT = {
+_ADVICE = {
     "plan": "make it from the same lengths and options on every rank",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
 }
 
 
 class DisagreementError(ValueError):
-    """The ranks did not come with the same plan and the same kind of tensors."""
+    """Raised on all ranks if they do not have the same plan and the same kind of tensors."""
 
 
 @dataclass(frozen=True)
-class Terms:
-    """What one rank comes with; None where it has nothing to say, since it only serves."""
+class Handshake:
+    """What one rank brings; None for what a rank that only serves does not know."""
 
-    plan: str
+    plan: str  # fingerprint
     heads: int | None = None
     kv_heads: int | None = None
-    head_size: int | None = None
+    head_dim: int | None = None
     dtype: str | None = None
     device: str | None = None
     scale: float | None = None
     grad_mode: bool | None = None
-    wants_gradient: bool = False  # of q, k or v; may differ, one is enough
-    complaint: str = ""  # why this rank cannot take part
-
-    def note(self) -> bytes:
-        fields = asdict(self)
-        spare = NOTE_BYTES - len(json.dumps(fields | {"complaint": ""}).encode())
-        while len(json.dumps(fields["complaint"]).encode()) > spare:
-            fields["complaint"] = fields["complaint"][:-20]
-        return json.dumps(fields).encode()
+    wants_gradient: bool = False  # of q, k or v; ranks may differ
+    error: str = ""  # why this rank cannot take part
 
 
-@dataclass(frozen=True)
-class Agreed:
-    """The terms of all: what every rank said that said anything."""
+class Agreed(NamedTuple):
+    """What the ranks agreed on."""
 
-    terms: dict[str, Any]
-    wants_gradient: bool  # on any rank
-    some_serve: bool
+    common: Handshake  # the values that ranks brought; wants_gradient if any rank does
+    some_serve: bool  # whether some ranks brought no tensors
 
 
-def agree(transport: Transport, mine: Terms) -> Agreed:
-    """Raises on every rank if any of them has a complaint or other terms."""
-    notes = [json.loads(note) for note in transport.gather(mine.note())]
-    if mine.complaint:
-        raise DisagreementError(mine.complaint)
-    for rank, note in enumerate(notes):
-        if note["complaint"]:
-            raise DisagreementError(f"rank {rank} cannot take part: {note['complaint']}")
-    common = {}
-    for field in asdict(mine):
-        if field in ("wants_gradient", "complaint"):
+class _WithError(Protocol):
+    @property
+    def error(self) -> str: ...
+
+
+Record = TypeVar("Record", bound=_WithError)
+
+
+def gather_or_raise(transport: Transport, mine: Record) -> list[Record]:
+    """Returns the records of all ranks; if one of them has an error, all ranks raise it."""
+    records = transport.all_gather_object(mine)
+    if mine.error:
+        raise DisagreementError(mine.error)
+    for rank, record in enumerate(records):
+        if record.error:
+            raise DisagreementError(f"rank {rank} cannot take part: {record.error}")
+    return records
+
+
+def agree(transport: Transport, mine: Handshake) -> Agreed:
+    """Compares the handshakes of all ranks; raises on every rank if one differs or has an error."""
+    handshakes = gather_or_raise(transport, mine)
+    common: dict[str, Any] = {}
+    for name in (field.name for field in fields(mine)):
+        if name in ("wants_gradient", "error"):
             continue
-        said = {rank: note[field] for rank, note in enumerate(notes) if note[field] is not None}
-        if len(set(said.values())) > 1:
-            raise DisagreementError(_difference(field, said))
-        common[field] = next(iter(said.values()), None)
-    return Agreed(
-        terms=common,
-        wants_gradient=any(note["wants_gradient"] for note in notes),
-        some_serve=any(note["heads"] is None for note in notes),
-    )
+        values = ((rank, getattr(one, name)) for rank, one in enumerate(handshakes))
+        known = {rank: value for rank, value in values if value is not None}
+        if len(set(known.values())) > 1:
+            raise DisagreementError(_difference(name, known))
+        common[name] = next(iter(known.values()), None)
+    common["wants_gradient"] = any(one.wants_gradient for one in handshakes)
+    return Agreed(replace(mine, **common), any(one.heads is None for one in handshakes))
 
 
-def _difference(field: str, said: dict[int, Hashable]) -> str:
+def _difference(field: str, values: dict[int, Hashable]) -> str:
     by_value: dict[Hashable, list[int]] = {}
-    for rank, value in said.items():
+    for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     parts = [f"{str(value)[:12]} on {_ranks(ranks)}" for value, ranks in by_value.items()]
-    way_out = _WAY_OUT.get(field, "it must be the same everywhere")
+    advice = _ADVICE.get(field, "it must be the same everywhere")
     name = field.replace("_", " ")
-    return f"the ranks disagree on the {name}: {' but '.join(parts)}; {way_out}"
+    return f"the ranks disagree on the {name}: {' but '.join(parts)}; {advice}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

@@ -1,4 +1,4 @@
-"""``CoreAttention``: the differentiable whole, from packed tensors and a plan."""
+"""``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention import passes
-from distca.attention.agreement import Agreed, DisagreementError, Terms, agree
-from distca.attention.backends.base import Traits
+from distca.attention.agreement import Agreed, DisagreementError, Handshake, agree
+from distca.attention.backends.base import Backend, Traits, kind_of
 from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
-from distca.attention.route import Route, TensorSpec
+from distca.attention.passes import serve_backward, serve_forward
+from distca.attention.prepared import PreparedLayout, PreparedPlan, TensorSpec
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport
@@ -25,31 +25,32 @@ from distca.planning.plan import Plan
 
 
 class _Ready(NamedTuple):
-    """An execution that all ranks agreed to."""
+    """A prepared plan on which all ranks agreed."""
 
     handle: int
-    execution: passes.PreparedPlan
+    plan: PreparedPlan
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
 
 
 class CoreAttention:
-    """softmax(QK^T)V of this rank's packed documents, computed wherever the plan says.
+    """softmax(QK^T)V of this rank's packed documents, computed on the ranks that the plan assigns.
 
     Every rank of the group calls it with the same plan, once per layer and in the same order; a
-    rank without tokens passes empty tensors, and one without a model calls ``serve``. Outputs and
-    gradients are those of one device. One object serves all layers of a model.
+    rank without tokens passes empty tensors, and a rank without a model calls ``serve``. Outputs
+    and gradients are those of one device. One object serves all layers of a model.
 
     group: the ranks of the plan, in order; None is the default group.
-    control: the same ranks in a gloo group, over which they agree before a plan's first exchange;
-        needed only where the group is a part of the world and moves CUDA tensors alone.
-    backend: a name from ``distca.attention``, or ``auto`` for the fastest that fits.
-    scale: of the scores; 1 / sqrt(D) by default.
-    deterministic: gradients are equal bit by bit from run to run.
-    buffer_bytes: what one exchange may send, and what it may receive, on this rank; by default
-        buffers grow to the largest exchange that plans ask for.
-    transport: instead of a group, another way to exchange.
+    control: the same ranks in a gloo group, over which they compare handshakes before a plan's
+        first exchange; only needed if the group is a part of the world and moves CUDA tensors
+        alone.
+    backend: a name from ``distca.attention.backends``, or ``auto`` for the fastest that fits.
+    scale: factor of the scores; 1 / sqrt(D) by default.
+    deterministic: whether gradients are bitwise equal from run to run.
+    buffer_bytes: how much one exchange may send, and how much it may receive, on this rank; by
+        default, buffers grow to the largest exchange.
+    transport: another way to exchange, instead of a group.
 
-    ``meter.take()`` says how many seconds this rank attended and waited for peers.
+    ``meter.take()`` returns the seconds that this rank computed attention and waited for peers.
     """
 
     def __init__(
@@ -66,127 +67,138 @@ class CoreAttention:
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
-        self._known: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
-        self._served: WeakKeyDictionary[Plan, dict[bool, passes.PreparedPlan]] = WeakKeyDictionary()
+        self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
+        self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """q [T, H, D], k and v [T, G, D] -> [T, H, D]; T is what the plan places on this rank."""
-        ready = self._prepare(q, k, v, plan)
+        """q [T, H, D], k and v [T, G, D] -> [T, H, D]; the plan places T tokens on this rank."""
+        ready = self._agree_on(q, k, v, plan)
         return attend(_joining(q, k, v, ready), k, v, ready.handle)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def launch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
-        """The same in three steps (see ``distca.attention.overlap``), for compute in between."""
-        ready = self._prepare(q, k, v, plan)
-        return AsyncAttention(ready.execution, _joining(q, k, v, ready), k, v)
+    def dispatch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
+        """Starts the same in three steps, so that other work overlaps with the exchange.
+
+        Call ``compute()`` and then ``combine()`` of what is returned; see
+        ``distca.attention.overlap``.
+        """
+        ready = self._agree_on(q, k, v, plan)
+        return AsyncAttention(ready.plan, _joining(q, k, v, ready), k, v)
 
     def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
         """Takes this rank's part of a plan without tokens or weights of its own.
 
-        Runs ``layers`` forward exchanges and then ``backward`` of them the other way: all by
-        default, fewer where the first layers are frozen, 0 where the others are in no_grad.
+        Joins ``layers`` forward exchanges and then ``backward`` backward exchanges: as many by
+        default, fewer where the first layers are frozen, 0 where the other ranks are in no_grad.
         """
         backward = layers if backward is None else backward
-        complaint = ""
+        error = ""
         if not 0 <= backward <= layers:
-            complaint = f"{backward} of {layers} layers backward: serve from none to all of them"
-        known = self._served.setdefault(plan, {})
-        learning = backward != 0
-        if complaint or learning not in known:
-            known[learning] = self._join(plan, learning, complaint)
-        served = known[learning]
+            error = f"{backward} of {layers} layers backward: give a number from 0 to {layers}"
+        served, grad_mode = self._served.setdefault(plan, {}), backward != 0
+        if error or grad_mode not in served:
+            served[grad_mode] = self._join(plan, grad_mode, error)
         for _ in range(layers):
-            passes.serve_forward([served])
+            serve_forward([served[grad_mode]])
         for _ in range(backward):
-            passes.serve_backward([served])
-
-    def _prepare(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
-        """Known already, or agreed upon now; raises on all ranks where one of them cannot."""
-        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
-        known = self._known.setdefault(plan, {})
-        if key not in known:
-            execution, complaint = None, ""
-            try:
-                _check(q, k, v, plan, self.transport)
-                execution = self.prepare(TensorSpec.of(q, k), plan, plan)
-            except ValueError as error:
-                complaint = str(error)
-            heads, kv_heads, size = (q.shape[1], k.shape[1], q.shape[2]) if execution else (0, 0, 0)
-            terms = Terms(
-                plan=plan.fingerprint,
-                heads=heads,
-                kv_heads=kv_heads,
-                head_size=size,
-                dtype=str(q.dtype).removeprefix("torch."),
-                device=q.device.type,
-                scale=execution.scale if execution else None,
-                grad_mode=torch.is_grad_enabled(),
-                wants_gradient=_wants_gradient(q, k, v),
-                complaint=complaint,
-            )
-            agreed = self._agree(terms)
-            assert execution is not None  # without one there was a complaint
-            known[key] = _Ready(register(execution), execution, agreed.wants_gradient)
-        return known[key]
-
-    def _join(self, plan: Plan, grad_mode: bool, complaint: str) -> passes.PreparedPlan:
-        """A server takes the terms of those that bring tensors."""
-        rank, execution = self.transport.rank, None
-        if tokens := _tokens(plan, rank):
-            complaint = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
-        mine = Terms(plan.fingerprint, grad_mode=grad_mode, complaint=complaint)
-        terms = agree(self.transport, mine).terms
-        if terms["heads"] is None:
-            raise DisagreementError("every rank serves and none brings tensors: there is no work")
-        kind = TensorSpec(
-            heads=terms["heads"],
-            kv_heads=terms["kv_heads"],
-            head_dim=terms["head_size"],
-            dtype=getattr(torch, terms["dtype"]),
-            device=torch.empty(0, device=terms["device"]).device,  # with its number
-        )
-        try:
-            execution = self.prepare(kind, plan, plan)
-        except ValueError as error:
-            complaint = str(error)
-        agree(self.transport, Terms(plan.fingerprint, complaint=complaint))
-        assert execution is not None  # without one there was a complaint
-        return execution
-
-    def _agree(self, terms: Terms) -> Agreed:
-        agreed = agree(self.transport, terms)
-        if agreed.some_serve:  # they learn the terms here, and may then find that they cannot
-            agree(self.transport, Terms(terms.plan))
-        return agreed
+            serve_backward([served[grad_mode]])
 
     def prepare(
-        self, kind: TensorSpec, forward: Plan | None, backward: Plan | None
-    ) -> passes.PreparedPlan:
-        """This rank's part of a plan for each direction, which may be the same.
+        self, spec: TensorSpec, *, forward: Plan | None = None, backward: Plan | None = None
+    ) -> PreparedPlan:
+        """Returns this rank's part of a plan for each direction, which may be the same plan.
 
-        Nothing is agreed here: the caller knows that all ranks run the same.
+        There is no handshake: the caller knows that all ranks run the same.
         """
-        rank, (q, k, _) = self.transport.rank, kind.no_rows()
-        reaches = {int(r) for plan in (forward, backward) if plan for r in plan.reach}
-        masks = [Mask(reach) for reach in sorted(reaches)]
-        traits = Traits.of(q, k, masks, deterministic=self.deterministic)
-        execution = passes.PreparedPlan(
-            forward=Route.of(forward, rank, kind, backward=False) if forward else None,
-            backward=Route.of(backward, rank, kind, backward=True) if backward else None,
-            kind=kind,
+        rank, plans = self.transport.rank, [plan for plan in (forward, backward) if plan]
+        prepared = PreparedPlan(
+            forward=PreparedLayout.of(forward, rank, spec, backward=False) if forward else None,
+            backward=PreparedLayout.of(backward, rank, spec, backward=True) if backward else None,
+            spec=spec,
+            backend=self._backend_for(spec, plans),
+            scale=spec.head_dim**-0.5 if self.scale is None else self.scale,
+            deterministic=self.deterministic,
             transport=self.transport,
             buffers=self.buffers,
-            backend=choose(self.backend, traits),
-            scale=kind.head_dim**-0.5 if self.scale is None else self.scale,
-            deterministic=self.deterministic,
             meter=self.meter,
         )
-        for route in filter(None, (execution.forward, execution.backward)):
-            for message in filter(None, (route.itinerary.out, route.itinerary.back)):
-                self.buffers.check("send", message.outbox.num_bytes)
-                self.buffers.check("receive", message.inbox.num_bytes)
-        return execution
+        for layout in filter(None, (prepared.forward, prepared.backward)):
+            for message in (layout.dispatch, layout.combine):
+                self.buffers.check("send", message.send.num_bytes)
+                self.buffers.check("receive", message.recv.num_bytes)
+        return prepared
+
+    def _backend_for(self, spec: TensorSpec, plans: list[Plan]) -> Backend:
+        """Returns the backend for these tensors and kinds of masks, which is chosen once."""
+        masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
+        key = (spec, frozenset(map(kind_of, masks)))
+        if key not in self._backends:
+            q, k, _ = spec.empty()
+            traits = Traits.of(q, k, masks, deterministic=self.deterministic)
+            self._backends[key] = choose(self.backend, traits)
+        return self._backends[key]
+
+    def _agree_on(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
+        """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise."""
+        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
+        ready = self._ready.setdefault(plan, {})
+        if key not in ready:
+            prepared, error = None, ""
+            try:
+                _check(q, k, v, plan, self.transport)
+                prepared = self.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
+            except ValueError as refused:
+                error = str(refused)
+            agreed = self._compare(
+                Handshake(
+                    plan=plan.fingerprint,
+                    heads=prepared.spec.heads if prepared else 0,
+                    kv_heads=prepared.spec.kv_heads if prepared else 0,
+                    head_dim=prepared.spec.head_dim if prepared else 0,
+                    dtype=str(q.dtype).removeprefix("torch."),
+                    device=q.device.type,
+                    scale=prepared.scale if prepared else None,
+                    grad_mode=torch.is_grad_enabled(),
+                    wants_gradient=_wants_gradient(q, k, v),
+                    error=error,
+                )
+            )
+            assert prepared is not None, "an error on this rank was raised by the comparison"
+            ready[key] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
+        return ready[key]
+
+    def _compare(self, mine: Handshake) -> Agreed:
+        agreed = agree(self.transport, mine)
+        if agreed.some_serve:  # they learn the tensors' sizes here, and may find that they cannot
+            agree(self.transport, Handshake(mine.plan))
+        return agreed
+
+    def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
+        """Prepares a plan on a server for the tensors of the other ranks."""
+        rank, prepared = self.transport.rank, None
+        if tokens := _num_tokens(plan, rank):
+            error = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
+        mine = Handshake(plan.fingerprint, grad_mode=grad_mode, error=error)
+        common = agree(self.transport, mine).common
+        if common.heads is None or common.kv_heads is None or common.head_dim is None:
+            raise DisagreementError("every rank serves and none has tensors: there is no work")
+        assert common.dtype is not None
+        spec = TensorSpec(
+            heads=common.heads,
+            kv_heads=common.kv_heads,
+            head_dim=common.head_dim,
+            dtype=getattr(torch, common.dtype),
+            device=torch.empty(0, device=common.device).device,  # with its index
+        )
+        try:
+            prepared = self.prepare(spec, forward=plan, backward=plan)
+        except ValueError as refused:
+            error = str(refused)
+        agree(self.transport, Handshake(plan.fingerprint, error=error))
+        assert prepared is not None, "an error on this rank was raised by the comparison"
+        return prepared
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
@@ -198,7 +210,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) ->
         )
     if refusal := transport.refusal(q.device):
         raise ValueError(f"{refusal}: move q, k and v, or use another group")
-    tokens = _tokens(plan, rank)
+    tokens = _num_tokens(plan, rank)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.ndim != 3 or tensor.shape[0] != tokens:
             raise ValueError(
@@ -212,12 +224,12 @@ def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) ->
             )
     if k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % max(k.shape[1], 1):
         raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must agree,"
-            " and q have the same head size and a multiple of their heads"
+            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have the"
+            " same shape, and q the same head size and a multiple of their heads"
         )
 
 
-def _tokens(plan: Plan, rank: int) -> int:
+def _num_tokens(plan: Plan, rank: int) -> int:
     return int(plan.placement.tokens[rank]) if rank < plan.placement.num_workers else 0
 
 
@@ -226,9 +238,9 @@ def _wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _joining(q: Tensor, k: Tensor, v: Tensor, ready: _Ready) -> Tensor:
-    """q; as a leaf of its own where peers want a gradient and this rank does not.
+    """Returns q, as a new leaf if peers need a gradient and this rank does not.
 
-    Autograd then comes by in backward here too, and no peer waits for it in vain.
+    Autograd then runs the backward exchange on this rank too; without it, peers would deadlock.
     """
     if ready.wants_gradient and torch.is_grad_enabled() and not _wants_gradient(q, k, v):
         return q.detach().requires_grad_()

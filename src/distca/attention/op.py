@@ -1,8 +1,9 @@
-"""Attention of one layer as a torch op with a forward and a backward of its own.
+"""The attention of one layer as a torch operator with its own backward.
 
-[Note: why a custom op] Activation checkpointing may save the result of an op by name and then runs
-it, and its exchange, once. Autograd inside a Function would run both again. An op accepts neither a
-plan nor a process group, so it is handed an integer that leads to them.
+[Note: why a custom op] Selective activation checkpointing can save the result of an operator by
+name, and then runs it and its exchange once; an autograd Function would run again in backward. An
+operator accepts neither a plan nor a process group, so it takes an integer handle that stands for a
+prepared plan.
 """
 
 from __future__ import annotations
@@ -14,18 +15,19 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from distca.attention import passes
-from distca.attention.backends.base import Attended, wide
+from distca.attention.backends.base import Saved, wide
+from distca.attention.passes import BackwardPass, ForwardPass
+from distca.attention.prepared import PreparedPlan
 
-# Weak: an execution lives as long as its plan, or as a graph that still has to run its backward.
-_EXECUTIONS: WeakValueDictionary[int, passes.PreparedPlan] = WeakValueDictionary()
+# Weak: a prepared plan lives as long as its plan, or as a graph whose backward has not yet run.
+_PREPARED: WeakValueDictionary[int, PreparedPlan] = WeakValueDictionary()
 _handles = itertools.count()
 
 
-def register(execution: passes.PreparedPlan) -> int:
-    """A handle that leads to the execution while somebody holds it."""
+def register(plan: PreparedPlan) -> int:
+    """Returns a handle that is valid as long as the prepared plan is referenced elsewhere."""
     handle = next(_handles)
-    _EXECUTIONS[handle] = execution
+    _PREPARED[handle] = plan
     return handle
 
 
@@ -37,7 +39,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
 def _core_attention(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    attended = passes.forward(_EXECUTIONS[handle], q, k, v)
+    attended = ForwardPass(_PREPARED[handle], q, k, v).combine()
     return attended.out, attended.lse
 
 
@@ -50,7 +52,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
 def _core_attention_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return passes.backward(_EXECUTIONS[handle], grad_out, q, k, v, Attended(out, lse))
+    return BackwardPass(_PREPARED[handle], grad_out, Saved(q, k, v, out, lse)).combine()
 
 
 @_core_attention_backward.register_fake
@@ -60,18 +62,17 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, ...]) -> None:
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, ...]) -> None:
     q, k, v, handle = inputs
-    ctx.save_for_backward(q, k, v, *output)
+    ctx.save_for_backward(*Saved(q, k, v, *output))
     ctx.handle = handle
-    ctx.execution = _EXECUTIONS.get(handle)  # keeps it alive until the graph is gone
+    ctx.plan = _PREPARED.get(handle)  # keeps it alive as long as the graph
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    q, k, v, out, lse = ctx.saved_tensors
-    # The lse is a result only so that it is saved; nobody differentiates through it.
-    grads = torch.ops.distca.core_attention_backward(grad_out, q, k, v, out, lse, ctx.handle)
+    # The lse is a result only so that it is saved; it has no gradient.
+    grads = torch.ops.distca.core_attention_backward(grad_out, *ctx.saved_tensors, ctx.handle)
     return (*grads, None)
 
 
-_core_attention.register_autograd(_differentiate, setup_context=_keep)
+_core_attention.register_autograd(_differentiate, setup_context=_save)

@@ -1,8 +1,8 @@
-"""Memory for what is under way: one set of buffers, used by one exchange at a time.
+"""Memory of an exchange: one send and one receive buffer, used by one exchange at a time.
 
-They hold only what is sent and received inside an exchange; whatever is handed out or saved for
-backward is copied out first. So one send and one receive buffer serve every layer and plan, and
-memory stays flat. Two exchanges that overlap (ping and pong) need a set each.
+They hold only what is sent and received inside an exchange; whatever is returned to the caller or
+saved for backward is copied out first. So one pair of buffers serves every layer and plan, and
+memory stays flat. Two exchanges that overlap (ping and pong) need a pair each.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ _GROWTH = 1.25  # a little more than needed, so that plans of one size soon all 
 
 
 class Buffers:
-    """``capacity`` bytes each way, claimed at first use; None grows to the largest message."""
+    """A send and a receive buffer.
+
+    capacity: bytes of each, allocated at first use; None grows them to the largest message.
+    """
 
     def __init__(self, capacity: int | None = None) -> None:
         if capacity is not None and capacity < 0:
@@ -25,45 +28,47 @@ class Buffers:
             )
         self.capacity = capacity
         self._memory: dict[tuple[str, torch.device], Tensor] = {}
-        self._holder: ReferenceType[object] | None = None
+        self._user: ReferenceType[object] | None = None
 
     @property
     def nbytes(self) -> int:
         return sum(memory.numel() for memory in self._memory.values())
 
-    def check(self, way: str, size: int) -> None:
-        """Refuses what will never fit; to be asked before anything is under way."""
-        if self.capacity is not None and size > self.capacity:
+    def check(self, purpose: str, num_bytes: int) -> None:
+        """Raises for a message that will never fit; called before anything is exchanged."""
+        if self.capacity is not None and num_bytes > self.capacity:
             raise ValueError(
-                f"the plan needs {size:,} bytes to {way} in one exchange but the buffers have"
-                f" {self.capacity:,}: raise buffer_bytes, or plan with a smaller memory_bytes"
+                f"the plan needs {num_bytes:,} bytes to {purpose} in one exchange but the buffers"
+                f" have {self.capacity:,}: raise buffer_bytes, or plan with a smaller memory_bytes"
                 " or a larger tolerance"
             )
 
-    def hold(self, holder: object) -> None:
-        """Until it lets go, or is gone (after an error), no other exchange may use them."""
-        if self._holder is not None and self._holder() is not None:
+    def acquire(self, user: object) -> None:
+        """Reserves the buffers until ``release``, or until the user is deleted after an error."""
+        if self._user is not None and self._user() is not None:
             raise RuntimeError(
-                "an exchange was launched while another was under way in the same buffers:"
-                " wait for the first, or use a second CoreAttention for what overlaps"
+                "an exchange was dispatched while another one used the same buffers: combine the"
+                " first one before, or use a second CoreAttention for exchanges that overlap"
             )
-        self._holder = ref(holder)
+        self._user = ref(user)
 
-    def let_go(self) -> None:
-        self._holder = None
+    def release(self) -> None:
+        self._user = None
 
-    def send(self, size: int, device: torch.device) -> Tensor:
-        return self._claim("send", size, device)
+    def send(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Returns the first bytes of the send buffer."""
+        return self._allocate("send", num_bytes, device)
 
-    def recv(self, size: int, device: torch.device) -> Tensor:
-        return self._claim("receive", size, device)
+    def recv(self, num_bytes: int, device: torch.device) -> Tensor:
+        """Returns the first bytes of the receive buffer."""
+        return self._allocate("receive", num_bytes, device)
 
-    def _claim(self, way: str, size: int, device: torch.device) -> Tensor:
-        memory = self._memory.get((way, device))
-        if memory is None or memory.numel() < size:
-            self.check(way, size)
-            wanted = int(size * _GROWTH) if self.capacity is None else self.capacity
-            self._memory.pop((way, device), None)  # freed before the larger one is taken
-            memory = torch.empty(wanted, dtype=torch.uint8, device=device)
-            self._memory[way, device] = memory
-        return memory[:size]
+    def _allocate(self, purpose: str, num_bytes: int, device: torch.device) -> Tensor:
+        memory = self._memory.get((purpose, device))
+        if memory is None or memory.numel() < num_bytes:
+            self.check(purpose, num_bytes)
+            size = int(num_bytes * _GROWTH) if self.capacity is None else self.capacity
+            self._memory.pop((purpose, device), None)  # freed before the larger one is allocated
+            memory = torch.empty(size, dtype=torch.uint8, device=device)
+            self._memory[purpose, device] = memory
+        return memory[:num_bytes]

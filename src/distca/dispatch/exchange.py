@@ -1,100 +1,94 @@
-"""One exchange of a layer: rows go out to peers, and what peers made of them comes back.
+"""One layer's exchange: rows go out to servers (dispatch), and their results come home (combine).
 
-Where the plan moves nothing, on no rank, nobody joins and nothing is waited for: every rank knows
-that from the plan.
+Where the plan moves nothing on any rank, no rank joins the collective; every rank knows that from
+the plan.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from distca.dispatch.buffers import Buffers
+from distca.dispatch.layout import Transfer
 from distca.dispatch.meter import Meter
-from distca.dispatch.rows import Rows
 from distca.dispatch.transports.base import Transport, Wait
-from distca.dispatch.wire import Message
+from distca.dispatch.wire import Message, Parts
 
-Parts = list[list[Tensor]]  # by lane, then by peer, of the peers that have rows
-
-
-@dataclass(frozen=True, eq=False)
-class Itinerary:
-    """What goes out and what comes back; None where no rank has anything to move."""
-
-    device: torch.device
-    out: Message | None
-    back: Message | None
-    leaving: tuple[tuple[Rows, ...], ...]  # by lane of ``out`` and receiver: own rows to send
+_NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
-class RoundTrip:
-    """The steps in order: send, receive, reply, collect. Buffers are held from first to last.
+class Exchange:
+    """The exchange under way; its steps are called once each, in the order of the methods.
 
-    Parts lie in the buffers: those of ``receive`` are valid until ``reply``, those of ``replies``
-    are written before it, and those of ``collect`` are valid until ``done``.
+    It holds the buffers from its construction until ``close``. What the steps return lies in the
+    buffers: parts of ``receive`` are valid until ``combine``, parts of ``results`` must be written
+    before it, and parts of ``collect`` are valid until ``close``.
     """
 
     def __init__(
-        self, itinerary: Itinerary, transport: Transport, buffers: Buffers, meter: Meter
+        self,
+        messages: tuple[Message, Message],  # of dispatch and of combine
+        device: torch.device,
+        transport: Transport,
+        buffers: Buffers,
+        meter: Meter,
     ) -> None:
-        self._itinerary, self._transport, self._buffers = itinerary, transport, buffers
+        self._dispatch, self._combine = messages
+        self._device, self._transport, self._buffers = device, transport, buffers
         self._meter = meter
         self._wait: Wait | None = None
-        self._received: Parts = []
-        buffers.hold(self)
+        self._arriving: Parts = []
+        buffers.acquire(self)
 
-    def send(self, tensors: Sequence[Tensor]) -> None:
-        """Gathers the rows that peers need and starts the exchange."""
-        out = self._itinerary.out
-        if out is None:
-            return
-        for tensor, rows, parts in zip(
-            tensors, self._itinerary.leaving, self._outgoing(out), strict=True
-        ):
-            for chosen, part in zip(rows, parts, strict=True):
-                chosen.take([tensor], out=part)
-        self._start(out)
+    def dispatch(self, *tensors: tuple[Tensor, Transfer]) -> None:
+        """Gathers the rows of each tensor that servers need, and starts to send them."""
+        parts = self._outgoing(self._dispatch)
+        for (tensor, transfer), views in zip(tensors, parts, strict=True):
+            for rows, view in zip(transfer.send.values(), views, strict=True):
+                rows.take([tensor], out=view)
+        self._start(self._dispatch)
 
     def receive(self) -> Parts:
-        return self._arrived(self._itinerary.out)
+        """Waits for what peers dispatched to this rank, and returns it."""
+        return self._arrived()
 
-    def replies(self) -> Parts:
-        """Where to write what goes back."""
-        back = self._itinerary.back
-        return [] if back is None else self._outgoing(back)
+    def results(self) -> Parts:
+        """Returns the parts to which this rank writes its results for peers."""
+        return self._outgoing(self._combine)
 
-    def reply(self) -> None:
-        if self._itinerary.back is not None:
-            self._start(self._itinerary.back)
+    def combine(self) -> None:
+        """Starts to send the results home."""
+        self._start(self._combine)
 
     def collect(self) -> Parts:
-        return self._arrived(self._itinerary.back)
+        """Waits for the results of this rank's own rows, and returns them."""
+        return self._arrived()
 
-    def done(self) -> None:
-        self._received = []
-        self._buffers.let_go()
+    def close(self) -> None:
+        """Releases the buffers."""
+        self._arriving = []
+        self._buffers.release()
 
     def _outgoing(self, message: Message) -> Parts:
-        device = self._itinerary.device
-        return message.outbox.open(self._buffers.send(message.outbox.num_bytes, device))
+        if not message.moves:
+            return message.send.views(_NO_BYTES)
+        return message.send.views(self._buffers.send(message.send.num_bytes, self._device))
 
     def _start(self, message: Message) -> None:
-        device = self._itinerary.device
-        outbox, inbox = message.outbox, message.inbox
-        recv = self._buffers.recv(inbox.num_bytes, device)
-        send = self._buffers.send(outbox.num_bytes, device)
-        self._received = inbox.open(recv)
-        self._wait = self._transport.start(send, recv, outbox.bytes_of_peer, inbox.bytes_of_peer)
+        if not message.moves:
+            self._arriving = message.recv.views(_NO_BYTES)
+            return
+        send = self._buffers.send(message.send.num_bytes, self._device)
+        recv = self._buffers.recv(message.recv.num_bytes, self._device)
+        self._arriving = message.recv.views(recv)
+        self._wait = self._transport.start(
+            send, recv, message.send.rank_bytes, message.recv.rank_bytes
+        )
 
-    def _arrived(self, message: Message | None) -> Parts:
-        if message is None:
-            return []
-        assert self._wait is not None, "nothing was sent"
-        with self._meter.span("exposed", self._itinerary.device):
-            self._wait()
-        self._wait = None
-        return self._received
+    def _arrived(self) -> Parts:
+        if self._wait is not None:
+            with self._meter.span("exposed", self._device):
+                self._wait()
+            self._wait = None
+        return self._arriving

@@ -1,31 +1,38 @@
-"""Plan -> Layout: one rank's share of an exchange, as splits and row indices.
+"""Plan -> Layout: one rank's share of a plan in one direction.
 
-Legend: T rows of this rank's packed tensors; Q query rows and K key rows received from peers.
-A server works on ``[own rows; received rows]``: indices below T are its own, those from T on are
-received. Everything is known on the host, so an exchange needs no device synchronisation.
+A server reads its rows from pieces: piece 0 is its own packed tensors, and piece i is what the i-th
+of its senders sent, in the order of ranks. Everything is known on the host, so an exchange never
+synchronises with the device. Needs numpy alone.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
+from distca.dispatch.rows import Rows
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.spans import Ints, Spans, cumulative, expand, overlaps
+from distca.planning.spans import Ints, Spans, cumulative, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """One uneven all-to-all: rows to gather and how many go to, and come from, each rank."""
+class Transfer:
+    """The rows of a tensor that this rank sends to servers and receives as a server.
 
-    send_rows: Ints  # [sum of send_splits] rows of own tensors, ordered by receiver
-    send_splits: Ints  # [ranks]
-    recv_splits: Ints  # [ranks]
+    Results go back the same way: a server returns what it received, row by row.
+    """
+
+    send: Mapping[int, Rows]  # own rows by receiving rank, ascending; only ranks that get any
+    recv: Mapping[int, int]  # number of rows by sending rank, ascending; only ranks that send any
+    moves: bool  # whether any rank sends anything: where none does, no rank joins the collective
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,163 +40,177 @@ class Call:
     """One fused varlen kernel call: packed tasks of one mask kind, bottom-right aligned."""
 
     mask: Mask
-    q_rows: Ints  # into [own q; received q]
-    kv_rows: Ints  # into [own kv; received kv]
+    q: Rows
+    kv: Rows
     q_offsets: Ints  # [tasks + 1]
     kv_offsets: Ints  # [tasks + 1]
-
-    @property
-    def max_queries(self) -> int:
-        return int(np.diff(self.q_offsets).max(initial=0))
-
-    @property
-    def max_keys(self) -> int:
-        return int(np.diff(self.kv_offsets).max(initial=0))
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """What one rank sends, receives and computes for one layer, forward or backward.
+    """What one rank sends, receives and computes in a layer, forward or backward.
 
-    Outputs go back the way queries came, and key gradients the way keys came: the same rows with
-    the splits swapped. ``local`` calls need nothing from peers and run while data is in flight;
-    ``remote`` calls need received queries, received keys, or both.
+    ``local`` calls need nothing from peers and run during the dispatch; ``remote`` calls need
+    received queries, received keys, or both.
     """
 
     rank: int
-    num_tokens: int  # T
-    moves_queries: bool  # on any rank; where nothing moves, no rank joins an exchange
-    moves_keys: bool
-    q: Exchange
-    kv: Exchange
+    num_ranks: int
+    num_tokens: int  # own rows
+    q: Transfer  # of queries
+    kv: Transfer  # of keys and values
     local: tuple[Call, ...]
     remote: tuple[Call, ...]
 
     @classmethod
     def of(cls, plan: Plan, rank: int, *, backward: bool = False) -> Layout:
-        if not 0 <= rank < plan.devices.num_ranks:
-            raise ValueError(f"rank {rank} of a plan for {plan.devices.num_ranks} ranks")
+        """Returns the layout of one rank of the plan."""
+        num_ranks, placement = plan.devices.num_ranks, plan.placement
+        if not 0 <= rank < num_ranks:
+            raise ValueError(f"rank {rank} of a plan for {num_ranks} ranks")
         tasks = plan.backward if backward else plan.forward
-        placement, ranks = plan.placement, plan.devices.num_ranks
-        moves = key_moves(tasks, placement)
-        q, arriving_q = _query_exchange(tasks, placement, rank, ranks)
-        kv, arriving_kv = _key_exchange(moves, placement, rank, ranks)
+        # 1. What moves.
+        q, arrived_q = _move_queries(tasks, placement, rank)
+        kv, arrived_kv = _move_keys(key_moves(tasks, placement), placement, rank)
+        # 2. The queries and keys that are on this rank after the dispatch.
+        queries = _queries_here(tasks, placement, rank, arrived_q)
+        keys = _keys_here(placement, rank, arrived_kv)
+        # 3. The calls over them.
+        local, remote = _calls(tasks, plan.reach, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
-        kv_spans = _rows_of_keys(placement, rank, moves, arriving_kv, num_tokens)
-        mine = np.flatnonzero(tasks.server == rank)
-        q_row = _first_query_rows(tasks, placement, rank, mine, arriving_q, num_tokens)
-        order = np.argsort(q_row)  # in the order of rows, so that neighbours are copied as one
-        mine, q_row = mine[order], q_row[order]
-        needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
-        found = overlaps(needs, Spans(kv_spans.document, kv_spans.start, kv_spans.stop))
-        first = kv_spans.row[found.right] + found.start - kv_spans.start[found.right]
-        received = np.zeros(len(mine), dtype=bool)
-        received[found.left[first >= num_tokens]] = True
-        received |= tasks.home[mine] != rank
-        reach = plan.reach[tasks.document[mine]]
-        calls: dict[bool, list[Call]] = {False: [], True: []}
-        for side in (False, True):
-            for kind in np.unique(reach[received == side]).tolist():
-                chosen = np.flatnonzero((received == side) & (reach == kind))
-                pieces = np.isin(found.left, chosen)
-                calls[side].append(
-                    Call(
-                        mask=Mask(kind),
-                        q_rows=expand(q_row[chosen], tasks.queries[mine][chosen]),
-                        kv_rows=expand(first[pieces], (found.stop - found.start)[pieces]),
-                        q_offsets=cumulative(tasks.queries[mine][chosen]),
-                        kv_offsets=cumulative(tasks.keys[mine][chosen]),
-                    )
-                )
-        return cls(
-            rank=rank,
-            num_tokens=num_tokens,
-            moves_queries=len(tasks.moved) > 0,
-            moves_keys=len(moves.shard) > 0,
-            q=q,
-            kv=kv,
-            local=tuple(calls[False]),
-            remote=tuple(calls[True]),
-        )
+        return cls(rank, num_ranks, num_tokens, q, kv, local, remote)
+
+    @property
+    def is_one_call(self) -> bool:
+        """Whether one call computes all rows as they lie, and none is sent or received."""
+        if len(self.local) != 1 or self.remote or self.q.send or self.kv.send:
+            return False
+        everything = ((0, 0, self.num_tokens),)
+        return self.local[0].q.runs == self.local[0].kv.runs == everything
 
 
-@dataclass(frozen=True, eq=False)
-class _KeyRows:
-    """Where on this rank keys are found, sorted by (document, start)."""
+class _Queries(NamedTuple):
+    """Tasks whose queries are on this rank, and where they lie."""
+
+    task: Ints
+    piece: Ints
+    row: Ints  # the first one, in the piece
+
+
+class _Keys(NamedTuple):
+    """Spans of keys on this rank, sorted by (document, start)."""
 
     document: Ints
     start: Ints
     stop: Ints
+    piece: Ints
     row: Ints
 
 
-def _query_exchange(
-    tasks: Tasks, placement: Placement, rank: int, ranks: int
-) -> tuple[Exchange, Ints]:
-    """The exchange of queries, and the tasks that arrive in the order of their rows."""
+def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[Transfer, _Queries]:
     moved = tasks.moved
-    leaving = moved[tasks.home[moved] == rank]
-    leaving = leaving[np.argsort(tasks.server[leaving], kind="stable")]
-    arriving = moved[tasks.server[moved] == rank]
-    arriving = arriving[np.argsort(tasks.home[arriving], kind="stable")]
-    rows = placement.row_of(tasks.document[leaving], tasks.q_start[leaving])
-    queries = tasks.queries
-    return (
-        Exchange(
-            send_rows=expand(rows, queries[leaving]),
-            send_splits=_count(tasks.server[leaving], queries[leaving], ranks),
-            recv_splits=_count(tasks.home[arriving], queries[arriving], ranks),
-        ),
-        arriving,
-    )
+    leaving = _by(tasks.server, moved[tasks.home[moved] == rank])
+    arriving = _by(tasks.home, moved[tasks.server[moved] == rank])
+    row = placement.row_of(tasks.document[leaving], tasks.q_start[leaving])
+    send = _send(tasks.server[leaving], row, tasks.queries[leaving])
+    recv, piece, first = _recv(tasks.home[arriving], tasks.queries[arriving])
+    return Transfer(send, recv, len(moved) > 0), _Queries(arriving, piece, first)
 
 
-def _key_exchange(
-    moves: KeyMoves, placement: Placement, rank: int, ranks: int
-) -> tuple[Exchange, Ints]:
-    size = moves.stop - moves.start
-    leaving = np.flatnonzero(moves.source == rank)
-    leaving = leaving[np.argsort(moves.server[leaving], kind="stable")]
-    arriving = np.flatnonzero(moves.server == rank)
-    arriving = arriving[np.argsort(moves.source[arriving], kind="stable")]
-    shard = moves.shard[leaving]
-    rows = placement.row[shard] + moves.start[leaving] - placement.start[shard]
-    return (
-        Exchange(
-            send_rows=expand(rows, size[leaving]),
-            send_splits=_count(moves.server[leaving], size[leaving], ranks),
-            recv_splits=_count(moves.source[arriving], size[arriving], ranks),
-        ),
-        arriving,
-    )
+def _move_keys(moves: KeyMoves, placement: Placement, rank: int) -> tuple[Transfer, _Keys]:
+    """Returns the transfer of keys, and the received spans in the order of their rows."""
+    leaving = _by(moves.server, np.flatnonzero(moves.source == rank))
+    arriving = _by(moves.source, np.flatnonzero(moves.server == rank))
+    size, shard = moves.stop - moves.start, moves.shard[leaving]
+    row = placement.row[shard] + moves.start[leaving] - placement.start[shard]
+    send = _send(moves.server[leaving], row, size[leaving])
+    recv, piece, first = _recv(moves.source[arriving], size[arriving])
+    document = placement.document[moves.shard[arriving]]
+    received = _Keys(document, moves.start[arriving], moves.stop[arriving], piece, first)
+    return Transfer(send, recv, len(moves.shard) > 0), received
 
 
-def _rows_of_keys(
-    placement: Placement, rank: int, moves: KeyMoves, arriving: Ints, num_tokens: int
-) -> _KeyRows:
-    """Own shards and received spans of keys, in one table."""
+def _queries_here(tasks: Tasks, placement: Placement, rank: int, arrived: _Queries) -> _Queries:
+    """Returns the tasks of this rank in the order of their rows, so that neighbours are one run."""
+    here = np.flatnonzero((tasks.server == rank) & (tasks.home == rank))
+    own = placement.row_of(tasks.document[here], tasks.q_start[here])
+    task = np.concatenate([here, arrived.task])
+    piece = np.concatenate([np.zeros_like(here), arrived.piece])
+    row = np.concatenate([own, arrived.row])
+    order = np.lexsort((row, piece))
+    return _Queries(task[order], piece[order], row[order])
+
+
+def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
+    """Returns own shards and received spans in one table."""
     own = np.flatnonzero(placement.worker == rank)
-    size = (moves.stop - moves.start)[arriving]
-    document = np.concatenate([placement.document[own], placement.document[moves.shard[arriving]]])
-    start = np.concatenate([placement.start[own], moves.start[arriving]])
-    stop = np.concatenate([placement.stop[own], moves.stop[arriving]])
-    row = np.concatenate([placement.row[own], num_tokens + cumulative(size)[:-1]])
-    order = np.lexsort((start, document))
-    return _KeyRows(document[order], start[order], stop[order], row[order])
+    mine = _Keys(
+        placement.document[own],
+        placement.start[own],
+        placement.stop[own],
+        np.zeros_like(own),
+        placement.row[own],
+    )
+    both = _Keys(*map(np.concatenate, zip(mine, received, strict=True)))
+    order = np.lexsort((both.start, both.document))
+    return _Keys(*(column[order] for column in both))
 
 
-def _first_query_rows(
-    tasks: Tasks, placement: Placement, rank: int, mine: Ints, arriving: Ints, num_tokens: int
-) -> Ints:
-    """The first row of each task's queries in [own q; received q]."""
-    row = np.zeros(len(tasks), np.int64)
-    here = mine[tasks.home[mine] == rank]
-    row[here] = placement.row_of(tasks.document[here], tasks.q_start[here])
-    row[arriving] = num_tokens + cumulative(tasks.queries[arriving])[:-1]
-    return row[mine]
+def _calls(
+    tasks: Tasks, reach: Ints, queries: _Queries, keys: _Keys
+) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
+    """Returns the local and the remote calls: one for each mask kind."""
+    mine = queries.task
+    num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
+    needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
+    found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
+    piece, skipped = keys.piece[found.right], found.start - keys.start[found.right]
+    row = keys.row[found.right] + skipped
+    needs_peers = queries.piece > 0
+    needs_peers[found.left[piece > 0]] = True
+    kinds = reach[tasks.document[mine]]
+    calls: tuple[list[Call], list[Call]] = ([], [])
+    for remote in (False, True):
+        for kind in np.unique(kinds[needs_peers == remote]).tolist():
+            chosen = (needs_peers == remote) & (kinds == kind)
+            spans = chosen[found.left]
+            first, last = queries.row[chosen], queries.row[chosen] + num_queries[chosen]
+            stop = row + found.stop - found.start
+            calls[remote].append(
+                Call(
+                    mask=Mask(kind),
+                    q=Rows.of(queries.piece[chosen], first, last),
+                    kv=Rows.of(piece[spans], row[spans], stop[spans]),
+                    q_offsets=cumulative(num_queries[chosen]),
+                    kv_offsets=cumulative(num_keys[chosen]),
+                )
+            )
+    return tuple(calls[0]), tuple(calls[1])
 
 
-def _count(rank: Ints, size: Ints, ranks: int) -> Ints:
-    total = np.zeros(ranks, np.int64)
-    np.add.at(total, rank, size)
-    return total
+def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:
+    """Returns own rows by receiver, from spans that are sorted by receiver."""
+    ranks, first = np.unique(receiver, return_index=True)
+    bounds = pairwise([*first.tolist(), len(receiver)])
+    own, stop = np.zeros_like(row), row + size
+    return {
+        rank: Rows.of(own[a:b], row[a:b], stop[a:b])
+        for rank, (a, b) in zip(ranks.tolist(), bounds, strict=True)
+    }
+
+
+def _recv(sender: Ints, size: Ints) -> tuple[dict[int, int], Ints, Ints]:
+    """Returns the number of rows by sender, and the piece and first row of each span.
+
+    Spans are sorted by sender.
+    """
+    ranks, first, index = np.unique(sender, return_index=True, return_inverse=True)
+    offsets = cumulative(size)
+    num_rows = np.diff(np.append(offsets[first], offsets[-1]))
+    row = offsets[:-1] - offsets[first][index]
+    return dict(zip(ranks.tolist(), num_rows.tolist(), strict=True)), index + 1, row
+
+
+def _by(rank: Ints, chosen: Ints) -> Ints:
+    """Returns the chosen entries sorted by rank; those of one rank keep their order."""
+    return chosen[np.argsort(rank[chosen], kind="stable")]

@@ -1,6 +1,6 @@
-"""How long attention computes and how long it waits for peers, on the device that does it.
+"""Seconds that attention computes and that it waits for peers, measured on the device.
 
-On a GPU nothing waits for the measuring: events are recorded and read when somebody asks.
+On a GPU, measuring does not synchronise: events are recorded, and read when ``take`` is called.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from contextlib import contextmanager
 
 import torch
 
-PENDING = 512  # events that are kept at most, roughly: nobody may ever ask
+PENDING = 512  # about how many events are kept at most, since ``take`` may never be called
 
 
 class Meter:
-    """Sums of spans by name, since they were last taken."""
+    """Sums of measured spans by name, since the last ``take``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
@@ -23,6 +23,7 @@ class Meter:
 
     @contextmanager
     def span(self, name: str, device: torch.device) -> Iterator[None]:
+        """Measures the work of the ``with`` block and adds it to a name."""
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             start.record()
@@ -37,7 +38,7 @@ class Meter:
             self._add(name, time.perf_counter() - begin)
 
     def take(self) -> dict[str, float]:
-        """Seconds by name; waits for the device, and starts anew."""
+        """Returns the seconds by name and resets them; synchronises with the device."""
         if self._events:
             self._events[-1][2].synchronize()
         self._fold()
@@ -45,7 +46,7 @@ class Meter:
         return taken
 
     def _fold(self) -> None:
-        """Adds up what is over already, without waiting for the rest."""
+        """Adds up the spans that are over, without waiting for the others."""
         pending = []
         for name, start, stop in self._events:
             if stop.query():  # type: ignore[no-untyped-call]

@@ -1,24 +1,30 @@
-"""Rows of a tensor that comes in several pieces, taken and put as whole runs.
+"""Rows of a tensor that lies in several pieces, as runs of consecutive rows.
 
-Documents are packed in order, so the rows of a task are a few long runs: a handful of slices moves
-them, in one pass, without index tensors on the device. A single run is a view and moves nothing.
+Documents are packed in order, so the rows of a task are a few long runs. Slices copy them in one
+pass, without index tensors on the device; a single run is a view and copies nothing. This is the
+only place where rows are gathered and scattered.
+
+Legend: T rows of all pieces together; R rows that are named.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from distca.planning.spans import Ints
 
+if TYPE_CHECKING:  # layouts are made of rows, and a layout needs no torch
+    from torch import Tensor
+
 
 class Run(NamedTuple):
+    """The rows [start, stop) of one piece."""
+
     piece: int
     start: int
     stop: int
@@ -26,38 +32,38 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows, in order. The pieces (own rows, then what each peer sent) lie end to end."""
+    """Some rows in order. Piece 0 holds a rank's own rows, each further piece what one peer sent.
+
+    Prints as slices of the pieces: ``0[2:6] 1[0:4]``.
+    """
 
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, rows: Ints, piece_sizes: Sequence[int]) -> Rows:
-        """From indices into all pieces laid end to end."""
-        ends = np.cumsum(np.asarray(piece_sizes, dtype=np.int64))
-        piece = np.searchsorted(ends, rows, side="right")
-        breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(piece) != 0)) + 1
-        first = np.concatenate([[0], breaks, [len(rows)]]) if len(rows) else [0]
-        offset = np.concatenate([[0], ends])
-        return cls(
-            tuple(
-                Run(int(at), int(start := rows[a] - offset[at]), int(start) + int(b - a))
-                for a, b in pairwise(first)
-                for at in (piece[a],)
-            )
-        )
+    def of(cls, piece: Ints, start: Ints, stop: Ints) -> Rows:
+        """Returns the rows of these spans, none of them empty; adjacent spans become one run."""
+        joined = (piece[1:] == piece[:-1]) & (start[1:] == stop[:-1])
+        first = np.flatnonzero(np.append(True, ~joined)[: len(piece)])
+        last = np.append(first[1:], len(piece))[: len(first)] - 1
+        columns = (piece[first].tolist(), start[first].tolist(), stop[last].tolist())
+        return cls(tuple(map(Run, *columns)))
+
+    def __str__(self) -> str:
+        return " ".join(f"{piece}[{start}:{stop}]" for piece, start, stop in self.runs)
+
+    def __len__(self) -> int:
+        return sum(stop - start for _, start, stop in self.runs)
 
     @property
     def disjoint(self) -> bool:
-        """No row is named twice."""
+        """Whether no row is named twice."""
         return all(a.piece != b.piece or a.stop <= b.start for a, b in pairwise(sorted(self.runs)))
 
-    def is_all_of(self, num_rows: int) -> bool:
-        """The first piece as it is, and nothing else."""
-        return self.runs == ((0, 0, num_rows),)
-
     def take(self, pieces: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """The rows; a view where one run holds them all and no ``out`` is given."""
-        slices = [pieces[run.piece][run.start : run.stop] for run in self.runs]
+        """Returns the rows [R, ...]; a view if they are one run and no ``out`` is given."""
+        import torch
+
+        slices = [pieces[piece][start:stop] for piece, start, stop in self.runs]
         if not slices:
             return pieces[0][:0] if out is None else out
         if out is None:
@@ -65,19 +71,19 @@ class Rows:
         return torch.cat(slices, out=out)
 
     def put(self, values: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Writes the rows; those of pieces are named once."""
-        for target, part in self._matched(values, pieces):
+        """Writes values [R, ...] to the rows, which are disjoint."""
+        for target, part in self._pairs(values, pieces):
             target.copy_(part)
 
     def add(self, values: Tensor, pieces: Sequence[Tensor]) -> None:
-        """Adds to the rows, run after run: where a row is named twice, in this order."""
-        for target, part in self._matched(values, pieces):
+        """Adds values [R, ...] to the rows, run by run: the order of the sum is fixed."""
+        for target, part in self._pairs(values, pieces):
             target.add_(part)
 
-    def _matched(self, values: Tensor, pieces: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-        matched, first = [], 0
-        for run in self.runs:
-            size = run.stop - run.start
-            matched.append((pieces[run.piece][run.start : run.stop], values[first : first + size]))
-            first += size
-        return matched
+    def _pairs(self, values: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of each run in the pieces and in the values."""
+        first = 0
+        for piece, start, stop in self.runs:
+            last = first + stop - start
+            yield pieces[piece][start:stop], values[first:last]
+            first = last

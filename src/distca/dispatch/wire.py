@@ -1,82 +1,81 @@
-"""Several tensors in one uneven all-to-all: lanes of rows, packed peer by peer into bytes.
+"""How the tensors of a message lie in its byte buffers.
 
-A lane is one tensor whose rows go to peers in order (queries, keys, log-sum-exp, ...). All lanes
-of a message share one buffer and one collective: for each peer, first its rows of lane 0, then of
-lane 1, and so on, each part padded to a boundary that every dtype and kernel can read at. Split
-sizes are known on the host, so nothing waits for the device.
+All tensors of a message share one buffer and one uneven all-to-all: for each rank first its rows of
+tensor 0, then of tensor 1, and so on. Each part starts at a boundary that suits every dtype and
+kernel. This is the only place where bytes are laid out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from distca.planning.spans import Ints
-
 ALIGNMENT = 128  # bytes
 
+Parts = list[list[Tensor]]  # [tensors][ranks with rows]: [rows, *shape], inside the buffer
 
-@dataclass(frozen=True)
-class Lane:
-    """Rows of one shape and dtype; how many go to, and come from, each peer."""
 
-    shape: tuple[int, ...]  # of a row
+class RowSpec(NamedTuple):
+    """The shape and the dtype of one row of a tensor."""
+
+    shape: tuple[int, ...]
     dtype: torch.dtype
-    send_rows: tuple[int, ...]
-    recv_rows: tuple[int, ...]
+
+
+class _Part(NamedTuple):
+    tensor: int
+    start: int  # in bytes
+    stop: int
+    num_rows: int
+
+
+@dataclass(frozen=True, eq=False)
+class ByteLayout:
+    """Where the rows of each tensor and rank lie in a buffer that is sent, or received."""
+
+    tensors: tuple[RowSpec, ...]
+    rank_bytes: tuple[int, ...]  # [ranks]: the split sizes of the all-to-all
+    parts: tuple[_Part, ...]
 
     @classmethod
-    def of(cls, shape: Sequence[int], dtype: torch.dtype, send: Ints, recv: Ints) -> Lane:
-        return cls(tuple(shape), dtype, tuple(send.tolist()), tuple(recv.tolist()))
+    def of(
+        cls, tensors: Sequence[RowSpec], num_rows: Sequence[Mapping[int, int]], num_ranks: int
+    ) -> ByteLayout:
+        """num_rows: the rows of each tensor by rank; ranks without rows are left out."""
+        rank_bytes, parts, offset = [0] * num_ranks, [], 0
+        for rank in sorted({rank for counts in num_rows for rank in counts}):
+            first = offset
+            for index, (tensor, counts) in enumerate(zip(tensors, num_rows, strict=True)):
+                if count := counts.get(rank, 0):
+                    size = count * prod(tensor.shape) * tensor.dtype.itemsize
+                    parts.append(_Part(index, offset, offset + size, count))
+                    offset += -(-size // ALIGNMENT) * ALIGNMENT
+            rank_bytes[rank] = offset - first
+        return cls(tuple(tensors), tuple(rank_bytes), tuple(parts))
 
-    def returning(self, dtype: torch.dtype | None = None) -> Lane:
-        """The way back: what was received is sent, and what was sent is received."""
-        return Lane(self.shape, dtype or self.dtype, self.recv_rows, self.send_rows)
+    @cached_property
+    def num_bytes(self) -> int:
+        return sum(self.rank_bytes)
 
-
-class Box:
-    """One side of a message: where each lane's rows of each peer lie in the buffer."""
-
-    def __init__(self, lanes: Sequence[Lane], rows: Sequence[tuple[int, ...]]) -> None:
-        self.bytes_of_peer: list[int] = []
-        self._parts: list[tuple[int, int, int, int]] = []  # lane, first byte, bytes, rows
-        offset = 0
-        for peer_rows in zip(*rows, strict=True):
-            start = offset
-            for index, (lane, count) in enumerate(zip(lanes, peer_rows, strict=True)):
-                size = count * prod(lane.shape) * lane.dtype.itemsize
-                if count:
-                    self._parts.append((index, offset, size, count))
-                offset += -(-size // ALIGNMENT) * ALIGNMENT
-            self.bytes_of_peer.append(offset - start)
-        self.num_bytes = offset
-        self._lanes = tuple(lanes)
-
-    def open(self, buffer: Tensor) -> list[list[Tensor]]:
-        """For each lane the parts [rows, *shape] of those peers that have any, in place."""
-        opened: list[list[Tensor]] = [[] for _ in self._lanes]
-        for index, offset, size, count in self._parts:
-            lane = self._lanes[index]
-            part = buffer[offset : offset + size].view(lane.dtype)
-            opened[index].append(part.view(count, *lane.shape))
-        return opened
+    def views(self, buffer: Tensor) -> Parts:
+        """Returns, for each tensor, the rows of those ranks that have any, without a copy."""
+        views: Parts = [[] for _ in self.tensors]
+        for index, start, stop, num_rows in self.parts:
+            shape, dtype = self.tensors[index]
+            views[index].append(buffer[start:stop].view(dtype).view(num_rows, *shape))
+        return views
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Message:
-    """The layout of one exchange, the same for sender and receiver."""
+    """One uneven all-to-all, as one rank sees it."""
 
-    lanes: tuple[Lane, ...]
-
-    @cached_property
-    def outbox(self) -> Box:
-        return Box(self.lanes, [lane.send_rows for lane in self.lanes])
-
-    @cached_property
-    def inbox(self) -> Box:
-        return Box(self.lanes, [lane.recv_rows for lane in self.lanes])
+    send: ByteLayout
+    recv: ByteLayout
+    moves: bool  # whether any rank sends anything; otherwise no rank joins the collective

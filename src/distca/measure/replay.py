@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.core import CoreAttention
-from distca.attention.passes import PreparedPlan
-from distca.attention.route import TensorSpec
+from distca.attention.prepared import PreparedPlan, TensorSpec
 from distca.data.documents import Batch
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.throttled import ThrottledTransport
@@ -153,8 +152,7 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """The one that attends: as named, if it can, or the one that ``auto`` comes to."""
-    kind = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device)
-    q, k, _ = kind.no_rows()
+    q, k, _ = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device).empty()
     masks = {config.mask_of(layer) for layer in range(config.layers)}
     return choose(name, Traits.of(q, k, masks)).name
 
@@ -202,9 +200,9 @@ class _Prepared(CoreAttention):
         self._made: dict[tuple[TensorSpec, Plan | None, Plan | None], PreparedPlan] = {}
 
     def prepare(
-        self, kind: TensorSpec, forward: Plan | None, backward: Plan | None
+        self, spec: TensorSpec, *, forward: Plan | None = None, backward: Plan | None = None
     ) -> PreparedPlan:
-        key = (kind, forward, backward)
+        key = (spec, forward, backward)
         if key not in self._made:
-            self._made[key] = super().prepare(kind, forward, backward)
+            self._made[key] = super().prepare(spec, forward=forward, backward=backward)
         return self._made[key]

@@ -40,7 +40,7 @@ def checks_of(context: "RankContext", out: Path) -> dict[str, Callable[[], Row]]
         f"attention: {name}": partial(_attention, context, options)
         for name, options in attention.items()
     }
-    checks["attention: launch, compute, wait"] = partial(
+    checks["attention: dispatch, compute, combine"] = partial(
         _attention, context, {"ranks": uneven}, in_steps=True
     )
     checks["training step, FSDP"] = partial(_step, context, ping_pong=False)
@@ -85,9 +85,9 @@ def _attention(context: "RankContext", options: Row, in_steps: bool = False) -> 
     q, k, v, grad_out = (t[rows].to(context.device) for t in whole)
     leaves = [t.requires_grad_() for t in (q, k, v)]
     if in_steps:
-        flight = attention.launch(*leaves, plan)
-        flight.compute()
-        found = flight.wait()
+        pending = attention.dispatch(*leaves, plan)
+        pending.compute()
+        found = pending.combine()
     else:
         found = attention(*leaves, plan)
     found.backward(grad_out)
@@ -136,15 +136,14 @@ def _expected(whole: list["Tensor"], plan: "Plan") -> list["Tensor"]:
 
 
 def dense(q: "Tensor", k: "Tensor", v: "Tensor", reach: int) -> "Tensor":
-    """One document as the textbook has it: [T, H, D] -> [T, H, D]."""
-    import torch
+    """Returns textbook attention of one whole document, [T, H, D].
 
-    k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], 1) for t in (k, v))
-    position = torch.arange(len(q), device=q.device)
-    behind = position[:, None] - position
-    scores = torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5
-    scores = scores.masked_fill((behind < 0) | (behind >= reach), -torch.inf)
-    return torch.einsum("hnm,mhd->nhd", scores.softmax(-1), v)
+    Its gradients come from autograd, which no backend uses.
+    """
+    from distca.attention.backends.reference import dense_forward
+    from distca.planning.masks import Mask
+
+    return dense_forward(q, k, v, Mask(reach), q.shape[-1] ** -0.5).out
 
 
 def exact(pairs: list[tuple["Tensor", "Tensor"]], limit: float) -> Row:

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.backends.base import Backend, Packed
-from distca.dispatch.layout import Call
+from distca.attention.backends.base import Backend, PackedCall, Saved
 from distca.model.config import ModelConfig
 from distca.model.layers import After, Before
 from distca.planning.masks import CAUSAL, Mask
@@ -92,8 +91,7 @@ def attention_s(
     """One fused call of causal tasks (queries[i], keys[i])."""
     q_offsets, kv_offsets = (as_ints(np.cumsum([0, *sizes])) for sizes in (queries, keys))
     rows, key_rows = int(q_offsets[-1]), int(kv_offsets[-1])
-    call = Call(Mask(CAUSAL), np.arange(rows), np.arange(key_rows), q_offsets, kv_offsets)
-    packed = Packed.of(call, clock.device)
+    call = PackedCall.of(Mask(CAUSAL), q_offsets, kv_offsets, clock.device)
     scale = model.head_dim**-0.5
 
     def draw(count: int, heads: int) -> Tensor:
@@ -101,10 +99,10 @@ def attention_s(
 
     q, grad = draw(rows, model.heads), draw(rows, model.heads)
     k, v = draw(key_rows, model.kv_heads), draw(key_rows, model.kv_heads)
-    done = backend.forward(q, k, v, packed, scale)
+    saved = Saved(q, k, v, *backend.forward(q, k, v, call, scale))
     return Seconds(
-        clock.of(lambda: backend.forward(q, k, v, packed, scale)),
-        clock.of(lambda: backend.backward(grad, q, k, v, *done, packed, scale)),
+        clock.of(lambda: backend.forward(q, k, v, call, scale)),
+        clock.of(lambda: backend.backward(grad, saved, call, scale)),
     )
 
 

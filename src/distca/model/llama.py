@@ -87,7 +87,7 @@ class Seam(nn.Module):
         """All halves of a batch, one after the other.
 
         ``run(part, i, half)`` may do more around ``part(half)`` for half i: take in what was
-        attended, checkpoint the part, launch its q, k and v before the next half has its turn.
+        attended, checkpoint the part, dispatch its q, k and v before the next half has its turn.
         """
         if run is None:
             return [self.part(half) for half in halves]

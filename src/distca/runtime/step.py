@@ -7,18 +7,18 @@ depends on what another one's autograd happens to visit.
 
 Inside a tick, with two halves:
 
-    seam 0     part(ping) launch(ping)  part(pong) launch(pong)
+    seam 0     part(ping) dispatch(ping)  part(pong) dispatch(pong)
     slot 0     compute(ping)  compute(pong)
-    seam 1     wait(ping) part(ping) launch(ping)  wait(pong) part(pong) launch(pong)
+    seam 1     combine(ping) part(ping) dispatch(ping)  combine(pong) part(pong) dispatch(pong)
     ...
 
-Every exchange but the first and the last lies under the other half's compute: what ``launch(ping)``
-sends travels under part(pong), what ``launch(pong)`` sends under compute(ping), and results come
-home under compute(pong) and under the next part(ping). Backward is the same in reverse, since
-autograd takes the newest node first.
+Every exchange but the first and the last is hidden by the other half's compute: what
+``dispatch(ping)`` sends travels during part(pong), what ``dispatch(pong)`` sends during
+compute(ping), and results come home during compute(pong) and during the next part(ping). Backward
+is the same in reverse, since autograd runs the newest node first.
 
 A seam is called once for both halves, so its parameters are gathered once. ``part`` may be
-checkpointed; ``wait`` and ``launch`` stand outside of it, or they would exchange twice.
+checkpointed; ``combine`` and ``dispatch`` stand outside of it, or they would exchange twice.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from torch import Tensor
 from torch.profiler import record_function
 from torch.utils.checkpoint import checkpoint
 
-from distca.attention.agreement import Terms, agree
+from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
 from distca.attention.overlap import AsyncAttention
-from distca.attention.passes import PreparedPlan, serve_backward, serve_forward
-from distca.attention.route import TensorSpec
+from distca.attention.passes import serve_backward, serve_forward
+from distca.attention.prepared import PreparedPlan, TensorSpec
 from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
 from distca.model.loss import Loss
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
@@ -171,30 +171,30 @@ class _Run:
 
     def _agree(self) -> None:
         """With all ranks, once a step: on all plans, and that everybody can run them."""
-        complaint = ""
+        error = ""
         try:
             for tick, slots in zip(self.plan.schedule.ticks, self.plan.slots, strict=True):
                 for slot in slots:
                     for half, plan in enumerate(slot):
                         self._way(tick.phase, half, plan)
-        except ValueError as error:
-            complaint = str(error)
-        terms = Terms(
+        except ValueError as refused:
+            error = str(refused)
+        mine = Handshake(
             plan=self.plan.fingerprint,
             dtype=str(self.runner.dtype).removeprefix("torch."),
             grad_mode=torch.is_grad_enabled(),
-            complaint=complaint,
+            error=error,
         )
-        agree(self.runner.attentions[0].transport, terms)
+        agree(self.runner.attentions[0].transport, mine)
 
     def _way(self, phase: Phase, half: int, plan: Plan) -> PreparedPlan:
         """This rank's part of a plan in one direction."""
         key = (phase, half, plan)
         if key not in self._ways:
             shape, dtype, context = plan.shape, self.runner.dtype, self.runner.context
-            kind = TensorSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
-            both = (plan, None) if phase == FORWARD else (None, plan)
-            self._ways[key] = self.runner.attentions[half].prepare(kind, *both)
+            spec = TensorSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
+            direction = "forward" if phase == FORWARD else "backward"
+            self._ways[key] = self.runner.attentions[half].prepare(spec, **{direction: plan})
         return self._ways[key]
 
     def _serve(self, phase: Phase, slot: Slot) -> None:
@@ -261,14 +261,14 @@ class _Walk:
 
     def __init__(self, run: _Run, micro_batch: int) -> None:
         self._run, self._micro_batch = run, micro_batch
-        self._flights: dict[int, AsyncAttention] = {}
+        self._pending: dict[int, AsyncAttention] = {}
 
     def __call__(self, seams: Sequence[Seam], arriving: list[Arriving]) -> list[Leaving]:
         leaving: list[Leaving] = []
         for seam in seams:
             leaving = seam(arriving, partial(self._cross, seam.number))
-            for flight in self._flights.values():
-                flight.compute()
+            for pending in self._pending.values():
+                pending.compute()
             arriving = [
                 before._replace(x=after.x) for before, after in zip(arriving, leaving, strict=True)
             ]
@@ -277,12 +277,12 @@ class _Walk:
     def _cross(self, layer: int, part: Part, number: int, arriving: Arriving) -> Leaving:
         """One half through one seam. What it returns holds q, k and v: FSDP waits for their
         gradients to gather the seam again."""
-        if number in self._flights:
-            arriving = arriving._replace(attended=self._flights.pop(number).wait())
+        if number in self._pending:
+            arriving = arriving._replace(attended=self._pending.pop(number).combine())
         leaving = self._recomputed(part, arriving)
         if leaving.qkv is not None:
-            execution = self._run.layer(self._micro_batch, layer, number)
-            self._flights[number] = AsyncAttention(execution, *leaving.qkv)
+            plan = self._run.layer(self._micro_batch, layer, number)
+            self._pending[number] = AsyncAttention(plan, *leaving.qkv)
         return leaving
 
     def _recomputed(self, part: Part, arriving: Arriving) -> Leaving:

@@ -8,7 +8,7 @@ from attention.oracle import Case, check, inputs_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.attention.backends import Backend, Packed, Traits, backends, choose
+from distca.attention.backends import Backend, Saved, Traits, backends, choose
 from distca.planning.masks import Mask
 
 BACKENDS = {backend.name: backend for backend in backends()}
@@ -121,15 +121,15 @@ def test_takes_views_and_leaves_no_graph(backend: Backend) -> None:
     """q, k and v as slices of one fused projection, wanting gradients."""
     case = Case(((5, 5), (8, 8)), heads=2, kv_heads=2)
     fused = torch.randn(13, 3, 2, 8, requires_grad=True)
-    packed = Packed.of(case.call, "cpu")
+    call = case.call()
     views, copies = fused.unbind(1), [x.contiguous() for x in fused.unbind(1)]
-    got = backend.forward(*views, packed, 0.5)
+    got = backend.forward(*views, call, 0.5)
     assert not got.out.requires_grad
     assert not got.lse.requires_grad
-    assert torch.equal(got.out, backend.forward(*copies, packed, 0.5).out)
-    grads = backend.backward(fused[:, 0], *views, *got, packed, 0.5)
-    for a, b in zip(grads, backend.backward(copies[0], *copies, *got, packed, 0.5), strict=True):
-        assert torch.equal(a, b)
+    assert torch.equal(got.out, backend.forward(*copies, call, 0.5).out)
+    grads = backend.backward(fused[:, 0], Saved(*views, *got), call, 0.5)
+    right = backend.backward(copies[0], Saved(*copies, *got), call, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(grads, right, strict=True))
 
 
 def test_a_long_window_needs_no_square_of_memory() -> None:
@@ -139,8 +139,7 @@ def test_a_long_window_needs_no_square_of_memory() -> None:
     inputs = inputs_of(case, torch.float32)
     attended, grads = run(SDPA, case, inputs)
     tail = Case(((100, 107),), "window:8", heads=1, kv_heads=1, head_dim=2)
-    packed = Packed.of(tail.call, "cpu")
-    want = REFERENCE.forward(inputs.q[-100:], inputs.k[-107:], inputs.v[-107:], packed, 0.3)
+    want = REFERENCE.forward(inputs.q[-100:], inputs.k[-107:], inputs.v[-107:], tail.call(), 0.3)
     torch.testing.assert_close(attended.out[-100:], want.out)
     assert all(grad.isfinite().all() for grad in grads)
 

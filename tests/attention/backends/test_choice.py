@@ -10,7 +10,7 @@ import pytest
 import torch
 from attention.oracle import Case, inputs_of
 
-from distca.attention.backends import Packed, Traits, backends, choose, fa4, flash
+from distca.attention.backends import Saved, Traits, backends, choose, fa4, flash
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 BACKENDS = {backend.name: backend for backend in backends()}
@@ -139,8 +139,8 @@ def test_traits_of_tensors() -> None:
         (f"window:{1 << 35}", (-1, 0)),
     ],
 )
-def test_packed_says_the_mask_in_kernel_words(mask: str, window: tuple[int, int]) -> None:
-    packed = Packed.of(Case(((3, 9), (1, 2)), mask).call, "cpu")
+def test_a_call_has_the_window_of_flash_kernels(mask: str, window: tuple[int, int]) -> None:
+    packed = Case(((3, 9), (1, 2)), mask).call()
     assert packed.window == window
     assert packed.q_offsets.tolist() == list(packed.q_bounds) == [0, 3, 4]
     assert packed.kv_offsets.tolist() == list(packed.kv_bounds) == [0, 9, 11]
@@ -154,16 +154,12 @@ def test_packed_says_the_mask_in_kernel_words(mask: str, window: tuple[int, int]
 )
 def test_queries_without_their_keys_are_refused(mask: str, task: tuple[int, int]) -> None:
     with pytest.raises(ValueError, match=rf"task 1 has {task[0]} queries and {task[1]} keys"):
-        Packed.of(Case(((1, 1), task), mask).call, "cpu")
+        Case(((1, 1), task), mask).call()
 
 
 def test_tensors_that_do_not_fit_are_refused() -> None:
     case = Case(((2, 3),))
-    x, packed, backend = (
-        inputs_of(case, torch.float32),
-        Packed.of(case.call, "cpu"),
-        choose("sdpa", ON_CPU),
-    )
+    x, packed, backend = inputs_of(case, torch.float32), case.call(), choose("sdpa", ON_CPU)
     with pytest.raises(ValueError, match="packs 2 queries and 3 keys"):
         backend.forward(x.q[:1], x.k, x.v, packed, 1.0)
     with pytest.raises(ValueError, match="do not fit together"):
@@ -172,4 +168,4 @@ def test_tensors_that_do_not_fit_are_refused() -> None:
         backend.forward(x.q, x.k.double(), x.v, packed, 1.0)
     out, lse = backend.forward(x.q, x.k, x.v, packed, 1.0)
     with pytest.raises(ValueError, match=r"lse is \[4, 2\], not \[2, 4\]"):
-        backend.backward(x.grad_out, x.q, x.k, x.v, out, lse.t(), packed, 1.0)
+        backend.backward(x.grad_out, Saved(x.q, x.k, x.v, out, lse.t()), packed, 1.0)

@@ -1,33 +1,34 @@
-"""What every attention backend takes, gives and promises.
+"""What every attention backend takes, returns and guarantees.
 
 Legend: T tokens (Tq query rows, Tk key rows), H heads, G key/value heads, D head size. Query head
 h reads key head h // (H // G).
 
-Backends know nothing of autograd: forward and backward are two plain functions, so that a caller
-may run the backward on another rank than the forward, with only q, k, v, out and lse in hand.
+Backends do not use autograd: forward and backward are two plain functions, so that the backward
+may run on another rank than the forward, from the saved tensors alone.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from distca.dispatch.layout import Call
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
+class PackedCall:
     """One fused varlen call on a device: tasks of one mask kind, packed one after another.
 
-    Causal and window are bottom-right aligned: a task's last query stands at its last key. A window
-    of reach w shows a query its last w keys, ending with that of its own position; full shows all.
+    Causal and window masks are bottom-right aligned: the last query of a task has the position of
+    its last key. A window of reach w shows a query the last w keys up to its own position; a full
+    mask shows all keys.
     """
 
     mask: Mask
@@ -39,23 +40,27 @@ class Packed:
     max_keys: int
 
     @classmethod
-    def of(cls, call: Call, device: torch.device | str) -> Packed:
-        packed = cls(
-            mask=call.mask,
-            q_offsets=_to_device(call.q_offsets, torch.device(device)),
-            kv_offsets=_to_device(call.kv_offsets, torch.device(device)),
-            q_bounds=tuple(call.q_offsets.tolist()),
-            kv_bounds=tuple(call.kv_offsets.tolist()),
-            max_queries=call.max_queries,
-            max_keys=call.max_keys,
+    def of(
+        cls, mask: Mask, q_offsets: Ints, kv_offsets: Ints, device: torch.device | str
+    ) -> PackedCall:
+        """Copies the cumulative lengths [tasks + 1] of queries and keys to the device."""
+        queries, keys = np.diff(q_offsets), np.diff(kv_offsets)
+        least = np.minimum(queries, 1) if mask.reach == FULL else queries
+        if len(wrong := np.flatnonzero(keys < least)):
+            task = wrong[0]
+            raise ValueError(
+                f"task {task} has {queries[task]} queries and {keys[task]} keys: under a {mask}"
+                " mask each query needs the key of its own position"
+            )
+        return cls(
+            mask=mask,
+            q_offsets=_to_device(q_offsets, torch.device(device)),
+            kv_offsets=_to_device(kv_offsets, torch.device(device)),
+            q_bounds=tuple(q_offsets.tolist()),
+            kv_bounds=tuple(kv_offsets.tolist()),
+            max_queries=int(queries.max(initial=0)),
+            max_keys=int(keys.max(initial=0)),
         )
-        for task, (queries, keys) in enumerate(packed.lengths):
-            if queries and keys < (1 if call.mask.reach == FULL else queries):
-                raise ValueError(
-                    f"task {task} has {queries} queries and {keys} keys: under a {call.mask} mask "
-                    "each query needs the key of its own position"
-                )
-        return packed
 
     @property
     def num_queries(self) -> int:  # Tq
@@ -67,7 +72,7 @@ class Packed:
 
     @property
     def lengths(self) -> list[tuple[int, int]]:
-        """(queries, keys) of each task."""
+        """The numbers of queries and of keys of each task."""
         q, kv = self.q_bounds, self.kv_bounds
         return [(q[i + 1] - q[i], kv[i + 1] - kv[i]) for i in range(len(q) - 1)]
 
@@ -88,6 +93,21 @@ class Attended(NamedTuple):
     lse: Tensor  # [Tq, H], float32, or float64 for float64 inputs
 
 
+class Saved(NamedTuple):
+    """What a backward needs besides the gradient: the inputs of the forward, and its results."""
+
+    q: Tensor  # [Tq, H, D]
+    k: Tensor  # [Tk, G, D]
+    v: Tensor  # [Tk, G, D]
+    out: Tensor  # [Tq, H, D]
+    lse: Tensor  # [Tq, H]
+
+    def map(self, queries: Callable[[Tensor], Tensor], keys: Callable[[Tensor], Tensor]) -> Saved:
+        """Applies one function to what has a row per query, and another to k and v."""
+        q, k, v, out, lse = self
+        return Saved(queries(q), keys(k), keys(v), queries(out), queries(lse))
+
+
 class Gradients(NamedTuple):
     dq: Tensor  # [Tq, H, D]
     dk: Tensor  # [Tk, G, D], a row for each packed key, also where tasks repeat a key
@@ -96,7 +116,7 @@ class Gradients(NamedTuple):
 
 @dataclass(frozen=True)
 class Traits:
-    """What a backend is asked to do."""
+    """What a backend is asked to compute."""
 
     device: str  # "cpu" or "cuda"
     capability: tuple[int, int] | None  # of the CUDA device
@@ -111,7 +131,7 @@ class Traits:
     def of(
         cls, q: Tensor, k: Tensor, masks: Iterable[Mask], *, deterministic: bool = False
     ) -> Traits:
-        """The traits of attention between q [Tq, H, D] and k [Tk, G, D]."""
+        """Returns the traits of attention between q [Tq, H, D] and k [Tk, G, D]."""
         return cls(
             device=q.device.type,
             capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
@@ -131,92 +151,82 @@ def kind_of(mask: Mask) -> str:
 class Backend(ABC):
     """One way to compute packed attention: ``forward`` and ``backward`` on plain tensors.
 
-    All three masks are understood by each of them. Subclasses write ``_forward`` and ``_backward``,
-    which see at least one query and never an autograd graph.
+    Every backend supports all three masks. Subclasses implement ``_forward`` and ``_backward``,
+    which are called with at least one query and without autograd.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def refusal(self, traits: Traits) -> str | None:
-        """Why this backend cannot do it, as a sentence; None when it can."""
+        """Returns why this backend cannot compute it, as a sentence; None if it can."""
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
-        """Attention of q [Tq, H, D] to k, v [Tk, G, D]."""
-        _check_shapes(q, k, v, packed)
-        if not packed.num_queries:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
+        """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
+        _check_shapes(q, k, v, call)
+        if not call.num_queries:
             return Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
         with torch.no_grad():
-            return self._forward(q, k, v, packed, scale)
+            return self._forward(q, k, v, call, scale)
 
     def backward(
         self,
         grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
+        saved: Saved,
+        call: PackedCall,
         scale: float,
         deterministic: bool = False,
     ) -> Gradients:
-        """Gradients from grad_out [Tq, H, D] and what ``forward`` took and gave."""
-        _check_shapes(q, k, v, packed)
+        """Computes the gradients of q, k and v from grad_out [Tq, H, D]."""
+        q, k, v, out, lse = saved
+        _check_shapes(q, k, v, call)
         for name, tensor, shape in (
             ("grad_out", grad_out, q.shape),
             ("out", out, q.shape),
             ("lse", lse, q.shape[:2]),
         ):
             if tensor.shape != shape:
-                raise ValueError(f"{name} is {list(tensor.shape)}, not {list(shape)} as q says")
-        if not packed.num_queries:
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)}, not {list(shape)}, which follows from q"
+                )
+        if not call.num_queries:
             return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
         with torch.no_grad():
-            return self._backward(grad_out, q, k, v, out, lse, packed, scale, deterministic)
+            return self._backward(grad_out, saved, call, scale, deterministic)
 
     @abstractmethod
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float
     ) -> Attended: ...
 
     @abstractmethod
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
-        scale: float,
-        deterministic: bool,
+        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients: ...
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype to compute in where a backend computes in more than the inputs have."""
+    """Returns the dtype to accumulate in: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def grouping_refusal(traits: Traits) -> str | None:
-    """The rule of grouped heads, which is the same for every backend."""
+    """Returns why heads cannot be grouped, by a rule that is the same for every backend."""
     if traits.kv_heads < 1 or traits.heads % traits.kv_heads:
         return f"{traits.heads} heads cannot share {traits.kv_heads} key/value heads evenly."
     return None
 
 
-def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> None:
-    if q.shape[0] != packed.num_queries or k.shape[0] != packed.num_keys:
+def _check_shapes(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> None:
+    if q.shape[0] != call.num_queries or k.shape[0] != call.num_keys:
         raise ValueError(
             f"q has {q.shape[0]} and k {k.shape[0]} rows, "
-            f"but the call packs {packed.num_queries} queries and {packed.num_keys} keys"
+            f"but the call packs {call.num_queries} queries and {call.num_keys} keys"
         )
     if k.shape != v.shape or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together: "
-            "k and v have one shape, and all three one head size"
+            "k and v must have one shape, and all three one head size"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give them one dtype")
@@ -224,6 +234,6 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, packed: Packed) -> None:
 
 def _to_device(offsets: Ints, device: torch.device) -> Tensor:
     tensor = torch.tensor(offsets, dtype=torch.int32, device="cpu")
-    if device.type == "cuda":  # from pinned memory a copy does not wait for the device
+    if device.type == "cuda":  # from pinned memory, a copy does not synchronise with the device
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Which backend computes: the one that was named, or the first that does not refuse."""
+"""The choice of a backend: by name, or the first one that supports what is asked."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from distca.attention.backends.sdpa import Sdpa
 
 
 def backends() -> tuple[Backend, ...]:
-    """All of them, in the order in which "auto" asks."""
+    """Returns all backends, in the order in which "auto" tries them."""
     return FlashAttention4(), Flash(), Sdpa(), Reference()
 
 
 def choose(name: str, traits: Traits) -> Backend:
-    """The named backend, or with "auto" the first that does not refuse."""
+    """Returns the backend of this name or, with "auto", the first that supports the traits."""
     known = {backend.name: backend for backend in backends()}
     if name != "auto":
         if name not in known:
-            raise ValueError(f"attention backend {name!r} is unknown: say auto, {', '.join(known)}")
+            raise ValueError(f"attention backend {name!r} is unknown: use auto, {', '.join(known)}")
         if refusal := known[name].refusal(traits):
             raise ValueError(f"attention backend {name} refuses: {refusal}")
         return known[name]

@@ -1,7 +1,7 @@
 """flash-attn-4 (the extra ``fa4``), compiled at first use, for Hopper and newer.
 
-Its autograd function would keep tensors from forward to backward; the two functions below it are
-called instead. They are private, so their parameters are looked at before anything runs.
+Its autograd function keeps tensors from forward to backward, so this backend calls the two
+functions below it. They are private, so their parameters are checked before anything runs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from distca.attention.backends.base import (
     Attended,
     Backend,
     Gradients,
-    Packed,
+    PackedCall,
+    Saved,
     Traits,
     grouping_refusal,
 )
 
-_one_at_a_time = Lock()  # its compiler aborts the process when two threads come at once
+_one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"
 _SHARED = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
@@ -55,41 +56,33 @@ class FlashAttention4(Backend):
             return "its backward has no deterministic mode from compute capability 12.0 on."
         return _head_refusal(traits) or grouping_refusal(traits) or _load().refusal
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         with _one_at_a_time:
             out, lse, *_ = _load().forward(
-                q, k, v, softmax_scale=scale, return_lse=True, **_arguments(packed)
+                q, k, v, softmax_scale=scale, return_lse=True, **_arguments(call)
             )
         return Attended(out, lse.t().contiguous())
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
-        scale: float,
-        deterministic: bool,
+        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients:
+        q, k, v, out, lse = saved
         with _one_at_a_time:
             dq, dk, dv = _load().backward(
                 q, k, v, out, grad_out.contiguous(), lse.t().contiguous(),
-                softmax_scale=scale, deterministic=deterministic, **_arguments(packed),
+                softmax_scale=scale, deterministic=deterministic, **_arguments(call),
             )  # fmt: skip
         return Gradients(dq, dk, dv)
 
 
-def _arguments(packed: Packed) -> dict[str, Any]:
-    """How the tasks lie and what they see; the kernels write "all keys" as None."""
-    left, right = packed.window
+def _arguments(call: PackedCall) -> dict[str, Any]:
+    """Returns the offsets and the mask of a call; for these kernels, None means all keys."""
+    left, right = call.window
     return {
-        "cu_seqlens_q": packed.q_offsets,
-        "cu_seqlens_k": packed.kv_offsets,
-        "max_seqlen_q": packed.max_queries,
-        "max_seqlen_k": packed.max_keys,
+        "cu_seqlens_q": call.q_offsets,
+        "cu_seqlens_k": call.kv_offsets,
+        "max_seqlen_q": call.max_queries,
+        "max_seqlen_k": call.max_keys,
         "causal": (left, right) == (-1, 0),
         "window_size_left": None if left < 0 else left,
         "window_size_right": None if left < 0 else right,
@@ -125,7 +118,7 @@ def _load() -> _Kernels:
         module = importlib.import_module(_MODULE)
     except ModuleNotFoundError as error:
         return _Kernels(f"flash-attn-4 is not installed ({error}); pip install 'distca[fa4]'.")
-    except Exception as error:  # it loads compilers and drivers, which fail in ways of their own
+    except Exception as error:  # it loads compilers and drivers, which may raise anything
         return _Kernels(f"flash-attn-4 cannot be imported: {type(error).__name__}: {error}.")
     for name, needed in _PARAMETERS.items():
         function = getattr(module, name, None)

@@ -1,8 +1,8 @@
-"""torch's own flash kernels for packed sequences (CUDA), the ones below ``varlen_attn``.
+"""torch's own flash kernels for packed sequences on CUDA, which ``varlen_attn`` calls.
 
-``torch.nn.attention.varlen.varlen_attn`` hides its backward in autograd, so the two operators it
-calls are called here. They are private; torch 2.11 to 2.13 agree on every argument that is used,
-and ``refusal`` looks before anything runs.
+``torch.nn.attention.varlen.varlen_attn`` hides its backward in autograd, so this backend calls the
+two operators below it. They are private. torch 2.11 to 2.13 have all arguments that are used, and
+``refusal`` checks the arguments of the installed version before anything runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from distca.attention.backends.base import (
     Attended,
     Backend,
     Gradients,
-    Packed,
+    PackedCall,
+    Saved,
     Traits,
     grouping_refusal,
 )
@@ -51,46 +52,38 @@ class Flash(Backend):
             return f"the head size must be a multiple of 8 up to 256, not {traits.head_dim}."
         return grouping_refusal(traits) or _operator_refusal()
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
-        left, right = packed.window
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
+        left, right = call.window
         out, lse, *_ = _aten._flash_attention_forward(
-            q, k, v, packed.q_offsets, packed.kv_offsets, _max_queries(packed), packed.max_keys,
+            q, k, v, call.q_offsets, call.kv_offsets, _max_queries(call), call.max_keys,
             0.0, (left, right) == (-1, 0), False,
             scale=scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return Attended(out, lse.t().contiguous())
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
-        scale: float,
-        deterministic: bool,
+        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients:
-        left, right = packed.window
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of a dropout that is off
+        q, k, v, out, lse = saved
+        left, right = call.window
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         with _deterministic(deterministic):
             dq, dk, dv = _aten._flash_attention_backward(
-                grad_out, q, k, v, out, lse.t().contiguous(), packed.q_offsets, packed.kv_offsets,
-                _max_queries(packed), packed.max_keys, 0.0, (left, right) == (-1, 0), seed,
+                grad_out, q, k, v, out, lse.t().contiguous(), call.q_offsets, call.kv_offsets,
+                _max_queries(call), call.max_keys, 0.0, (left, right) == (-1, 0), seed,
                 q.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
         return Gradients(dq, dk, dv)
 
 
-def _max_queries(packed: Packed) -> int:
-    """At least 2: at 1 the kernel takes a path for decoding that splits the keys."""
-    return max(packed.max_queries, 2)
+def _max_queries(call: PackedCall) -> int:
+    """Returns at least 2: for 1 query the kernel takes a path for decoding that splits the keys."""
+    return max(call.max_queries, 2)
 
 
 @contextmanager
 def _deterministic(wanted: bool) -> Iterator[None]:
-    """The operator has no argument for it: it reads the global switch of torch."""
+    """Sets the global switch of torch, which the operator reads instead of an argument."""
     if not wanted:
         yield
         return

@@ -1,10 +1,12 @@
-"""Attention as the textbook writes it: slow, obvious, in any floating dtype. The oracle.
+"""Textbook attention: slow, obvious, in any floating dtype. The oracle of the other backends.
 
 Legend: n queries, m keys, H heads, G key/value heads, R = H // G, D head size. Leading dimensions
-are a batch. The scores of one task are held whole, [G, R, n, m].
+are a batch. All scores of a task are in memory at once, [G, R, n, m].
 """
 
 from __future__ import annotations
+
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -13,7 +15,8 @@ from distca.attention.backends.base import (
     Attended,
     Backend,
     Gradients,
-    Packed,
+    PackedCall,
+    Saved,
     Traits,
     grouping_refusal,
     wide,
@@ -22,7 +25,7 @@ from distca.planning.masks import FULL, Mask
 
 
 class Reference(Backend):
-    """Plain maths, task by task, in float32 or better."""
+    """Plain arithmetic, task by task, in float32 or float64."""
 
     name = "reference"
 
@@ -31,77 +34,56 @@ class Reference(Backend):
             return f"it takes floating dtypes of 16 bits or more, not {traits.dtype}."
         return grouping_refusal(traits)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         out = torch.empty_like(q)
         lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
-        for rows, keys in _tasks(packed):
-            visible = seen(len(q[rows]), len(k[keys]), packed.mask, q.device)
-            task = dense_forward(q[rows], k[keys], v[keys], visible, scale)
+        for rows, keys in _tasks(call):
+            task = dense_forward(q[rows], k[keys], v[keys], call.mask, scale)
             out[rows], lse[rows] = task.out.to(out.dtype), task.lse
         return Attended(out, lse)
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
-        scale: float,
-        deterministic: bool,
+        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients:
-        dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
-        grad_out, q, k, v, out = (x.to(wide(q.dtype)) for x in (grad_out, q, k, v, out))
-        for rows, keys in _tasks(packed):
-            visible = seen(len(q[rows]), len(k[keys]), packed.mask, q.device)
-            task = dense_backward(
-                grad_out[rows], q[rows], k[keys], v[keys], out[rows], lse[rows], visible, scale
-            )
-            dq[rows] = task.dq.to(dq.dtype)
-            dk[keys] = task.dk.to(dk.dtype)
-            dv[keys] = task.dv.to(dv.dtype)
-        return Gradients(dq, dk, dv)
+        grads = Gradients(*map(torch.zeros_like, saved[:3]))
+        grad_out, *tensors = (x.to(wide(saved.q.dtype)) for x in (grad_out, *saved))
+        for rows, keys in _tasks(call):
+            part = Saved(*tensors).map(itemgetter(rows), itemgetter(keys))
+            task = dense_backward(grad_out[rows], part, call.mask, scale)
+            for total, grad, where in zip(grads, task, (rows, keys, keys), strict=True):
+                total[where] = grad.to(total.dtype)
+        return grads
 
 
-def seen(queries: int, keys: int, mask: Mask, device: torch.device) -> Tensor:
-    """Which keys each query sees, [queries, keys] of bool, bottom-right aligned."""
+def visible(num_queries: int, num_keys: int, mask: Mask, device: torch.device) -> Tensor:
+    """Returns which keys each query sees, [n, m] of bool, bottom-right aligned."""
     if mask.reach == FULL:
-        return torch.ones(queries, keys, dtype=torch.bool, device=device)
-    diagonal = torch.arange(keys - queries, keys, device=device)[:, None]
-    key = torch.arange(keys, device=device)
+        return torch.ones(num_queries, num_keys, dtype=torch.bool, device=device)
+    diagonal = torch.arange(num_keys - num_queries, num_keys, device=device)[:, None]
+    key = torch.arange(num_keys, device=device)
     return (key <= diagonal) & (key > diagonal - mask.reach)
 
 
-def dense_forward(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Attended:
-    """q [..., n, H, D], k and v [..., m, G, D], visible [n, m]."""
-    scores = _scores(q, k, visible, scale)
+def dense_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
+    """Attends with q [..., n, H, D] to k and v [..., m, G, D]; autograd can differentiate it."""
+    scores = _scores(q, k, mask, scale)
     lse = scores.logsumexp(-1)  # [..., G, R, n]
     weights = (scores - lse[..., None]).exp()
     out = torch.einsum("...grnm,...mgd->...ngrd", weights, v)
     return Attended(out.flatten(-3, -2), lse.flatten(-3, -2).movedim(-1, -2))
 
 
-def dense_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    visible: Tensor,
-    scale: float,
-) -> Gradients:
-    """Shapes as in ``dense_forward``; out and lse may come from more keys than these.
+def dense_backward(grad_out: Tensor, saved: Saved, mask: Mask, scale: float) -> Gradients:
+    """Shapes are those of ``dense_forward``; out and lse may come from more keys than these.
 
     With P = exp(S - lse) and delta = sum_d grad_out * out: dV = P' grad_out,
     dS = P * (grad_out V' - delta), dQ = scale dS K, dK = scale dS' Q.
     """
+    q, k, v, out, lse = saved
     groups = k.shape[-2]
     norm = _by_group(lse.movedim(-1, -2), groups)  # [..., G, R, n]
-    weights = (_scores(q, k, visible, scale) - norm[..., None]).exp()
+    weights = (_scores(q, k, mask, scale) - norm[..., None]).exp()
     delta = _by_group((grad_out * out).sum(-1).movedim(-1, -2), groups)
     grad = _by_group(grad_out, groups)
     dv = torch.einsum("...grnm,...ngrd->...mgd", weights, grad)
@@ -112,10 +94,11 @@ def dense_backward(
     return Gradients(dq, dk, dv)
 
 
-def _scores(q: Tensor, k: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Scaled scores [..., G, R, n, m], minus infinity where a key is not seen."""
+def _scores(q: Tensor, k: Tensor, mask: Mask, scale: float) -> Tensor:
+    """Returns the scaled scores [..., G, R, n, m], minus infinity where a key is not visible."""
     scores = torch.einsum("...ngrd,...mgd->...grnm", _by_group(q, k.shape[-2]), k) * scale
-    return scores.masked_fill_(~visible, float("-inf"))
+    seen = visible(q.shape[-3], k.shape[-3], mask, q.device)
+    return scores.masked_fill_(~seen, float("-inf"))
 
 
 def _by_group(heads: Tensor, groups: int) -> Tensor:
@@ -123,9 +106,9 @@ def _by_group(heads: Tensor, groups: int) -> Tensor:
     return torch.unflatten(heads, -2, (groups, -1))
 
 
-def _tasks(packed: Packed) -> list[tuple[slice, slice]]:
-    """The rows of each task's queries and of its keys; tasks without queries left out."""
-    q, kv = packed.q_bounds, packed.kv_bounds
+def _tasks(call: PackedCall) -> list[tuple[slice, slice]]:
+    """Returns the rows of each task's queries and of its keys, without tasks that have no query."""
+    q, kv = call.q_bounds, call.kv_bounds
     return [
         (slice(q[i], q[i + 1]), slice(kv[i], kv[i + 1]))
         for i in range(len(q) - 1)

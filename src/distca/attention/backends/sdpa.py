@@ -1,19 +1,20 @@
-"""torch's built-in kernels: the fast path on a CPU, and on CUDA what works where flash does not.
+"""torch's built-in kernels: the fast path on a CPU, and on CUDA the one that works without flash.
 
 Legend: B tasks of one shape, n queries, m keys, H heads, G key/value heads, D head size.
 
-The kernels know rectangles that are seen whole and squares that are causal; [Note: parts] says how
-a task is made of those. Everything is computed in float32 (float64 in float64): 16-bit inputs are
-widened first, since in bfloat16 the CPU kernel is some hundred times slower.
+The kernels support full rectangles and causal squares; [Note: parts] describes how a task is
+composed of them. Everything is computed in float32 (float64 for float64 inputs): 16-bit inputs are
+converted first, since the CPU kernel is about a hundred times slower in bfloat16.
 
 [Note: parts]
-- full: one rectangle.
-- causal with m > n: the rectangle of keys before the first query's own, seen whole, and the causal
-  square. The two outputs are merged by their log-sum-exps. Backward, each part alone with the
-  *merged* out and lse gives exactly its share: its weights are exp(score - lse), and the term that
-  couples a query's keys enters only through sum(grad_out * out).
-- window: blocks of queries against the keys that any of them sees, with a dense mask [block, block
-  + reach]; memory grows with the reach, not with the document.
+- A full mask is one rectangle.
+- A causal mask with m > n is the rectangle of keys before the position of the first query, which
+  all queries see, and the causal square. The two outputs are merged by their log-sum-exps. In
+  backward, each part with the *merged* out and lse gives exactly its share: its weights are
+  exp(score - lse), and the term that couples the keys of a query enters only through
+  sum(grad_out * out).
+- A window is blocks of queries against the keys that any query of the block sees, with a dense mask
+  [block, block + reach]; memory grows with the reach, not with the document.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ from distca.attention.backends.base import (
     Attended,
     Backend,
     Gradients,
-    Packed,
+    PackedCall,
+    Saved,
     Traits,
     grouping_refusal,
     wide,
@@ -37,11 +40,11 @@ from distca.attention.backends.base import (
 from distca.attention.backends.sdpa_kernels import part_backward, part_forward
 from distca.planning.masks import CAUSAL, FULL, Mask
 
-_BATCH_KEYS = 1 << 14  # tasks are batched to spare launches; past this there is nothing to spare
+_BATCH_KEYS = 1 << 14  # tasks are batched to save kernel launches, which matter up to this size
 
 
 class Sdpa(Backend):
-    """The CPU's flash kernel; on CUDA the memory-efficient one, task shape by task shape."""
+    """The flash kernel of the CPU, or the memory-efficient kernel of CUDA."""
 
     name = "sdpa"
 
@@ -57,68 +60,50 @@ class Sdpa(Backend):
             return f"on {traits.device} it takes {_names(dtypes)}, not {_names([traits.dtype])}."
         return grouping_refusal(traits)
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, packed: Packed, scale: float) -> Attended:
+    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         result = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
-        for run in _runs(packed):
-            out, lse, queries = (run.queries_of(x) for x in (*result, q))
-            keys, values = run.keys_of(k), run.keys_of(v)
+        for batch in _batches(call):
+            out, lse, queries = map(batch.queries, (*result, q))
+            keys, values = batch.keys(k), batch.keys(v)
             merged: dict[int, Attended] = {}
-            for part in _parts(run.num_queries, run.num_keys, packed.mask):
-                here = part_forward(
-                    queries[:, part.queries],
-                    keys[:, part.keys],
-                    values[:, part.keys],
-                    part.mask,
-                    scale,
-                )
+            for part in _parts(batch.num_queries, batch.num_keys, call.mask):
+                rows, columns = (slice(None), part.queries), (slice(None), part.keys)
+                here = part_forward(queries[rows], keys[columns], values[columns], part.mask, scale)
                 before = merged.get(part.queries.start)
                 merged[part.queries.start] = here if before is None else _merge(before, here)
             for start, block in merged.items():
-                rows = slice(start, start + block.lse.shape[1])
-                out[:, rows], lse[:, rows] = block.out, block.lse
+                where = slice(start, start + block.lse.shape[1])
+                out[:, where], lse[:, where] = block.out, block.lse
         return result
 
     def _backward(
-        self,
-        grad_out: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        packed: Packed,
-        scale: float,
-        deterministic: bool,
+        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients:
-        dtype = q.dtype
-        grad_out, q, k, v, out = (x.to(wide(dtype)) for x in (grad_out, q, k, v, out))
-        total = Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
-        for run in _runs(packed):
-            by_query = [run.queries_of(x) for x in (grad_out, q, out, lse, total.dq)]
-            by_key = [run.keys_of(x) for x in (k, v, total.dk, total.dv)]
-            for part in _parts(run.num_queries, run.num_keys, packed.mask):
-                part_grad, part_q, part_out, part_lse, dq = (x[:, part.queries] for x in by_query)
-                part_k, part_v, dk, dv = (x[:, part.keys] for x in by_key)
+        dtype = saved.q.dtype
+        grad_out, *tensors = (x.to(wide(dtype)) for x in (grad_out, *saved))
+        total = Gradients(*map(torch.zeros_like, tensors[:3]))
+        for batch in _batches(call):
+            inputs = Saved(*tensors).map(batch.queries, batch.keys)
+            grad, dq = batch.queries(grad_out), batch.queries(total.dq)
+            dk, dv = batch.keys(total.dk), batch.keys(total.dv)
+            for part in _parts(batch.num_queries, batch.num_keys, call.mask):
+                rows, columns = (slice(None), part.queries), (slice(None), part.keys)
                 share = part_backward(
-                    part_grad,
-                    part_q,
-                    part_k,
-                    part_v,
-                    part_out,
-                    part_lse,
+                    grad[rows],
+                    inputs.map(itemgetter(rows), itemgetter(columns)),
                     part.mask,
                     scale,
                     deterministic,
                 )
-                dq += share.dq
-                dk += share.dk
-                dv += share.dv
-        return Gradients(total.dq.to(dtype), total.dk.to(dtype), total.dv.to(dtype))
+                dq[rows].add_(share.dq)
+                dk[columns].add_(share.dk)
+                dv[columns].add_(share.dv)
+        return Gradients(*(grad.to(dtype) for grad in total))
 
 
 @dataclass(frozen=True)
-class _Run:
+class _Batch:
     """Neighbouring tasks of one shape: a batch that is a view of the packed rows."""
 
     num_tasks: int  # B
@@ -127,32 +112,32 @@ class _Run:
     num_queries: int  # n
     num_keys: int  # m
 
-    def queries_of(self, rows: Tensor) -> Tensor:
+    def queries(self, rows: Tensor) -> Tensor:
         """[Tq, ...] -> [B, n, ...]"""
         stop = self.first_query + self.num_tasks * self.num_queries
         return rows[self.first_query : stop].view(self.num_tasks, -1, *rows.shape[1:])
 
-    def keys_of(self, rows: Tensor) -> Tensor:
+    def keys(self, rows: Tensor) -> Tensor:
         """[Tk, ...] -> [B, m, ...]"""
         stop = self.first_key + self.num_tasks * self.num_keys
         return rows[self.first_key : stop].view(self.num_tasks, -1, *rows.shape[1:])
 
 
-def _runs(packed: Packed) -> Iterator[_Run]:
-    """Tasks in order, those without queries left out: the CPU kernel would divide by zero."""
+def _batches(call: PackedCall) -> Iterator[_Batch]:
+    """Yields tasks in order, without tasks that have no query: the CPU kernel divides by zero."""
     task = 0
-    for (queries, keys), same in groupby(packed.lengths):
+    for (queries, keys), same in groupby(call.lengths):
         left = len(list(same))
         while left:
             size = min(left, max(_BATCH_KEYS // max(keys, 1), 1))
             if queries:
-                yield _Run(size, packed.q_bounds[task], packed.kv_bounds[task], queries, keys)
+                yield _Batch(size, call.q_bounds[task], call.kv_bounds[task], queries, keys)
             task, left = task + size, left - size
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some queries of a task against some of its keys, see [Note: parts]."""
+    """Some queries of a task and some of its keys, see [Note: parts]."""
 
     queries: slice
     keys: slice
@@ -176,7 +161,7 @@ def _parts(queries: int, keys: int, mask: Mask) -> Iterator[_Part]:
 
 
 def _merge(a: Attended, b: Attended) -> Attended:
-    """Attention to the keys of both, from attention to either."""
+    """Returns attention to the keys of both parts, from attention to each of them."""
     lse = torch.logaddexp(a.lse, b.lse)
     share_a, share_b = (a.lse - lse).exp_()[..., None], (b.lse - lse).exp_()[..., None]
     return Attended(a.out * share_a + b.out * share_b, lse)

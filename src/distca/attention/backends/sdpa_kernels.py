@@ -1,9 +1,8 @@
-"""Attention of one part, as ``sdpa`` cuts tasks, by the kernels that torch brings along.
+"""Attention of one part of a task, as ``sdpa`` splits tasks, by the kernels that torch includes.
 
 Legend: B batch, n queries, m keys, H heads, G key/value heads, D head size. Inputs are float32 or
-float64; ``out`` and ``lse`` of a backward may come from more keys than the part holds. The
-operators are those that ``scaled_dot_product_attention`` calls, which keeps the log-sum-exp to
-itself.
+float64; ``out`` and ``lse`` of a backward may come from more keys than the part has. The operators
+are those that ``scaled_dot_product_attention`` calls, which does not return the log-sum-exp.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients
-from distca.attention.backends.reference import dense_backward, dense_forward, seen
+from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.reference import dense_backward, dense_forward, visible
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 _aten = torch.ops.aten
@@ -27,28 +26,18 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> A
         return _cpu_forward(q, k, v, mask, scale)
     if mask.reach in (FULL, CAUSAL):
         return _efficient_forward(q, k, v, mask.reach == CAUSAL, scale)
-    return dense_forward(q, k, v, seen(q.shape[1], k.shape[1], mask, q.device), scale)
+    return dense_forward(q, k, v, mask, scale)
 
 
 def part_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scale: float,
-    deterministic: bool,
+    grad_out: Tensor, saved: Saved, mask: Mask, scale: float, deterministic: bool
 ) -> Gradients:
-    """Gradients of q [B, n, H, D] and of k and v [B, m, G, D]."""
-    if not q.is_cuda:
-        return _cpu_backward(grad_out, q, k, v, out, lse, mask, scale)
+    """Returns the gradients of q [B, n, H, D] and of k and v [B, m, G, D]."""
+    if not grad_out.is_cuda:
+        return _cpu_backward(grad_out, saved, mask, scale)
     if mask.reach in (FULL, CAUSAL):
-        causal = mask.reach == CAUSAL
-        return _efficient_backward(grad_out, q, k, v, out, lse, causal, scale, deterministic)
-    visible = seen(q.shape[1], k.shape[1], mask, q.device)
-    return dense_backward(grad_out, q, k, v, out, lse, visible, scale)
+        return _efficient_backward(grad_out, saved, mask.reach == CAUSAL, scale, deterministic)
+    return dense_backward(grad_out, saved, mask, scale)
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
@@ -62,42 +51,33 @@ def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> A
     return Attended(out.transpose(1, 2), lse.transpose(1, 2))
 
 
-def _cpu_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Mask,
-    scale: float,
-) -> Gradients:
+def _cpu_backward(grad_out: Tensor, saved: Saved, mask: Mask, scale: float) -> Gradients:
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (grad_out, q, k, v, out, lse)),
+        *(x.transpose(1, 2) for x in (grad_out, *saved)),
         0.0,
         mask.reach == CAUSAL,
-        attn_mask=_bias(q, k, mask),
+        attn_mask=_bias(saved.q, saved.k, mask),
         scale=scale,
     )
     return Gradients(*(grad.transpose(1, 2) for grad in grads))
 
 
 def _bias(q: Tensor, k: Tensor, mask: Mask) -> Tensor | None:
-    """A window as the CPU kernel takes it: 0 where a key is seen, else minus infinity."""
+    """Returns a window as the CPU kernel takes it: 0 for visible keys, otherwise minus infinity."""
     if mask.reach in (FULL, CAUSAL):
         return None
     return _window_bias(q.shape[1], k.shape[1], mask, q.dtype)
 
 
-@lru_cache(maxsize=2)  # all blocks of a document have one shape, but for the first and the last
+@lru_cache(maxsize=2)  # all blocks of a document but the first and the last have one shape
 def _window_bias(queries: int, keys: int, mask: Mask, dtype: torch.dtype) -> Tensor:
-    visible = seen(queries, keys, mask, torch.device("cpu"))
+    seen = visible(queries, keys, mask, torch.device("cpu"))
     bias = torch.zeros(queries, keys, dtype=dtype, device="cpu")
-    return bias.masked_fill_(~visible, float("-inf"))
+    return bias.masked_fill_(~seen, float("-inf"))
 
 
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Attended:
-    """The memory-efficient CUDA kernel, which knows no grouped heads."""
+    """Calls the memory-efficient CUDA kernel, which does not support grouped heads."""
     group = q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     out, lse, *_ = _aten._efficient_attention_forward(
@@ -107,25 +87,18 @@ def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: flo
 
 
 def _efficient_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    causal: bool,
-    scale: float,
-    deterministic: bool,
+    grad_out: Tensor, saved: Saved, causal: bool, scale: float, deterministic: bool
 ) -> Gradients:
+    q, k, v, out, lse = saved
     kv_heads, group = k.shape[2], q.shape[2] // k.shape[2]
     k, v = k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)
     padding = -q.shape[1] % _LSE_ALIGNMENT
     lse = torch.nn.functional.pad(lse.transpose(1, 2), (0, padding), value=float("inf"))
-    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of a dropout that is off
+    seed = torch.zeros((), dtype=torch.int64, device=q.device)  # of dropout, which is off
     dq, dk, dv, _ = _aten._efficient_attention_backward(
         grad_out, q, k, v, None, out.contiguous(), None, None, q.shape[1], k.shape[1],
         lse.contiguous(), 0.0, seed, seed, int(causal), False, scale=scale,
-        num_splits_key=1 if deterministic else None,  # several add up in whatever order
+        num_splits_key=1 if deterministic else None,  # several are added in any order
     )  # fmt: skip
     dk, dv = (torch.unflatten(x, 2, (kv_heads, group)).sum(3) for x in (dk, dv))
     return Gradients(dq, dk, dv)

@@ -1,23 +1,23 @@
-"""What any transport promises: an uneven all-to-all of bytes, and notes over the host.
+"""What every transport provides: an uneven all-to-all of bytes, and a gather of Python objects.
 
-A transport starts an uneven all-to-all and hands back a promise; between the two, the caller
-computes what needs nothing from peers.
+An all-to-all is asynchronous: between its start and its wait, the caller computes what needs
+nothing from peers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-Wait = Callable[[], None]  # until the receive buffer is filled and the send buffer is free
-NOTE_BYTES = 1024
+Wait = Callable[[], None]  # returns when the receive buffer is filled and the send buffer is free
+Object = TypeVar("Object")
 
 
 class ExchangeError(RuntimeError):
-    """Peers did not come, or are gone."""
+    """Raised when peers did not join a collective, or were lost inside it."""
 
 
 class Transport(Protocol):
@@ -30,13 +30,14 @@ class Transport(Protocol):
     def start(
         self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
     ) -> Wait:
-        """Sends consecutive parts of a byte buffer to the ranks, and receives one from each."""
+        """Starts an all-to-all: consecutive parts of ``send`` go to the ranks in order, and the
+        parts that they send are laid one after another into ``recv``."""
         ...
 
-    def gather(self, note: bytes) -> list[bytes]:
-        """Every rank's note, of at most NOTE_BYTES, over the host; waits for all."""
+    def all_gather_object(self, mine: Object) -> list[Object]:
+        """Returns the objects of all ranks, gathered over the host; waits for all ranks."""
         ...
 
     def refusal(self, device: torch.device) -> str | None:
-        """Why tensors of this device cannot be exchanged; None where they can."""
+        """Returns why tensors of this device cannot be exchanged; None if they can."""
         ...

@@ -1,25 +1,31 @@
-"""How bytes get from rank to rank through torch.distributed."""
+"""A transport over torch.distributed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.dispatch.transports.base import NOTE_BYTES, ExchangeError, Wait
+from distca.dispatch.transports.base import ExchangeError, Object, Wait
 
-_made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # transports, by group
+_num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
 
 
 class DistributedTransport:
-    """Any process group of torch.distributed: gloo, NCCL.
+    """The ranks of a process group, gloo or NCCL.
 
-    control: the same ranks in a group that moves CPU tensors, for notes. The group itself, where it
-    does; one of its own for the whole world where it does not (then all ranks must make this
-    transport, as they must any group).
+    group: None is the default group.
+    control: the same ranks in a group that moves CPU tensors, over which objects are gathered. By
+        default it is the group itself, if it moves CPU tensors. If it does not and is the whole
+        world, a gloo group is made; then all ranks must construct this transport.
+
+    [Note: missing ranks] Before a gather, each rank sets a key in the store of the control group.
+    When the gather fails, the missing keys tell on every rank who did not join. Gloo's
+    ``monitored_barrier`` tells it on rank 0 alone, and nowhere if rank 0 is missing.
     """
 
     def __init__(
@@ -32,14 +38,16 @@ class DistributedTransport:
             )
         self.rank = dist.get_rank(self.group)
         if self.rank < 0:
-            raise ValueError(f"rank {dist.get_rank()} is not in the group: only its ranks attend")
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the group: only its ranks can attend"
+            )
         self.num_ranks = dist.get_world_size(self.group)
         self._devices = dist.get_backend_config(self.group)
         self._control = _control_of(self.group, self._devices) if control is None else control
-        number = _made.get(self._control, 0)  # the same on all ranks
-        _made[self._control] = number + 1
-        self._mark = f"distca/{number}"
-        self._gathers = 0
+        number = _num_transports.get(self._control, 0)  # the same on all ranks
+        _num_transports[self._control] = number + 1
+        self._prefix = f"distca/{number}"
+        self._num_gathers = 0
 
     def start(
         self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
@@ -60,38 +68,40 @@ class DistributedTransport:
 
         return wait
 
-    def gather(self, note: bytes) -> list[bytes]:
-        mine = torch.zeros(NOTE_BYTES, dtype=torch.uint8, device="cpu")
-        mine[: len(note)] = torch.frombuffer(bytearray(note), dtype=torch.uint8)
-        notes = [torch.empty_like(mine) for _ in range(self.num_ranks)]
-        self._gathers += 1
+    def all_gather_object(self, mine: Object) -> list[Object]:
+        objects: list[Any] = [None] * self.num_ranks
+        self._num_gathers += 1
         store = self._control.get_group_store()
-        store.set(self._key(self.rank), "")  # what peers look for if they wait in vain
+        store.set(self._key(self.rank, self._num_gathers), "")  # [Note: missing ranks]
         try:
-            dist.all_gather(notes, mine, group=self._control)
+            dist.all_gather_object(objects, mine, group=self._control)
         except RuntimeError as error:
             raise ExchangeError(
-                f"rank {self.rank} waited for all ranks to come before an exchange;"
-                f" {self._missing()}: {error}"
+                f"rank {self.rank} waited for all ranks before an exchange; {self._missing()}:"
+                f" {error}"
             ) from error
-        store.delete_key(self._key(self.rank, before=1))  # all have come past that one
-        return [bytes(note.tolist()).rstrip(b"\0") for note in notes]
+        store.delete_key(self._key(self.rank, self._num_gathers - 1))  # all ranks are past it
+        return objects
 
     def refusal(self, device: torch.device) -> str | None:
         if f"{device.type}:" in self._devices:
             return None
-        return f"the group ({self._devices}) does not move tensors of {device.type}"
+        return f"the group ({self._devices}) does not move {device.type} tensors"
 
     def _missing(self) -> str:
         store = self._control.get_group_store()
         try:
-            missing = [r for r in range(self.num_ranks) if not store.check([self._key(r)])]
+            missing = [
+                rank
+                for rank in range(self.num_ranks)
+                if not store.check([self._key(rank, self._num_gathers)])
+            ]
         except RuntimeError:
-            return "who is missing cannot be told, since the store is gone"
-        return f"ranks {missing} did not come" if missing else "all came, but one is gone"
+            return "which ranks are missing is unknown, since the store is gone"
+        return f"ranks {missing} did not join" if missing else "all joined, but one was lost"
 
-    def _key(self, rank: int, before: int = 0) -> str:
-        return f"{self._mark}/{self._gathers - before}/{rank}"
+    def _key(self, rank: int, number: int) -> str:
+        return f"{self._prefix}/{number}/{rank}"
 
 
 def _control_of(group: dist.ProcessGroup, devices: str) -> dist.ProcessGroup:
@@ -99,7 +109,7 @@ def _control_of(group: dist.ProcessGroup, devices: str) -> dist.ProcessGroup:
         return group
     if group != dist.group.WORLD:
         raise ValueError(
-            f"the group ({devices}) cannot carry notes between hosts: also give"
+            f"the group ({devices}) cannot gather objects over the host: also give"
             " control=torch.distributed.new_group(ranks, backend='gloo')"
         )
     control: dist.ProcessGroup = dist.new_group(backend="gloo")

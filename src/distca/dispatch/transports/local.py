@@ -10,24 +10,24 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import ExchangeError, Wait
+from distca.dispatch.transports.base import ExchangeError, Object, Wait
 
 Result = TypeVar("Result")
-_PATIENCE_S = 60.0
+_TIMEOUT_S = 60.0
 
 
-class LocalHub:
-    """Where the ranks of one process meet."""
+class LocalWorld:
+    """Ranks that are threads of this process; their collectives are numbered in order."""
 
     def __init__(self, num_ranks: int) -> None:
         self.num_ranks = num_ranks
-        self._news = Condition()
-        self._posted: dict[tuple[int, int], Sequence[Any]] = {}  # (meeting, sender) -> parts
-        self._taken: dict[int, int] = {}  # meeting -> how many ranks have collected
+        self._changed = Condition()
+        self._posted: dict[tuple[int, int], Sequence[Any]] = {}  # (collective, sender) -> parts
+        self._collected: dict[int, int] = {}  # collective -> how many ranks have collected
         self._failed = False
 
     def run(self, rank_function: Callable[[LocalTransport], Result]) -> list[Result]:
-        """Calls the function once for every rank; an error on one of them ends all."""
+        """Calls the function once for every rank; an error on one rank ends all of them."""
         with ThreadPoolExecutor(self.num_ranks) as pool:
             ranks = [LocalTransport(self, rank) for rank in range(self.num_ranks)]
             results = [pool.submit(self._guarded, rank_function, rank) for rank in ranks]
@@ -36,30 +36,30 @@ class LocalHub:
             raise error  # the original one before those of its peers
         return [result.result() for result in results]
 
-    def post(self, meeting: int, rank: int, parts: Sequence[Any]) -> None:
-        """One part for each rank."""
-        with self._news:
-            self._posted[meeting, rank] = parts
-            self._news.notify_all()
+    def post(self, collective: int, rank: int, parts: Sequence[Any]) -> None:
+        """Hands over this rank's parts, one for each rank."""
+        with self._changed:
+            self._posted[collective, rank] = parts
+            self._changed.notify_all()
 
-    def collect(self, meeting: int, rank: int) -> list[Any]:
-        """Every rank's part for this one."""
-        senders = [(meeting, sender) for sender in range(self.num_ranks)]
-        with self._news:
-            arrived = self._news.wait_for(
-                lambda: self._failed or all(s in self._posted for s in senders), _PATIENCE_S
+    def collect(self, collective: int, rank: int) -> list[Any]:
+        """Waits for all ranks, and returns the part of each of them for this rank."""
+        senders = [(collective, sender) for sender in range(self.num_ranks)]
+        with self._changed:
+            arrived = self._changed.wait_for(
+                lambda: self._failed or all(s in self._posted for s in senders), _TIMEOUT_S
             )
             if self._failed:
                 raise ExchangeError(f"rank {rank} waited for a rank that failed")
             if not arrived:
-                missing = [sender for _, sender in senders if (meeting, sender) not in self._posted]
-                raise ExchangeError(f"rank {rank} waited {_PATIENCE_S:g} s for ranks {missing}")
+                missing = [s for _, s in senders if (collective, s) not in self._posted]
+                raise ExchangeError(f"rank {rank} waited {_TIMEOUT_S:g} s for ranks {missing}")
             parts = [self._posted[sender][rank] for sender in senders]
-            self._taken[meeting] = self._taken.get(meeting, 0) + 1
-            if self._taken[meeting] == self.num_ranks:
+            self._collected[collective] = self._collected.get(collective, 0) + 1
+            if self._collected[collective] == self.num_ranks:
                 for sender in senders:
                     del self._posted[sender]
-                del self._taken[meeting]
+                del self._collected[collective]
             return parts
 
     def _guarded(
@@ -68,27 +68,27 @@ class LocalHub:
         try:
             return rank_function(transport)
         except BaseException:
-            with self._news:
+            with self._changed:
                 self._failed = True
-                self._news.notify_all()
+                self._changed.notify_all()
             raise
 
 
 class LocalTransport:
-    """One rank of a hub."""
+    """One rank of a local world."""
 
-    def __init__(self, hub: LocalHub, rank: int) -> None:
-        self.hub, self.rank, self.num_ranks = hub, rank, hub.num_ranks
-        self._meetings = 0
+    def __init__(self, world: LocalWorld, rank: int) -> None:
+        self.world, self.rank, self.num_ranks = world, rank, world.num_ranks
+        self._num_collectives = 0
 
     def start(
         self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
     ) -> Wait:
-        # Copied, since the sender may go on before a slow peer has looked.
-        meeting = self._meet(torch.split(send.clone(), list(send_bytes)))
+        # A copy, since the sender may overwrite its buffer before a slow peer has read it.
+        collective = self._post(torch.split(send.clone(), list(send_bytes)))
 
         def wait() -> None:
-            parts = self.hub.collect(meeting, self.rank)
+            parts = self.world.collect(collective, self.rank)
             sizes = [part.numel() for part in parts]
             if sizes != list(recv_bytes):
                 raise ValueError(
@@ -99,14 +99,15 @@ class LocalTransport:
 
         return wait
 
-    def gather(self, note: bytes) -> list[bytes]:
-        return self.hub.collect(self._meet([note] * self.num_ranks), self.rank)
+    def all_gather_object(self, mine: Object) -> list[Object]:
+        return self.world.collect(self._post([mine] * self.num_ranks), self.rank)
 
     def refusal(self, device: torch.device) -> str | None:
         return None
 
-    def _meet(self, parts: Sequence[Any]) -> int:
-        meeting = self._meetings
-        self._meetings += 1
-        self.hub.post(meeting, self.rank, parts)
-        return meeting
+    def _post(self, parts: Sequence[Any]) -> int:
+        """Starts this rank's next collective and returns its number."""
+        collective = self._num_collectives
+        self._num_collectives += 1
+        self.world.post(collective, self.rank, parts)
+        return collective

@@ -1,8 +1,8 @@
-"""An exchange without peers: true byte counts, held to a bandwidth, for measuring one rank alone.
+"""A transport without peers, to measure one isolated rank: true byte counts at a given bandwidth.
 
-One rank of a large plan runs on one device as it would among all others: what it sends is read,
-what it receives is written, and both take as long as the given link would. What arrives is random
-numbers that are sound in every floating dtype, so timings are real and values are not.
+One rank of a large plan runs on one device as it would among its peers: what it sends is read, what
+it receives is written, and both take as long as the given link would. What arrives are random
+numbers that are finite in every floating dtype, so timings are real and values are not.
 """
 
 from __future__ import annotations
@@ -14,13 +14,17 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.base import Object, Wait
 
 _TRIAL_CYCLES = 20_000_000
 
 
 class ThrottledTransport:
-    """bytes_per_s: of this rank's port, each way; latency_s: added to every exchange."""
+    """One isolated rank behind a link.
+
+    bytes_per_s: bandwidth of the link, in each direction.
+    latency_s: added to every all-to-all.
+    """
 
     def __init__(
         self, rank: int, num_ranks: int, bytes_per_s: float, latency_s: float = 0.0
@@ -34,7 +38,7 @@ class ThrottledTransport:
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
 
     def seconds(self, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> float:
-        """Both directions at once, each at full speed."""
+        """Returns the seconds of an all-to-all; both directions run at once at full speed."""
         return self.latency_s + max(sum(send_bytes), sum(recv_bytes)) / self.bytes_per_s
 
     def start(
@@ -45,8 +49,8 @@ class ThrottledTransport:
             return _start_on_stream(send, recv, seconds)
         return _start_on_host(recv, seconds)
 
-    def gather(self, note: bytes) -> list[bytes]:
-        return [note]  # there is nobody to disagree with
+    def all_gather_object(self, mine: Object) -> list[Object]:
+        return [mine]
 
     def refusal(self, device: torch.device) -> str | None:
         return None
@@ -67,12 +71,12 @@ def _start_on_stream(send: Tensor, recv: Tensor, seconds: float) -> Wait:
     here = torch.cuda.current_stream(send.device)
     copying.wait_stream(here)
     waiting.wait_stream(here)
-    with torch.cuda.stream(waiting):  # beside the copies: the longer of the two counts
+    with torch.cuda.stream(waiting):  # concurrent with the copies: the longer of the two counts
         torch.cuda._sleep(int(seconds * _cycles_per_s(send.device)))  # type: ignore[no-untyped-call]
     with torch.cuda.stream(copying):
         _drain(send)
         _fill(recv)
-    done = copying.record_event(), waiting.record_event()  # what is started later is not waited for
+    done = copying.record_event(), waiting.record_event()  # excludes what is started later
 
     def wait() -> None:
         now = torch.cuda.current_stream(send.device)
@@ -90,7 +94,7 @@ def _fill(recv: Tensor) -> None:
 
 
 def _drain(send: Tensor) -> None:
-    """Reads what is sent, as a network card would."""
+    """Reads what is sent, as a network adapter does."""
     sink = torch.empty_like(_noise(send.device))
     for start in range(0, send.numel(), sink.numel()):
         part = send[start : start + sink.numel()]
@@ -99,7 +103,7 @@ def _drain(send: Tensor) -> None:
 
 @lru_cache(maxsize=4)
 def _noise(device: torch.device, num_bytes: int = 1 << 26) -> Tensor:
-    """Normal bfloat16: two of them read as one float32 are a sound number too."""
+    """Returns normal bfloat16 numbers; two of them read as one float32 are finite too."""
     generator = torch.Generator(device).manual_seed(0)
     count = num_bytes // 2
     noise = torch.randn(count, device=device, dtype=torch.bfloat16, generator=generator)
@@ -114,7 +118,7 @@ def _streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream
 
 @lru_cache(maxsize=4)
 def _cycles_per_s(device: torch.device) -> float:
-    """What the waiting kernel counts in a second, measured once, after a warm-up."""
+    """Returns the cycles per second of the sleep kernel, measured once after a warm-up."""
     start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     with torch.cuda.device(device):
         for _ in range(3):

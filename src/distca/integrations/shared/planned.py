@@ -28,11 +28,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distca.attention.agreement import gather_or_raise
 from distca.attention.core import CoreAttention
 from distca.dispatch.transports.distributed import DistributedTransport
-from distca.dispatch.transports.local import LocalHub, LocalTransport
+from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.background import InOrder, at_once
-from distca.integrations.shared.handshake import Note, exchange
+from distca.integrations.shared.handshake import BatchHandshake
 from distca.planning.api import plan
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
@@ -160,10 +161,10 @@ class PlannedAttention:
         A rank that is ``done`` has no batch left, and joins with fillers until all ranks are: then
         nobody gets a batch, but None.
         """
-        note, links = Note(tuple(documents), done, complaint), self._link()
+        mine, links = BatchHandshake(tuple(documents), done, complaint), self._link()
         if links is None:
-            return at_once(lambda: self._by_myself(note))
-        return self._in_order.submit(lambda: self._with_all(links, note))
+            return at_once(lambda: self._by_myself(mine))
+        return self._in_order.submit(lambda: self._with_all(links, mine))
 
     def wait(self, promise: Promise) -> PlannedBatch | None:
         try:
@@ -213,16 +214,16 @@ class PlannedAttention:
         """Ends the background thread, after what it was given; another call starts it again."""
         self._in_order.close()
 
-    def _by_myself(self, note: Note) -> PlannedBatch | None:
-        if note.complaint:
-            raise ValueError(note.complaint)
-        return None if note.done else self.alone(note.documents)
+    def _by_myself(self, mine: BatchHandshake) -> PlannedBatch | None:
+        if mine.error:
+            raise ValueError(mine.error)
+        return None if mine.done else self.alone(mine.documents)
 
-    def _with_all(self, links: _Links, note: Note) -> PlannedBatch | None:
-        notes = exchange(links.planning, note)
-        if all(one.done for one in notes):
+    def _with_all(self, links: _Links, mine: BatchHandshake) -> PlannedBatch | None:
+        handshakes = gather_or_raise(links.planning, mine)
+        if all(one.done for one in handshakes):
             return None
-        ranks = [one.documents for one in notes]
+        ranks = [one.documents for one in handshakes]
         batch = PlannedBatch(ranks, links.planning.rank, self._options, self._policy, alone=False)
         for kind in list(self._kinds):
             batch.plan(kind)
@@ -232,7 +233,7 @@ class PlannedAttention:
         if (alone, scale) not in self._cores:
             options = self._core_options | {"scale": scale}
             if alone:
-                core = CoreAttention(transport=LocalTransport(LocalHub(1), 0), **options)
+                core = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), **options)
             else:
                 links = self._link()
                 assert links is not None, "a batch of all ranks came without them"
