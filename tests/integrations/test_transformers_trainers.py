@@ -6,7 +6,7 @@ from copy import copy
 from typing import Any
 
 import pytest
-from integrations.tiny import assert_close, packed, reference
+from integrations.tiny import assert_close, features, packed, reference
 from ranks import RankPool
 from torch.utils.data import DataLoader
 
@@ -16,6 +16,7 @@ pytest.importorskip("accelerate", reason="accelerate is not installed")
 from integrations import trainers
 
 from distca.integrations.transformers import register
+from distca.integrations.transformers.batches import PLANNED
 from distca.integrations.transformers.loader import PrefetchingLoader
 
 
@@ -34,14 +35,18 @@ def test_a_prefetching_loader_is_a_data_loader() -> None:
 
 
 def test_a_loader_of_accelerate_is_changed_once() -> None:
-    from accelerate.data_loader import DataLoaderShard
+    from accelerate.data_loader import DataLoaderShard, skip_first_batches
+    from transformers import DataCollatorWithFlattening
 
-    loader, registered = DataLoaderShard([packed([5, 3])] * 3, batch_size=None), register()
+    registered, documents = register(cost="pairs"), features([5, 3, 8, 2, 4, 6])
+    loader = DataLoaderShard(documents, batch_size=2, collate_fn=DataCollatorWithFlattening())
     for _ in range(2):
         assert registered.plan_ahead(loader) is loader
     assert isinstance(loader, DataLoader)
     assert type(loader.base_dataloader) is PrefetchingLoader
     assert type(loader.base_dataloader._loader) is DataLoader
+    assert [PLANNED in batch for batch in loader] == [True] * 3
+    assert len(list(skip_first_batches(loader, 1))) == 2  # as a Trainer resumes
 
 
 BOTH_KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]

@@ -18,8 +18,8 @@ class DaemonExecutor:
 
     ``ThreadPoolExecutor(1)`` does not fit: at exit Python joins its thread without a time limit, so
     a rank that fails while its thread is inside a collective would wait for peers that wait for it.
-    This executor waits for a few seconds at exit, and not at all after that. It does have to wait:
-    a daemon thread that is inside a collective when the interpreter ends aborts the process.
+    This executor waits for at most a few seconds at exit. It cannot do without waiting: a daemon
+    thread that is inside a collective when the interpreter ends aborts the process.
     """
 
     def __init__(self) -> None:

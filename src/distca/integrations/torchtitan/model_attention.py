@@ -100,11 +100,11 @@ class ModelAttention:
         self._use(parallel_dims.get_mesh("batch").get_group() if part else None, num_ranks)
 
     def use_degree(self, num_ranks: int, rank: int) -> None:
-        """Does the same for a dataloader, which knows only how many ranks have their own batches.
+        """Shares attention between ``num_ranks`` ranks, unless a layer has been given the mesh.
 
-        With tensor parallelism the layers are always given the mesh. So here the world is divided
-        into pipeline stages at most, which are consecutive ranks. All ranks call it at the same
-        point.
+        A dataloader calls it, on all ranks at the same point. With tensor parallelism the layers
+        are always given the mesh. So the world has at most pipeline stages here, which are
+        consecutive ranks.
         """
         if self._ranks_known or not dist.is_initialized():
             return

@@ -146,7 +146,7 @@ class SavingAC(SelectiveAC):  # type: ignore[misc]
 
 
 def _of_package(function: Any) -> Any:
-    """Gives an override its public path: torchtitan finds overrides by the module they name."""
+    """Sets a function's module, by which torchtitan finds overrides, to the one that users name."""
     function.__module__ = _PACKAGE
     return function
 
