@@ -3,14 +3,14 @@
     python benchmarks/transformers_cpu.py            about four minutes
     python benchmarks/transformers_cpu.py --steps 4  quicker, noisier
 
-The same small Llama, documents and Trainer on all sides, which take turns step by step in one run,
-so that whatever else the machine does strikes all of them. Lengths are fixed below: one rank has
-one long document, the other short ones, equally many tokens.
+All sides use the same small Llama, documents and Trainer, and alternate step by step in one run, so
+that other load on the machine affects all of them. Lengths are fixed below: one rank has one long
+document and the other has short ones, with equally many tokens.
 
-- *sdpa*: transformers' own, which masks other documents and computes their scores all the same.
-- *colocated*: distca's kernels on whole documents, nothing moved (``policy="colocated"``). The gain
-  over sdpa is that of documents one by one.
-- *distca*: planned over both ranks. The gain over colocated is that of balance.
+- *sdpa*: transformers' own attention, which computes the scores between documents and masks them.
+- *colocated*: distca's kernels on whole documents, with nothing moved (``policy="colocated"``). The
+  gain over sdpa comes from computing each document separately.
+- *distca*: attention planned over both ranks. The gain over colocated comes from balance.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-LENGTHS = ([4096], [64] * 64)  # by rank, in every step
+LENGTHS = ([4096], [64] * 64)  # of each rank, in every step
 MODEL = {
     "vocab_size": 259,
     "hidden_size": 256,
@@ -46,17 +46,19 @@ MODEL = {
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
-    "head_dim": 64,  # attention then has about the share of Llama-3-8B's at a context of 128K
+    "head_dim": 64,  # attention then has about the same share as in Llama-3-8B at 128K
     "max_position_embeddings": 4096,
 }
 SIDES = ("sdpa", "colocated", "distca")
-WARM_UP = 2  # steps of each side that are not counted
+WARM_UP = 2  # steps of each side that are not measured
 RESULTS = Path(__file__).parent / "results"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=12, help="of each side, after two to warm up")
+    parser.add_argument(
+        "--steps", type=int, default=12, help="steps of each side, after two for warm-up"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 class Turns:
-    """Lets one side run at a time, each of them in a thread, in the same order on both ranks."""
+    """Lets one of several threads run at a time, in the same order on both ranks."""
 
     def __init__(self, order: Sequence[str]) -> None:
         self._order, self._changed = list(order), threading.Condition()
@@ -90,19 +92,22 @@ def _rank(rank: int, steps: int, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    os.environ["ACCELERATE_USE_CPU"] = "true"  # which finds the world that is made here
+    os.environ["ACCELERATE_USE_CPU"] = "true"  # it uses the process group that is made here
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    ways = {"colocated": register("colocated", policy="colocated"), "distca": register("distca")}
-    draw = np.random.default_rng(0)  # whoever comes first or after whom may matter
+    registered = {
+        "colocated": register("colocated", policy="colocated"),
+        "distca": register("distca"),
+    }
+    draw = np.random.default_rng(0)  # in case the order matters
     turns = Turns([side for _ in range(steps + 1) for side in draw.permutation(SIDES).tolist()])
     with ThreadPoolExecutor(len(SIDES)) as pool:
         running = {
-            side: pool.submit(guarded, trained, side, ways.get(side), turns, steps, folder)
+            side: pool.submit(guarded, trained, side, registered.get(side), turns, steps, folder)
             for side in SIDES
         }
     sides = {side: one.result() for side, one in running.items()}
-    for side, way in ways.items():
-        spent = way.attention.take_seconds()["attention"] / steps
+    for side, one in registered.items():
+        spent = one.attention.take_seconds()["attention"] / steps
         both = [torch.zeros(()) for _ in range(2)]
         dist.all_gather(both, torch.tensor(spent))
         sides[side]["attention_s"] = [value.item() for value in both]
@@ -112,7 +117,7 @@ def _rank(rank: int, steps: int, folder: str) -> None:
 
 
 def guarded(work: Any, *args: Any) -> Any:
-    """Others wait for the turn of one that has failed: then all end."""
+    """Ends the process if one thread fails, since the others would wait for its turn."""
     try:
         return work(*args)
     except BaseException:
@@ -127,8 +132,8 @@ def model_with(attention: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation=attention))
 
 
-def trained(side: str, way: Any, turns: Turns, steps: int, folder: str) -> dict[str, Any]:
-    """Seconds and losses of the steps of a Trainer."""
+def trained(side: str, registered: Any, turns: Turns, steps: int, folder: str) -> dict[str, Any]:
+    """Returns seconds and losses of the steps of a Trainer."""
     from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class TakingTurns(TrainerCallback):  # type: ignore[misc]
@@ -151,7 +156,7 @@ def trained(side: str, way: Any, turns: Turns, steps: int, folder: str) -> dict[
         folder,
         max_steps=steps,
         per_device_train_batch_size=1,
-        train_sampling_strategy="sequential",  # batches go to the ranks in turn
+        train_sampling_strategy="sequential",  # ranks get batches in turn
         learning_rate=1e-4,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -161,7 +166,7 @@ def trained(side: str, way: Any, turns: Turns, steps: int, folder: str) -> dict[
         use_cpu=True,
         ddp_find_unused_parameters=False,
     )
-    callbacks = [watch] if way is None else [watch, way.callback()]
+    callbacks = [watch] if registered is None else [watch, registered.callback()]
     dataset = [packed(lengths) for _ in range(steps) for lengths in LENGTHS]
     trainer = Trainer(model_with(side), arguments, train_dataset=dataset, callbacks=callbacks)
     trainer.train()
@@ -171,7 +176,7 @@ def trained(side: str, way: Any, turns: Turns, steps: int, folder: str) -> dict[
 
 
 def packed(lengths: list[int]) -> dict[str, list[int]]:
-    """Random documents in one row, with position_ids that restart."""
+    """Returns random documents in one row, with position_ids that restart."""
     tokens = np.random.default_rng(sum(lengths[:1])).integers(0, MODEL["vocab_size"], sum(lengths))
     positions = np.concatenate([np.arange(length) for length in lengths])
     labels = np.where(positions == 0, -100, tokens)
@@ -224,7 +229,7 @@ def report(record: dict[str, Any]) -> str:
 
 
 def gain(base: list[float], ours: list[float]) -> str:
-    """Step by step, where the machine is in one mood."""
+    """Returns quartiles of the ratio step by step, since the speed of the machine varies."""
     low, middle, high = np.percentile(np.array(base) / np.array(ours), [25, 50, 75])
     return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 

@@ -1,12 +1,12 @@
-"""transformers on one GPU: what attention through distca costs where nothing can be shared.
+"""transformers on one GPU: the cost of distca's attention without other ranks to share it with.
 
     python benchmarks/transformers_gpu.py        about four minutes on an H200
 
-Four layers of Llama-3-8B in bfloat16 on packed documents, forward and backward, each side with the
-same weights and batch. Sides take turns; device events; medians. Balance is not measured here: one
-rank has nobody to share with. ``sdpa`` masks other documents, ``flex_attention`` skips blocks of
-them, distca attends document by document, with torch's own flash kernels or with flash-attn-4 where
-that is installed.
+Four layers of Llama-3-8B in bfloat16 on packed documents, forward and backward, with the same
+weights and batch on all sides, which alternate. Times are medians of device events. There is one
+rank, so balance is not measured. ``sdpa`` masks other documents, ``flex_attention`` skips blocks of
+them, and distca computes each document, with torch's own flash kernels or with flash-attn-4 if it
+is installed.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def compared(lengths: str, num_tokens: int) -> dict[str, Any]:
-    """Seconds of a step by side, and the losses."""
+    """Returns the seconds of a step and the loss of each side."""
     documents = distribution(lengths, num_tokens).batch(num_tokens, seed=0).tolist()
     batch = packed(documents)
     steps = {side: step_of(side, batch) for side in SIDES}

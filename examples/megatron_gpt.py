@@ -1,4 +1,4 @@
-"""A small GPT of Megatron-Core on packed documents, attention shared by the data-parallel ranks.
+"""Trains a small GPT of Megatron-Core on packed documents; data-parallel ranks share attention.
 
 torchrun --nproc-per-node 2 examples/megatron_gpt.py
 """
@@ -22,7 +22,7 @@ sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_quer
 no_dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
 config = TransformerConfig(**sizes, **no_dropout, use_cpu_initialization=True)
 spec = gpt_layer_specs.get_gpt_layer_local_spec()
-spec.submodules.self_attention.submodules.core_attention = DistcaDotProductAttention  # all of it
+spec.submodules.self_attention.submodules.core_attention = DistcaDotProductAttention  # distca
 model = GPTModel(config, spec, 256, 1000, position_embedding_type="rope")
 ddp = distributed.DistributedDataParallelConfig()
 model = distributed.DistributedDataParallel(config, ddp, model.to(torch.get_default_device()))

@@ -1,4 +1,4 @@
-"""torchtitan's small Llama on packed documents, its attention shared by all ranks.
+"""Trains torchtitan's small Llama on packed documents; all ranks share its attention.
 
 torchrun --nproc-per-node 2 examples/torchtitan_pretrain.py
 """
@@ -24,7 +24,7 @@ assets = tempfile.mkdtemp()
 Tokenizer(models.BPE({chr(code): code for code in range(256)}, [])).save(f"{assets}/tokenizer.json")
 
 init_logger()
-config = adopt(llama3_debugmodel_varlen_attn())  # all that is distca's
+config = adopt(llama3_debugmodel_varlen_attn())  # the only line about distca
 config.hf_assets_path, config.dataloader.dataset = assets, "texts"
 config.training.local_batch_size, config.training.seq_len, config.training.steps = 1, 1024, 5
 config.checkpoint.enable = config.validator.enable = False

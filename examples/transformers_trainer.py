@@ -1,4 +1,4 @@
-"""A small Llama on packed documents under transformers' Trainer, its attention shared by all ranks.
+"""Trains a small Llama on packed documents with transformers' Trainer; all ranks share attention.
 
 torchrun --nproc-per-node 2 examples/transformers_trainer.py
 """
@@ -10,7 +10,7 @@ import transformers as hf
 
 from distca.integrations.transformers import register
 
-distca = register()  # makes attn_implementation="distca" known
+distca = register()  # registers attn_implementation="distca"
 sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
 config = hf.LlamaConfig(**sizes, **heads)
@@ -31,6 +31,6 @@ trainer = hf.Trainer(
     ),
     train_dataset=documents,
     data_collator=hf.DataCollatorWithFlattening(),  # packs: position_ids restart
-    callbacks=[distca.callback()],  # plans the next batch while this one is learnt from
+    callbacks=[distca.callback()],  # plans the next batch during this one
 )
 trainer.train()

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of integrations: layers, loops and generation."""
+"""Functions that ranks run in the tests of transformers: layers, loops and generation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integrations.counting import counted
+from integrations.counting import counted, recorded_devices
 from integrations.tiny import (
     LENGTHS,
     batches,
@@ -34,7 +34,7 @@ CHECKPOINTING: dict[str, dict[str, Any]] = {
 
 
 def summed(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
-    """Gradients of all ranks together; what a rank has not touched counts as zeros."""
+    """Returns the sum of the gradients of all ranks; a missing gradient counts as zeros."""
     grads = {}
     for name, p in model.named_parameters():
         if p.requires_grad:
@@ -46,7 +46,7 @@ def summed(model: Any, group: dist.ProcessGroup) -> dict[str, Tensor]:
 def learned(
     group: dist.ProcessGroup, name: str, checkpointing: str | None = None, use_cache: bool = False
 ) -> tuple[float, dict[str, Tensor], int]:
-    """Loss of this rank, gradients of all, and how many exchanges a step took."""
+    """Returns the loss of this rank, the gradients of all ranks and the exchanges of a step."""
     register(cost="pairs")
     model = model_of(name, "distca")
     if checkpointing:
@@ -57,10 +57,18 @@ def learned(
     return loss.item(), summed(model, group), len(sent)
 
 
+def devices_of(group: dist.ProcessGroup, options: dict[str, Any]) -> list[dict[str, list[Any]]]:
+    """Returns the devices of the plans of a step, with one rank on each node."""
+    with recorded_devices(local_world_size=1) as found:
+        register(cost="pairs", **options)
+        loss_of(model_of("llama", "distca"), batches()[dist.get_rank(group)])
+    return found
+
+
 def frozen(
     group: dist.ProcessGroup, attention: str, checkpointing: str | None
 ) -> dict[str, Tensor]:
-    """Gradients of low-rank adapters in the last layer alone."""
+    """Returns the gradients of low-rank adapters in the last layer."""
     register(cost="pairs")
     model = model_of("llama", attention).requires_grad_(False)
     if checkpointing:
@@ -78,7 +86,7 @@ def adapt(attention: Any) -> None:
 
 
 class Adapted(torch.nn.Module):
-    """LoRA: a frozen product and a learnt one of low rank."""
+    """LoRA: a frozen linear layer and a trained one of low rank."""
 
     def __init__(self, base: torch.nn.Linear) -> None:
         super().__init__()
@@ -92,7 +100,7 @@ class Adapted(torch.nn.Module):
 
 
 def collated(group: dist.ProcessGroup, options: dict[str, bool]) -> float:
-    """The loss of a batch that transformers' own collator made."""
+    """Returns the loss of a batch of transformers' own collator."""
     from transformers import DataCollatorWithFlattening
 
     register(cost="pairs")
@@ -104,7 +112,7 @@ def collated(group: dist.ProcessGroup, options: dict[str, bool]) -> float:
 def planned_ahead(
     group: dist.ProcessGroup, lengths: list[list[list[int]]], learn: bool
 ) -> tuple[list[float], dict[str, Tensor], int]:
-    """Losses of a rank's own number of batches, from a loader that is wrapped."""
+    """Returns losses, gradients and exchanges; each rank has its own number of batches."""
     one = register(cost="pairs")
     model = model_of("llama", "distca")
     own = lengths[dist.get_rank(group)]
@@ -120,7 +128,7 @@ def planned_ahead(
 
 
 def evaluated(group: dist.ProcessGroup, num_batches: list[int]) -> list[float]:
-    """Each rank its own number of batches, without gradients."""
+    """Evaluates a different number of batches on each rank, without gradients."""
     register(cost="pairs")
     model = model_of("llama", "distca").eval()
     with torch.no_grad(), counted() as sent:
@@ -133,7 +141,7 @@ def evaluated(group: dist.ProcessGroup, num_batches: list[int]) -> list[float]:
 
 
 def generated(group: dist.ProcessGroup, name: str, attention: str) -> list[list[int]] | None:
-    """Greedily, on the first rank alone; two prompts, the shorter one padded on its left."""
+    """Generates greedily on the first rank only; one of two prompts is padded on its left."""
     register(cost="pairs")
     if dist.get_rank(group):
         return None
@@ -148,7 +156,7 @@ def generated(group: dist.ProcessGroup, name: str, attention: str) -> list[list[
 
 
 def padded_on_one(group: dist.ProcessGroup, ahead: bool) -> tuple[str, float]:
-    """What a rank raises, and after how many seconds, where the second one's batch is padded."""
+    """Returns the error of this rank and its seconds, if the second rank's batch is padded."""
     one = register(cost="pairs")
     model = model_of("llama", "distca")
     batch = batches()[dist.get_rank(group)]
@@ -165,7 +173,7 @@ def padded_on_one(group: dist.ProcessGroup, ahead: bool) -> tuple[str, float]:
 
 
 def missing(group: dist.ProcessGroup) -> str:
-    """The second rank never calls its model."""
+    """Returns the error of the first rank, if the second one does not call its model again."""
     register(cost="pairs", timeout_s=2)
     model = model_of("llama", "distca")
     loss_of(model, packed([200]))
@@ -180,7 +188,7 @@ def missing(group: dist.ProcessGroup) -> str:
 
 
 def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
-    """Gatherings of lengths, plans and agreements of two steps, checkpointed, of a mixed model."""
+    """Counts gatherings, plans and handshakes of two checkpointed steps with two kinds of masks."""
     from distca.attention import core
     from distca.integrations.shared import planned
 
@@ -210,7 +218,7 @@ def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
 
 
 def leaking(group: dist.ProcessGroup, name: str) -> list[Leak]:
-    """In training, where parts of documents are moved."""
+    """Finds leaks in training, with parts of documents moved."""
     register(cost="pairs")
     lengths = [[400, 30, 1, 90], [20, 7, 1, 12]][dist.get_rank(group)]
     with counted() as sent:
@@ -227,7 +235,7 @@ def loss_of_rows(group: dist.ProcessGroup, batch: dict[str, Tensor]) -> float:
 def learned_on_gpu(
     group: dist.ProcessGroup, name: str, ahead: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss of this rank and gradients of all, in float32 on the one GPU."""
+    """Returns the loss of this rank and the gradients of all ranks, in float32 on one GPU."""
     one = register()
     model = model_of(name, "distca").cuda()
     loader = [batches()[dist.get_rank(group)]]

@@ -1,4 +1,4 @@
-"""Ranks of their own: trainers leave marks on the processes that they run in."""
+"""Processes that only these tests use, since trainers change global state."""
 
 from __future__ import annotations
 

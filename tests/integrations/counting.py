@@ -1,4 +1,4 @@
-"""How often, and how much, ranks exchange."""
+"""Records what ranks do: their exchanges, and the devices of their plans."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from unittest.mock import patch
 from torch import Tensor
 
 from distca.dispatch.transports.distributed import DistributedTransport
+from distca.integrations.shared import planned
 
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Bytes sent by each exchange."""
+    """Records the bytes that each exchange sends."""
     sent: list[int] = []
     start = DistributedTransport.start
 
@@ -24,3 +25,20 @@ def counted() -> Iterator[list[int]]:
 
     with patch.object(DistributedTransport, "start", counting):
         yield sent
+
+
+@contextmanager
+def recorded_devices(local_world_size: int) -> Iterator[list[dict[str, list[Any]]]]:
+    """Records nodes, speeds and memory limits of plans, given a local world size."""
+    found: list[dict[str, list[Any]]] = []
+    plan = planned.plan
+
+    def recording(*args: Any, **kwargs: Any) -> Any:
+        made = plan(*args, **kwargs)
+        names = ("node", "speed", "memory_bytes")
+        found.append({name: getattr(made.devices, name).tolist() for name in names})
+        return made
+
+    environment = {"LOCAL_WORLD_SIZE": str(local_world_size)}
+    with patch.object(planned, "plan", recording), patch.dict("os.environ", environment):
+        yield found

@@ -1,13 +1,16 @@
-"""What ranks run in the tests of what integrations share."""
+"""Functions that ranks run in the tests of the shared part of integrations."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from integrations.counting import recorded_devices
 
-from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
-from distca.planning.masks import Mask
+from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
+from distca.planning.masks import CAUSAL, Mask
 
 
 def gathered(group: dist.ProcessGroup, lengths: list[list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -15,20 +18,32 @@ def gathered(group: dist.ProcessGroup, lengths: list[list[int]]) -> tuple[tuple[
 
 
 def in_parts(group: dist.ProcessGroup) -> float:
-    """Three ranks share their attention, and the fourth is alone; the error of this rank."""
+    """Returns the error of this rank, where three ranks share attention and the fourth does not."""
     rank = dist.get_rank(group)
     parts = [dist.new_group([0, 1, 2]), dist.new_group([3])]
     attention = PlannedAttention(parts[rank // 3], cost="pairs")
     lengths = [[300], [20, 7], [], [64]][rank]
     batch = attention.gather(lengths)
     assert batch.lengths == tuple(lengths)
-    assert batch.alone == (rank == 3)
-    assert len(batch.ranks) == (1 if batch.alone else 3)
+    assert batch.is_local == (rank == 3)
+    assert len(batch.ranks) == (1 if batch.is_local else 3)
     return _error(attention, batch)
 
 
+def devices_of(
+    group: dist.ProcessGroup, local_world_size: int, options: dict[str, Any]
+) -> list[dict[str, list[Any]]]:
+    """Returns the devices of two plans: of a batch of all ranks, and of a local one."""
+    spec = AttentionSpec(Mask(CAUSAL), 4, 2, 8, "cpu")
+    with recorded_devices(local_world_size) as found:
+        attention = PlannedAttention(cost="pairs", **options)
+        attention.gather([8]).plan(spec)
+        attention.local([8]).plan(spec)
+    return found
+
+
 def on_another_device(group: dist.ProcessGroup) -> float:
-    """Where tensors are made elsewhere unless told otherwise, as after torch.set_default_device."""
+    """Returns the error of this rank, if torch.set_default_device chose another device."""
     attention = PlannedAttention(cost="pairs")
     torch.set_default_device("meta")
     try:
@@ -56,7 +71,7 @@ def _error(attention: PlannedAttention, batch: PlannedBatch, mask: str = "causal
     return max([float((a.transpose(0, 1) - b).norm() / b.norm()) for a, b in parts_of], default=0.0)
 
 
-def complained(group: dist.ProcessGroup) -> str:
+def failed(group: dist.ProcessGroup) -> str:
     try:
         PlannedAttention().gather([3], "no ink" if dist.get_rank(group) else "")
     except ValueError as error:

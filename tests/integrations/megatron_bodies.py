@@ -1,5 +1,5 @@
-"""What ranks run in the tests of Megatron-Core: one step by its own schedules, and the same in one
-process with its own attention, document by document.
+"""Functions that ranks run in the tests of Megatron-Core: a step with its own schedules, and the
+same step in one process with its own attention, document by document.
 
 Legend: M micro-batches, R data-parallel ranks.
 """
@@ -34,7 +34,7 @@ LENGTHS = [  # [M][R] documents of one micro-batch, TOKENS together
     [[24, 24, 144], [192]],
     [[64, 64, 64], [8, 184]],
 ]
-SCALE = 100.0  # of losses, so that none is tiny
+SCALE = 100.0  # losses are divided by it
 
 
 @dataclass(frozen=True)
@@ -42,19 +42,19 @@ class Case:
     tp: int = 1
     pp: int = 1
     cp: int = 1
-    chunks: int = 1  # of the model on each stage
-    form: str = "thd"  # of micro-batches: thd, sbhd, rows (a document in each) or mask
+    chunks: int = 1  # model chunks on each stage
+    form: str = "thd"  # of micro-batches: thd, sbhd, rows (one document each) or mask
     num_rows: int = 1
     ahead: bool = False
     config: dict[str, Any] = field(default_factory=dict)
-    ours: dict[str, Any] = field(default_factory=dict)  # more of it, not in the reference
+    ours: dict[str, Any] = field(default_factory=dict)  # more of the config, not in the reference
     lengths: Any = field(default_factory=lambda: LENGTHS)
 
 
 @dataclass
 class Reference:
     losses: list[list[float]]  # [M][R]
-    grads: dict[str, Tensor]  # of all ranks together
+    grads: dict[str, Tensor]  # summed over all ranks
     weights: dict[str, Tensor]
 
 
@@ -93,7 +93,7 @@ def model_of(config: TransformerConfig, attention: type | None, **options: Any) 
 
 @contextmanager
 def groups(case: Case, device: str = "cpu") -> Iterator[None]:
-    """Megatron's, of which there are dozens: those of gloo have threads, and must not pile up."""
+    """Makes Megatron's process groups and destroys them, since each has threads of gloo."""
     made: list[Any] = []
     new_group = dist.new_group
 
@@ -127,7 +127,7 @@ def tokens_of(number: int, rank: int, size: int = TOKENS) -> Tensor:
 
 
 def loss_alone(model: GPTModel, lengths: list[int], number: int, rank: int) -> list[Tensor]:
-    """By Megatron's own attention: every document is a row of its own."""
+    """Returns losses by Megatron's own attention, with one document in each row."""
     row, begin, losses = tokens_of(number, rank, sum(lengths)), 0, []
     for length in lengths:
         span = row[begin : begin + length + 1]
@@ -138,7 +138,7 @@ def loss_alone(model: GPTModel, lengths: list[int], number: int, rank: int) -> l
 
 
 def reference(case: Case, num_ranks: int) -> Reference:
-    """By Megatron's own attention in this process."""
+    """Returns what Megatron's own attention computes in this process."""
     with groups(Case()):
         model = model_of(config_of(**case.config), None)
         losses = []
@@ -154,7 +154,7 @@ def reference(case: Case, num_ranks: int) -> Reference:
 
 
 def stepped(group: dist.ProcessGroup, case: Case, exchanges: bool = True) -> float:
-    """How far losses and gradients are from the reference, at most and relatively."""
+    """Returns the largest relative difference of losses and gradients from the reference."""
     num_ranks = dist.get_world_size(group) // (case.tp * case.pp * case.cp)
     right = reference(case, num_ranks)
     with groups(case), counted() as sent:
@@ -168,8 +168,8 @@ def stepped(group: dist.ProcessGroup, case: Case, exchanges: bool = True) -> flo
 
 
 def _step(case: Case, weights: dict[str, Tensor]) -> tuple[list[float], dict[str, Any]]:
-    """Losses of this rank's micro-batches (none before the last stage), and gradients with how to
-    cut the same part from those of a whole model."""
+    """Returns losses of micro-batches (none before the last stage), and for each gradient also a
+    function that cuts the same part from a gradient of the whole model."""
     attention = DistcaDotProductAttention.configured(cost="pairs")
     sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
     if case.chunks > 1:
@@ -221,7 +221,7 @@ def _global_names(models: list[GPTModel]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _cut(p: Any) -> Any:
-    """The part of a whole model's parameter that a tensor-parallel rank has."""
+    """Returns a function that cuts this tensor-parallel rank's part from a whole parameter."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     if not getattr(p, "tensor_model_parallel", False):
@@ -264,7 +264,7 @@ def micro_batches(case: Case, attention: type[DistcaDotProductAttention]) -> Ite
 
 
 def _rows_here(case: Case, lengths: list[int]) -> Tensor:
-    """Which tokens a context-parallel rank has: two of 2C chunks of every document."""
+    """Returns the indices of this rank's tokens: two of 2C chunks of each document."""
     rank, begin, index = parallel_state.get_context_parallel_rank(), 0, []
     for length in lengths:
         chunks = torch.arange(begin, begin + length).chunk(2 * case.cp)
@@ -275,12 +275,12 @@ def _rows_here(case: Case, lengths: list[int]) -> Tensor:
 
 def packed_of(lengths: list[int], form: str = "thd", num_rows: int = 1) -> PackedSeqParams:
     offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-    longest = max(lengths) if form == "thd" else sum(lengths) // num_rows  # of what has positions
+    longest = max(lengths) if form == "thd" else sum(lengths) // num_rows  # of a row
     return PackedSeqParams(form, offsets, offsets, max_seqlen_q=longest, max_seqlen_kv=longest)
 
 
 def mask_of(lengths: list[int]) -> Tensor:
-    """As Megatron's datasets make it: true where a key is hidden."""
+    """Returns a mask as in Megatron's datasets, true where a key is masked."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     seen = (document[:, None] == document[None, :]).tril()
     return ~seen[None, None]

@@ -1,4 +1,4 @@
-"""What ranks of Megatron-Core run on a GPU that they share."""
+"""Functions that ranks of Megatron-Core run on a GPU that they share."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from distca.integrations.megatron import DistcaDotProductAttention
 
 
 def stepped_on_gpu(group: dist.ProcessGroup, case: Case) -> float:
-    """As ``stepped``, of the first micro-batch on the one GPU."""
+    """Returns the largest relative difference in the first micro-batch, on one GPU."""
     own = _learned_on_gpu(group, case, None, torch.float32)
     attention = DistcaDotProductAttention.configured(cost="pairs")
     return max(_apart(_learned_on_gpu(group, case, attention, torch.float32), own))
 
 
 def rounded_on_gpu(group: dist.ProcessGroup) -> tuple[float, float]:
-    """How far ours and Megatron's own are in bfloat16 from float32, by the norm of gradients."""
-    case = Case(config={"kv_channels": 64})  # a head size that fast kernels have
+    """Returns the mean difference of bfloat16 from float32, for distca and for Megatron."""
+    case = Case(config={"kv_channels": 64})  # a head size that fast kernels support
     exact = _learned_on_gpu(group, case, None, torch.float32)
     kinds = (DistcaDotProductAttention.configured(), None)
     ours, own = (
@@ -44,7 +44,7 @@ def _apart(found: dict[str, Tensor], exact: dict[str, Tensor]) -> list[float]:
 def _learned_on_gpu(
     group: dist.ProcessGroup, case: Case, attention: type | None, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """The loss of this rank and gradients of all; by Megatron's own attention without a class."""
+    """Returns the loss of this rank and the gradients of all. None is Megatron's own attention."""
     rank, device = dist.get_rank(group), torch.device("cuda")
     with groups(case, "cuda"), device:
         seed_of_megatron(0)

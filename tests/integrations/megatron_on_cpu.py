@@ -1,6 +1,6 @@
-"""Megatron-Core without a GPU: where it says cuda, these tests say cpu.
+"""Runs Megatron-Core without a GPU: its "cuda" becomes "cpu".
 
-python megatron_on_cpu.py SCRIPT            runs it so
+python megatron_on_cpu.py SCRIPT            runs a script that way
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class _ForCuda(TorchFunctionMode):
 
 @contextmanager
 def on_cpu() -> Iterator[None]:
-    """New tensors on the CPU, nothing to synchronize, and no random numbers of a GPU."""
+    """Creates tensors on the CPU, skips synchronization and the random state of a GPU."""
     home = "megatron.core.tensor_parallel.random"
     with ExitStack() as stack:
         for name, stand_in in {

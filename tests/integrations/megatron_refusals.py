@@ -1,4 +1,4 @@
-"""What ranks of Megatron-Core run besides whole steps: evaluation, and what is refused."""
+"""Functions that ranks of Megatron-Core run: evaluation, plan options, refusals."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from integrations.counting import counted
+from integrations.counting import counted, recorded_devices
 from integrations.megatron_bodies import (
     Case,
     config_of,
@@ -27,7 +27,7 @@ from distca.integrations.megatron import DistcaDotProductAttention
 
 
 def evaluated(group: dist.ProcessGroup, form: str) -> float:
-    """The first rank evaluates, alone: twice the same object, for which nobody is asked."""
+    """Evaluates the same object twice on the first rank only; returns its difference."""
     case = Case(form=form)
     with groups(case), counted() as sent:
         model = model_of(config_of(), DistcaDotProductAttention.configured(cost="pairs")).eval()
@@ -45,12 +45,25 @@ def evaluated(group: dist.ProcessGroup, form: str) -> float:
     return apart
 
 
+def devices_of(
+    group: dist.ProcessGroup, case: Case, options: dict[str, Any]
+) -> list[dict[str, list[Any]]]:
+    """Returns the devices of the plans of one layer, with two ranks on each node."""
+    attention = DistcaDotProductAttention.configured(cost="pairs", **options)
+    q, k = torch.randn(8, 4, 8), torch.randn(8, 2, 8)
+    sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
+    with groups(case), recorded_devices(local_world_size=2) as found:
+        layer = attention(config_of(**sizes), 1, AttnMaskType.causal, "self")
+        layer(q, k, k, None, packed_seq_params=packed_of([3, 5]))
+    return found
+
+
 def said(group: dist.ProcessGroup, what: str) -> str:
-    """What a rank raises, where the second one does something wrong."""
+    """Returns the error of this rank, if the second rank makes a mistake."""
     bad = dist.get_rank(group) == 1
     with groups(Case()):
         attention = DistcaDotProductAttention.configured(cost="pairs")
-        # RoPE looks at the offsets too, and before attention does.
+        # RoPE reads the offsets too, before attention does.
         model = model_of(config_of(), attention, position_embedding_type="learned_absolute")
         packed = packed_of([100, 92])
         if what == "offsets" and bad:
@@ -76,7 +89,7 @@ def _call(model: GPTModel, packed: PackedSeqParams, num_rows: int = 1) -> Tensor
 
 
 def refused(group: dist.ProcessGroup, all_changes: list[dict[str, Any]]) -> list[str]:
-    """What a layer says to each of several things that are not done."""
+    """Returns the error of a layer for each of several features that are not supported."""
     with groups(Case()):
         return [_refused(dict(changes)) for changes in all_changes]
 

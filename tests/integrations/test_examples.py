@@ -1,4 +1,4 @@
-"""Examples run as they stand, on two local ranks."""
+"""Runs the examples unchanged on two local ranks."""
 
 from __future__ import annotations
 

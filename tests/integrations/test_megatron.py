@@ -1,4 +1,4 @@
-"""Megatron-Core's models and schedules on gloo: losses and gradients of its own local attention."""
+"""Megatron-Core's models and schedules on gloo, compared with its own local attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TOLERANCE = 5e-6
 
 @pytest.fixture(scope="module")
 def two() -> Iterator[RankPool]:
-    """Of these tests alone: Megatron's many groups leave threads behind."""
+    """Two ranks that only these tests use: Megatron's many groups leave threads behind."""
     pool = RankPool(2)
     yield pool
     pool.close()
@@ -109,11 +109,11 @@ def test_evaluation_is_local(two: RankPool, form: str) -> None:
     [
         ("offsets", "documents of 150 tokens, but tensors of 192"),
         ("none", "PackedSeqParams without cu_seqlens_q"),
-        ("rows", "a document goes on in the next row of 96 tokens"),
+        ("rows", "a document continues in the next row of 96 tokens"),
         ("reused", "is given the PackedSeqParams of an earlier forward pass"),
     ],
 )
-def test_what_is_wrong_on_one_rank_all_raise(two: RankPool, what: str, words: str) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(two: RankPool, what: str, words: str) -> None:
     first, second = two.run(refusals.said, what, ranks=2)
     assert second.startswith("layer 1 (DistcaDotProductAttention)")
     assert words in second
@@ -121,10 +121,13 @@ def test_what_is_wrong_on_one_rank_all_raise(two: RankPool, what: str, words: st
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"attention_dropout": 0.1}, "drops attention weights (0.1), which distca does not do: set"),
+    (
+        {"attention_dropout": 0.1},
+        "uses attention dropout (0.1), which distca does not support: set",
+    ),
     ({"softmax_type": "off-by-one"}, "has attention sinks (softmax_type off-by-one)"),
-    ({"window_size": (8, 2)}, "has window_size (8, 2), which shows it later keys"),
-    ({"qk_clip": True}, "asks for logits"),
+    ({"window_size": (8, 2)}, "has window_size (8, 2), which includes later keys"),
+    ({"qk_clip": True}, "needs the attention logits (qk_clip)"),
     ({"attn_mask_type": "no_mask"}, "has attn_mask_type no_mask, not causal"),
     ({"bias": True}, "adds a bias to its scores"),
     ({"cache": True}, "is given 1 queries for 8 keys, as with a cache"),
@@ -139,6 +142,16 @@ def test_refusals(two: RankPool) -> None:
         for said, (_, words) in zip(answers, REFUSED, strict=True):
             assert said.startswith("layer 1 (DistcaDotProductAttention) ")
             assert words in said
+
+
+@pytest.mark.parametrize(
+    ("case", "node"), [(Case(tp=2), [0, 1]), (Case(pp=2), [0, 0])], ids=["tensor", "pipeline"]
+)
+def test_plan_options(four: RankPool, case: Case, node: list[int]) -> None:
+    """The nodes are those of a data-parallel group, whose ranks tensor parallelism spreads."""
+    limits = {"speed": [1.0, 0.5], "memory_bytes": 1 << 20}
+    for devices in four.run(refusals.devices_of, case, limits, ranks=4):
+        assert devices == [{"node": node, "speed": [1.0, 0.5], "memory_bytes": [1 << 20] * 2}]
 
 
 def test_documents() -> None:

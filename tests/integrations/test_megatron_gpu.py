@@ -1,4 +1,4 @@
-"""Two ranks that share one GPU, over gloo: Megatron-Core's own numbers, in its own words (cuda)."""
+"""Two ranks that share one GPU over gloo, compared with Megatron-Core's own attention."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
     ids=["packed", "ahead-recompute", "windows", "documents-in-rows"],
 )
 def test_losses_and_gradients(pair: RankPool, case: Case) -> None:
-    """In float32, where the kernels of both differ by their order of sums alone."""
+    """In float32 the kernels differ only in the order of summation."""
     assert max(pair.run(bodies.stepped_on_gpu, case, ranks=2)) < 1e-5
 
 
 def test_bfloat16(pair: RankPool) -> None:
-    """As it is trained: as close to float32 as Megatron's own attention is."""
+    """In bfloat16 distca is as close to float32 as Megatron's own attention."""
     for ours, own in pair.run(bodies.rounded_on_gpu, ranks=2):
         assert ours < 1.5 * own

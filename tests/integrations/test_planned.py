@@ -1,4 +1,4 @@
-"""What integrations share: lengths from batches, long handshakes, loaders that plan ahead."""
+"""What integrations share: lengths of batches, gathered documents, plan options, prefetching."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from integrations.tiny import packed
 from ranks import RankPool, World
 
 from distca.integrations.shared import background
+from distca.integrations.shared.groups import node_size
 from distca.integrations.shared.lengths import (
     lengths_of_offsets,
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.shared.planned import Kind, PlannedAttention, PlannedBatch
-from distca.integrations.shared.prefetch import Ahead
+from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
+from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import filler, lengths_of
 from distca.planning.masks import CAUSAL, Mask
 
@@ -51,37 +52,37 @@ def test_lengths_of_batches() -> None:
         lengths_of(batch | {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])})
     with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
         lengths_of({"pixels": torch.zeros(1)})
-    with pytest.raises(ValueError, match="without tokens: leave it out"):
+    with pytest.raises(ValueError, match="has no tokens: leave it out"):
         lengths_of({"input_ids": torch.zeros(1, 0)})
 
 
-def test_the_end_of_a_process_waits_for_what_is_under_way_but_not_for_long(
+def test_exit_waits_for_submitted_work_but_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A thread inside a collective would abort it."""
+    """A thread that is inside a collective at exit would abort the process."""
     at_end: list[Any] = []
     monkeypatch.setattr(background.atexit, "register", lambda *call: at_end.append(call))
-    monkeypatch.setattr(background, "_PATIENCE_S", 0.2)
+    monkeypatch.setattr(background, "_EXIT_TIMEOUT_S", 0.2)
     for work, done in ((lambda: time.sleep(0.05), True), (Event().wait, False)):
-        promise = background.InOrder().submit(work)
+        future = background.DaemonExecutor().submit(work)
         end, *args = at_end.pop()
         end(*args)
-        assert promise.done() == done
+        assert future.done() == done
 
 
-def test_windows_that_are_nowhere_too_small_share_the_causal_plan() -> None:
-    batch = PlannedAttention(cost="pairs").alone([30, 12])
+def test_windows_that_no_document_exceeds_share_the_causal_plan() -> None:
+    batch = PlannedAttention(cost="pairs").local([30, 12])
     causal, wide, narrow = (
-        batch.plan(Kind(Mask(reach), 4, 2, 8, "cpu")) for reach in (CAUSAL, 30, 29)
+        batch.plan(AttentionSpec(Mask(reach), 4, 2, 8, "cpu")) for reach in (CAUSAL, 30, 29)
     )
     assert wide is causal
     assert narrow is not causal
 
 
 def test_other_head_sizes_of_v() -> None:
-    """As latent attention has them."""
+    """Latent attention has another head size of v."""
     attention = PlannedAttention(cost="pairs")
-    batch = attention.alone([40])
+    batch = attention.local([40])
     q, k = torch.randn(2, 40, 4, 12, dtype=torch.float64)
     for size in (8, 16):
         v = torch.randn(40, 4, size, dtype=torch.float64)
@@ -92,7 +93,7 @@ def test_other_head_sizes_of_v() -> None:
 
 
 def test_a_loader_reads_one_ahead() -> None:
-    """What is next is being planned while the caller works on what it has."""
+    """The next batch is planned while the caller works on the current one."""
     read: list[int] = []
 
     def loader() -> Any:
@@ -100,41 +101,72 @@ def test_a_loader_reads_one_ahead() -> None:
             read.append(number)
             yield number
 
-    ahead: Ahead[Any] = Ahead(
+    batches = prefetch(
         loader(),
         PlannedAttention(cost="pairs"),
         lengths_of=lambda batch: [batch + 1],
-        attach=lambda batch, promise: (batch, promise),
+        attach=lambda batch, future: (batch, future),
         filler=lambda last: 0,
     )
     seen = []
-    for number, promise in ahead:
-        assert isinstance(promise, Future)
-        batch = promise.result()
+    for number, future in batches:
+        assert isinstance(future, Future)
+        batch = future.result()
         assert isinstance(batch, PlannedBatch)
         assert batch.ranks == ((number + 1,),)
         seen.append((number, len(read)))
     assert seen == [(0, 2), (1, 3), (2, 3)]
 
 
-def test_handshakes_of_any_length(pair: RankPool) -> None:
+def test_documents_of_any_number(pair: RankPool) -> None:
     lengths = [list(range(1, 2000)), [7]]
     for ranks in pair.run(gathering.gathered, lengths, ranks=2):
         assert [list(one) for one in ranks] == lengths
 
 
 def test_groups_that_are_parts_of_the_world(world: World) -> None:
-    """One of them with a rank that has no documents, and one of a single rank."""
+    """One group has a rank without documents, and one has a single rank."""
     errors = world(4).run(gathering.in_parts, ranks=4)
     assert max(errors) < 1e-5
 
 
-def test_where_tensors_are_made_on_another_device(pair: RankPool) -> None:
+def test_plan_options_reach_the_plans(world: World) -> None:
+    limits = {"speed": [1.0, 0.5, 1.0, 2.0], "memory_bytes": 1 << 20}
+    for shared, local in world(4).run(gathering.devices_of, 2, limits, ranks=4):
+        assert shared["node"] == [0, 0, 1, 1]
+        assert shared["speed"] == limits["speed"]
+        assert shared["memory_bytes"] == [1 << 20] * 4
+        assert local == {"node": [0], "speed": [1.0], "memory_bytes": [1 << 20]}
+    for shared, _ in world(4).run(gathering.devices_of, 2, {"ranks_per_node": 3}, ranks=4):
+        assert shared["node"] == [0, 0, 0, 1]
+
+
+def test_unknown_plan_options() -> None:
+    with pytest.raises(ValueError, match=r"'tolerence' is unknown: did you mean tolerance\?"):
+        PlannedAttention(tolerence=0.1)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "size"),
+    [
+        ([None] * 6, 6),
+        ([0, 0, 0, 0, 1, 1, 1, 1], 4),
+        ([0, 0, 0, 0, 1, 1], 4),  # the last node is not full
+        ([0, 0, 1, 1, 1, 1], 2),  # a pipeline stage that begins inside a node
+        ([0, 0, 0, 1, 1, 2, 2, 2], 1),
+        ([0, 1, 2], 1),
+    ],
+)
+def test_ranks_that_share_a_node(nodes: list[int | None], size: int) -> None:
+    assert node_size(nodes) == size
+
+
+def test_another_default_device(pair: RankPool) -> None:
     assert max(pair.run(gathering.on_another_device, ranks=2)) < 1e-5
 
 
-def test_what_one_rank_complains_of_all_raise(pair: RankPool) -> None:
-    assert pair.run(gathering.complained, ranks=2) == [
+def test_an_error_on_one_rank_is_raised_on_all(pair: RankPool) -> None:
+    assert pair.run(gathering.failed, ranks=2) == [
         "rank 1 cannot take part: no ink",
         "no ink",
     ]

@@ -1,7 +1,8 @@
-"""torchtitan's Trainer on gloo: the same losses and gradient norms with distca as with its own.
+"""torchtitan's Trainer on gloo: the same losses and gradient norms as with its own attention.
 
-Its own: ``ScaledDotProductAttention`` where every row is one document; where documents are packed,
-its varlen layer with one document after another in place of the kernel, which has no CPU path.
+Its own attention is ``ScaledDotProductAttention`` if every row is one document. For packed
+documents it is the varlen layer with a loop over documents instead of the kernel, which has no CPU
+version.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ else:
 pytestmark = pytest.mark.slow
 HERE = Path(__file__).parent
 EXAMPLE = HERE.parents[1] / "examples" / "torchtitan_pretrain.py"
-PACKED = {"training.global_batch_size": 4}  # two micro-batches a step
+PACKED = {"training.global_batch_size": 4}  # two micro-batches per step
 VALIDATION = {
     "validator.enable": True,
     "validator.freq": 2,
@@ -88,7 +89,7 @@ def test_same_losses_and_gradient_norms(two: RankPool, name: str) -> None:
     assert [run.gatherings for run in distca] == [micro_batches + 1] * 2  # one is read ahead
     exchanges = 3 * (6 if checkpointing == "full" else 4) * micro_batches
     if name == "whole rows":
-        assert distca[0].exchanges == 0  # nothing to even out
+        assert distca[0].exchanges == 0  # the load is balanced
     else:
         assert 0 < distca[0].exchanges <= exchanges
 
@@ -97,7 +98,7 @@ def test_planned_when_needed(two: RankPool) -> None:
     own = two.run(bodies.trained, "own", "full", {}, ranks=2)
     distca = two.run(bodies.trained, "distca, not ahead", "full", {}, ranks=2)
     same(distca[0], own[0])
-    assert [run.gatherings for run in distca] == [3, 3]  # not once per layer, nor recomputed
+    assert [run.gatherings for run in distca] == [3, 3]  # neither per layer nor in recomputation
 
 
 @pytest.mark.parametrize("options", [TENSOR, PIPELINE], ids=["tensor", "pipeline"])
@@ -124,7 +125,7 @@ def test_loaders_that_end_at_different_times(
     runs = two.run(bodies.trained, "distca", "none", options, ranks=2)
     assert runs[0].steps == runs[1].steps
     assert len(runs[0].steps) == steps
-    assert [run.fillers for run in runs] == [1, fillers + 1]  # by the last, all say that they ended
+    assert [run.fillers for run in runs] == [1, fillers + 1]  # the last tells that all have ended
 
 
 def test_resumes_where_it_was(two: RankPool, tmp_path: Path) -> None:
@@ -134,7 +135,13 @@ def test_resumes_where_it_was(two: RankPool, tmp_path: Path) -> None:
             assert mine == pytest.approx(theirs, rel=1e-5)
 
 
-def test_all_ranks_raise_what_one_complains_of(two: RankPool) -> None:
+def test_plan_options(two: RankPool) -> None:
+    limits = {"speed": [1.0, 0.5], "memory_bytes": 1 << 30}
+    for devices in two.run(bodies.devices_of, limits, ranks=2):
+        assert devices[0] == {"node": [0, 1], "speed": [1.0, 0.5], "memory_bytes": [1 << 30] * 2}
+
+
+def test_all_ranks_raise_the_error_of_one(two: RankPool) -> None:
     (first, waited), (second, _) = two.run(bodies.wrong_on_one, ranks=2)
     assert "cumulative lengths [0, 20, 63] for 64 tokens" in second
     assert first.startswith("rank 1 cannot take part: attention layer 0")

@@ -1,7 +1,8 @@
-"""torchtitan's layers by distca on one process: exact, or refused."""
+"""torchtitan's layers with distca on one process: exact results, or errors."""
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from dataclasses import replace
 from importlib import import_module
@@ -34,7 +35,7 @@ from torchtitan.models.llama3 import config_registry as llama3
 from distca.integrations import torchtitan
 from distca.integrations.torchtitan import InnerAttention, adopt
 
-LENGTHS = ((150, 1, 49), (60, 140))  # of documents, in two rows
+LENGTHS = ((150, 1, 49), (60, 140))  # documents in two rows
 
 
 def masks(lengths: tuple[tuple[int, ...], ...] = LENGTHS) -> VarlenMetadata:
@@ -49,8 +50,9 @@ def inputs(heads: int = 4, kv_heads: int = 2, size: int = 16, v_size: int = 16) 
     return [x.requires_grad_() for x in made]
 
 
-def layer(**settings: Any) -> Any:
-    return InnerAttention.Config(cost="pairs", **settings).build()
+def layer(window_size: tuple[int, int] = (-1, 0), name: str = "test", **options: Any) -> Any:
+    options = {"cost": "pairs", **options}
+    return InnerAttention.Config(window_size=window_size, name=name, options=options).build()
 
 
 @pytest.mark.parametrize("window", [(-1, 0), (30, 0), (0, 0), (-1, -1)])
@@ -68,7 +70,7 @@ def test_same_as_own(window: tuple[int, int], sizes: dict[str, int], scale: floa
 
 
 def learnt(name: str, override: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Outputs of a small model of torchtitan, and its gradients."""
+    """Returns the outputs of a small model of torchtitan, and its gradients."""
     spec = import_module(f"torchtitan.models.{name}").model_registry("debugmodel", "varlen")
     assert apply_overrides(OverrideConfig(imports=[override]), spec)
     with torch.device("meta"):
@@ -99,9 +101,19 @@ def test_models(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_layers_share_one_attention() -> None:
     first, second = layer(), layer()
-    assert first._sharing is second._sharing
+    assert first._shared is second._shared
     assert "attention layer 1" in second._where
-    assert layer(tolerance=0.1)._sharing is not first._sharing
+    assert layer(name="another", tolerance=0.1)._shared is not first._shared
+    with pytest.raises(ValueError, match="give all layers of a model the same options"):
+        layer(tolerance=0.1)
+
+
+def test_layers_that_are_built_after_training_began_belong_to_another_model() -> None:
+    first = layer()
+    first(*inputs(), attention_masks=masks())
+    second = layer(tolerance=0.1)
+    assert second._shared is not first._shared
+    assert "attention layer 0" in second._where
 
 
 @pytest.mark.parametrize(
@@ -109,16 +121,16 @@ def test_layers_share_one_attention() -> None:
     [
         ({"out_transform": lambda out, lse: out}, "changes its outputs by their log-sum-exp"),
         ({"score_mod": lambda score, *_: score}, "changes its scores"),
-        ({"block_table": torch.zeros(1)}, "is given block_table, which distca cannot follow"),
-        ({"attention_masks": None}, "is given NoneType in the place of VarlenMetadata"),
-        ({"attention_masks": {"a": 1}}, "is given dict in the place of VarlenMetadata"),
+        ({"block_table": torch.zeros(1)}, "is given block_table, which distca does not support"),
+        ({"attention_masks": None}, "is given NoneType instead of VarlenMetadata"),
+        ({"attention_masks": {"a": 1}}, "is given dict instead of VarlenMetadata"),
     ],
 )
 def test_refused(asked: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=r"^attention layer \d+ \(of torchtitan\) ") as raised:
         layer()(*inputs(), **{"attention_masks": masks(), **asked})
     assert words in str(raised.value)
-    assert str(raised.value).count(": ") == 1  # what, and the way out
+    assert str(raised.value).count(": ") == 1  # the problem and the way out
 
 
 def test_a_cache_is_refused() -> None:
@@ -158,29 +170,33 @@ def test_context_parallel_is_refused() -> None:
     from torchtitan.distributed import ParallelDims
 
     degrees = {"dp_replicate": 1, "dp_shard": 1, "tp": 1, "pp": 1, "ep": 1}
-    with pytest.raises(ValueError, match="context parallel of degree 2"):
+    with pytest.raises(ValueError, match="context parallelism of degree 2"):
         layer().parallelize(ParallelDims(cp=2, world_size=2, **degrees))
 
 
 def test_a_pipeline_whose_ranks_are_unknown(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = deepcopy(layer())  # as a pipeline does with the model
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    with pytest.raises(ValueError, match="name distca's override of the dataloader too"):
+    with pytest.raises(ValueError, match="add distca's override of the dataloader too"):
         stage(*inputs(), attention_masks=masks())
 
 
 def test_adopting() -> None:
-    config = adopt(llama3.llama3_debugmodel_varlen_attn(), tolerance=0.1)
+    options = {"tolerance": 0.1, "speed": [1.0, 0.5], "memory_bytes": 1 << 30}
+    config = adopt(llama3.llama3_debugmodel_varlen_attn(), **options)
     apply_overrides(config.override, config)
     found = [inner for _, inner, _, _ in config.traverse(VarlenAttention.Config)]
     assert len(found) == 6
-    assert all(isinstance(one, InnerAttention.Config) and one.tolerance == 0.1 for one in found)
+    assert all(isinstance(one, InnerAttention.Config) and one.options == options for one in found)
+    assert {one.name for one in found} == {config.dataloader.name}
+    another = adopt(llama3.llama3_debugmodel_varlen_attn())
+    assert another.override.imports[0][1]["name"] != config.dataloader.name
     assert type(config.dataloader).__qualname__ == "PlannedDataLoader.Config"
     assert type(config.validator.dataloader).__qualname__ == "HuggingFaceTextDataLoader.Config"
     saved = config.activation_checkpoint.build(dump_folder="").get_save_ops()
     assert torch.ops.distca.core_attention.default in saved
     assert config.training.disable_cuda_graphs
-    config.to_dict()  # as torchtitan logs it
+    json.dumps(config.to_dict())  # as torchtitan logs it
 
 
 def test_adopting_is_refused() -> None:
@@ -192,11 +208,11 @@ def test_adopting_is_refused() -> None:
         adopt(config)
 
 
-def test_settings_that_no_layer_has() -> None:
+def test_a_name_that_no_layer_has() -> None:
     config = bodies.config_of("distca", "")
     config.override = OverrideConfig(imports=[(f"{torchtitan.__name__}.dataloader", {})])
     apply_overrides(config.override, config)
-    with pytest.raises(ValueError, match="name the override inner_attention with the same"):
+    with pytest.raises(ValueError, match="add the override inner_attention with this name"):
         build(config)
 
 
@@ -208,8 +224,8 @@ def build(config: Any) -> Any:
 
 def test_state_of_a_loader_is_that_of_the_batch_in_use() -> None:
     config = bodies.config_of("distca", "")
-    kept = layer(timeout_s=30.0)
     apply_overrides(config.override, config)
+    kept = layer(name=config.dataloader.name)
     reading = iter(loader := build(config))
     for _ in range(3):
         next(reading)
@@ -218,17 +234,20 @@ def test_state_of_a_loader_is_that_of_the_batch_in_use() -> None:
     resumed.load_state_dict(state)
     for (mine, _), (theirs, _), _ in zip(resumed, reading, range(5), strict=False):
         assert torch.equal(mine["input"], theirs["input"])
-    assert kept._sharing.attention is resumed._sharing.attention
+    assert kept._shared.attention is resumed._shared.attention
 
 
 def test_batches_out_of_order_are_refused() -> None:
     attention = layer()
-    attention._sharing.expect(attention._sharing.attention.submit([10, 20]))
-    with pytest.raises(ValueError, match="given 5 documents, but 2 others were read next"):
+    attention._shared.enqueue(attention._shared.attention.submit([10, 20]))
+    with pytest.raises(
+        ValueError, match="given 5 documents, but the next batch that was read has 2 others"
+    ):
         attention(*inputs(), attention_masks=masks())
 
 
 def test_fused_configs_keep_their_sharding() -> None:
     config = replace(VarlenAttention.Config(), param_init={"x": 1}, window_size=(7, 0))
     made = torchtitan.inner_attention(config, policy="colocated")
-    assert (made.param_init, made.window_size, made.policy) == ({"x": 1}, (7, 0), "colocated")
+    assert (made.param_init, made.window_size) == ({"x": 1}, (7, 0))
+    assert made.options == {"policy": "colocated"}

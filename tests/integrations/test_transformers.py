@@ -1,4 +1,4 @@
-"""Models of transformers on two ranks against sdpa on one process: losses, and every gradient."""
+"""Models of transformers on two ranks: losses and all gradients of sdpa on one process."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_losses_and_gradients(pair: RankPool, name: str, checkpointing: str | No
     for (loss, found, exchanges), right in zip(answers, losses, strict=True):
         assert loss == pytest.approx(right, rel=1e-5)
         assert_close(found, exact)
-        # Out and back, forward and backward; whole layers that run again exchange forward again.
+        # Dispatch and combine, in forward and backward; recomputation repeats those of forward.
         assert exchanges == (6 if checkpointing in ("reentrant", "plain") else 4) * LAYERS
 
 
 def test_with_use_cache_which_is_the_default(pair: RankPool) -> None:
-    """Where sdpa lets documents leak; the right numbers are those without."""
+    """With a cache sdpa lets documents leak, so the reference runs without one."""
     losses, exact = reference("llama")
     answers = pair.run(bodies.learned, "llama", None, True, ranks=2)
     for (loss, found, _), right in zip(answers, losses, strict=True):
@@ -62,7 +62,7 @@ def test_batches_of_the_flattening_collator(pair: RankPool, options: dict[str, b
 
 
 def test_rows_are_documents(pair: RankPool) -> None:
-    """A batch as it is without packing: three rows of one document each."""
+    """A batch without packing has three rows of one document each."""
     batch = {name: rows.view(3, 120) for name, rows in packed([120] * 3).items()}
     del batch["position_ids"]
     assert pair.run(bodies.loss_of_rows, batch, ranks=2) == pytest.approx(
@@ -74,10 +74,18 @@ def test_rows_are_documents(pair: RankPool) -> None:
 def test_a_batch_is_gathered_once_and_planned_once_for_each_mask(
     pair: RankPool, ahead: bool
 ) -> None:
-    """Two batches of a model with windows and without, whose layers are run again in backward."""
-    last_word = int(ahead)  # that no rank has another batch
+    """Some layers of the model have windows, and all layers are recomputed."""
+    last = int(ahead)  # the message that no rank has another batch
     for gathered, planned, agreed in pair.run(bodies.planned_once, ahead, ranks=2):
-        assert (gathered, planned, agreed) == (2 + last_word, 4, 4)
+        assert (gathered, planned, agreed) == (2 + last, 4, 4)
+
+
+def test_plan_options(pair: RankPool) -> None:
+    limits = {"speed": [1.0, 0.5], "memory_bytes": 1 << 24}
+    for devices in pair.run(bodies.devices_of, limits, ranks=2):
+        assert devices == [{"node": [0, 1], "speed": [1.0, 0.5], "memory_bytes": [1 << 24] * 2}]
+    for devices in pair.run(bodies.devices_of, {"ranks_per_node": 2}, ranks=2):
+        assert devices[0]["node"] == [0, 0]
 
 
 @pytest.mark.parametrize("checkpointing", [None, "plain", "reentrant"])
@@ -126,7 +134,7 @@ def test_evaluation_without_plans_waits_for_nobody(pair: RankPool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_generation_is_local(pair: RankPool, name: str) -> None:
-    """With a padded prompt, and with a window that is shorter than the prompts."""
+    """One prompt is padded, and the window is shorter than the prompts."""
     assert pair.run(bodies.generated, name, "distca", ranks=2) == pair.run(
         bodies.generated, name, "sdpa", ranks=2
     )
@@ -164,7 +172,7 @@ def test_one_process_needs_no_world() -> None:
 
 
 def test_autocast_as_sdpa_does_it() -> None:
-    """The norms of Qwen3 leave q and k in float32 beside v in bfloat16."""
+    """The norms of Qwen3 leave q and k in float32, while v is in bfloat16."""
     from distca.integrations.transformers import register
 
     register(cost="pairs")

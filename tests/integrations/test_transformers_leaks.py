@@ -1,4 +1,4 @@
-"""The probe finds leaks that are there, says where, and finds none where there are none."""
+"""``find_leaks`` finds leaks and their layers, and reports none if there are none."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_one_layer_among_others_is_named() -> None:
 
 
 def test_a_mixer_that_is_no_attention() -> None:
-    """What sums over all tokens leaks both ways."""
+    """A sum over all tokens leaks in both directions."""
 
     class Mixed(torch.nn.Module):
         def __init__(self, inner: torch.nn.Module) -> None:
@@ -143,7 +143,7 @@ def test_command_on_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture
 def test_command_calls_as_in_training(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is only refused with gradients is not called fine; and in a narrow terminal."""
+    """A model that is refused only with gradients does not pass, also in a narrow terminal."""
     monkeypatch.setenv("COLUMNS", "40")
     model_of("gemma3", use_bidirectional_attention=True).config.save_pretrained(tmp_path)
     status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
@@ -160,7 +160,7 @@ def test_command_on_other_kinds_of_models(
     T5Config().save_pretrained(tmp_path)
     status, _, err = checked(capsys, str(tmp_path))
     assert status == 2
-    assert err.rstrip().endswith("is of type t5, which is no causal language model")
+    assert err.rstrip().endswith("is of type t5, which is not a causal language model")
     BloomConfig(vocab_size=61, hidden_size=32, n_layer=1, n_head=4).save_pretrained(tmp_path)
     status, out, _ = checked(capsys, str(tmp_path), "--json")
     assert status == 2

@@ -1,4 +1,4 @@
-"""What layers need and distca cannot do is refused, in a sentence, and never computed wrongly."""
+"""Layers that distca does not support raise an error and are never computed wrongly."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from distca.integrations.transformers import register
 from distca.integrations.transformers.masks import document_starts
-from distca.integrations.transformers.tickets import Forward, Ticket, Tickets
+from distca.integrations.transformers.packed_mask import ModelCall, PackedMask, PackedMaskFactory
 from distca.planning.masks import CAUSAL, Mask
 
 WAY_OUT = "attn_implementation"
@@ -34,19 +34,19 @@ def _registered() -> None:
 )
 def test_layers_that_want_more(name: str, options: dict[str, Any], words: str) -> None:
     model = model_of(name, "distca", **options)
-    for learns in (True, False):  # nor is it evaluated wrongly
+    for grad in (True, False):
         with (
-            torch.set_grad_enabled(learns),
-            pytest.raises(ValueError, match=f"{words}, which distca does not: .*{WAY_OUT}"),
+            torch.set_grad_enabled(grad),
+            pytest.raises(ValueError, match=f"{words}, which distca does not support: .*{WAY_OUT}"),
         ):
             loss_of(model, packed([20, 9]))
 
 
 def test_dropout() -> None:
     model = model_of("llama", "distca", attention_dropout=0.1)
-    with pytest.raises(ValueError, match=r"layer 0 .*drops attention weights.*attention_dropout"):
+    with pytest.raises(ValueError, match=r"layer 0 .*uses attention dropout.*attention_dropout"):
         loss_of(model, packed([20, 9]))
-    loss_of(model.eval(), packed([20, 9]))  # drops nothing
+    loss_of(model.eval(), packed([20, 9]))  # without dropout
 
 
 def test_padding_is_refused_in_training_and_exact_in_evaluation() -> None:
@@ -85,7 +85,7 @@ def test_a_bidirectional_model() -> None:
 
 
 def test_a_model_that_handles_its_masks_itself() -> None:
-    ticket = register(cost="pairs").mask(
+    mask = register(cost="pairs").mask(
         batch_size=1,
         q_length=4,
         kv_length=4,
@@ -94,14 +94,14 @@ def test_a_model_that_handles_its_masks_itself() -> None:
     )
     x = torch.zeros(4, 4)
     for touch in (
-        lambda: ticket.dtype,
-        lambda: ticket[:, :, 0],
-        lambda: x + ticket,
-        lambda: ~ticket,
-        lambda: x.masked_fill(ticket, 0),
-        lambda: torch.where(ticket, x, x),
+        lambda: mask.dtype,
+        lambda: mask[:, :, 0],
+        lambda: x + mask,
+        lambda: ~mask,
+        lambda: x.masked_fill(mask, 0),
+        lambda: torch.where(mask, x, x),
     ):
-        with pytest.raises(ValueError, match=f"does something to its masks.*{WAY_OUT}"):
+        with pytest.raises(ValueError, match=f"computes with its masks.*{WAY_OUT}"):
             touch()
 
 
@@ -121,7 +121,7 @@ def test_a_model_that_handles_its_masks_itself() -> None:
                 "cu_seq_lens_q": torch.tensor([0, 30]),
                 "position_ids": packed([20, 10])["position_ids"],
             },
-            "position_ids restart where cu_seq_lens_q",
+            "position_ids restart where neither cu_seq_lens_q nor",
         ),
     ],
 )
@@ -131,7 +131,7 @@ def test_lengths_that_do_not_fit(given: dict[str, Any], words: str) -> None:
 
 
 def test_layers_that_are_told_nothing_of_documents() -> None:
-    """Those of GPT-BigCode get no position_ids, and with a cache the mask does not show them."""
+    """Layers of GPT-BigCode get no position_ids, and with a cache the mask ignores documents."""
     from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
 
     sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
@@ -139,7 +139,9 @@ def test_layers_that_are_told_nothing_of_documents() -> None:
     model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes | still))
     right = loss_of(model, packed([20, 9]), use_cache=False).item()
     model.set_attn_implementation("distca")
-    with pytest.raises(ValueError, match=r"layer 0 .*not told where documents begin: .*use_cache"):
+    with pytest.raises(
+        ValueError, match=r"layer 0 .*cannot tell where documents begin: .*use_cache"
+    ):
         loss_of(model, packed([20, 9]))
     (batch,) = register(cost="pairs").plan_ahead([packed([20, 9])])
     assert loss_of(model, batch).item() == pytest.approx(right, rel=1e-5)
@@ -148,12 +150,12 @@ def test_layers_that_are_told_nothing_of_documents() -> None:
 
 
 def test_layers_with_several_positions_for_each_token() -> None:
-    """Those of Qwen2-VL are given None, where the positions of text are not told apart."""
+    """Layers of Qwen2-VL get None if the positions of text are not given separately."""
     from transformers import LlamaConfig
 
     one = register(cost="pairs")
     model, batch = model_of("llama", "distca"), packed([20, 9])
-    ticket = one.mask(
+    mask = one.mask(
         batch_size=1,
         q_length=29,
         kv_length=29,
@@ -163,17 +165,17 @@ def test_layers_with_several_positions_for_each_token() -> None:
     )
     q, k, v = torch.zeros(3, 1, 4, 29, 8)
     layer = model.model.layers[0].self_attn
-    with pytest.raises(ValueError, match=r"layer 0 .*not told where .*give cu_seq_lens_q"):
-        one.attend(layer, q, k, v, ticket, position_ids=None)
-    one.attend(layer, q, k, v, ticket, position_ids=batch["position_ids"])
+    with pytest.raises(ValueError, match=r"layer 0 .*cannot tell where .*give cu_seq_lens_q"):
+        one.attend(layer, q, k, v, mask, position_ids=None)
+    one.attend(layer, q, k, v, mask, position_ids=batch["position_ids"])
 
 
-def test_fsdp_hands_tickets_on_as_they_are() -> None:
-    """Its first version makes copies of dataclasses, layer by layer."""
+def test_fsdp_passes_packed_masks_on_as_they_are() -> None:
+    """FSDP1 copies dataclasses for every layer."""
     from torch.distributed.utils import _apply_to_tensors
 
-    ticket = Ticket(Forward(None, True, 1, 4), Mask(CAUSAL))
-    assert _apply_to_tensors(lambda x: x, {"mask": ticket})["mask"] is ticket
+    mask = PackedMask(ModelCall(None, True, 1, 4), Mask(CAUSAL))
+    assert _apply_to_tensors(lambda x: x, {"mask": mask})["mask"] is mask
 
 
 S = 24
@@ -207,7 +209,7 @@ def test_masks_are_told_apart(kind: str) -> None:
 
 
 def test_chunks_look_like_documents_but_are_none() -> None:
-    """Known by the config, as in Llama 4, or by what else is known of the documents."""
+    """The config tells, as in Llama 4, or else the documents of the batch."""
 
     def chunks(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         return (k <= q) & (k // 8 == q // 8)
@@ -215,10 +217,10 @@ def test_chunks_look_like_documents_but_are_none() -> None:
     asked = {"batch_size": 1, "q_length": S, "kv_length": S, "device": "cpu", "local_size": 8}
     for size, words in ((8, "neither causal"), (None, "")):
         config = SimpleNamespace(attention_chunk_size=size)
-        ticket = Tickets()(asked | {"mask_function": chunks, "config": config})
-        assert words in ticket.complaint
+        mask = PackedMaskFactory()(asked | {"mask_function": chunks, "config": config})
+        assert words in mask.error
     with pytest.raises(ValueError, match="neither causal nor a sliding window of documents"):
-        ticket.check([S])
+        mask.check([S])
 
 
 def test_a_batch_that_was_changed_after_it_was_planned() -> None:
@@ -230,5 +232,5 @@ def test_a_batch_that_was_changed_after_it_was_planned() -> None:
 
 
 def test_a_name_that_transformers_keeps_for_itself() -> None:
-    with pytest.raises(ValueError, match="every name with flash in it"):
+    with pytest.raises(ValueError, match="every name that contains flash"):
         register("distca-flash")

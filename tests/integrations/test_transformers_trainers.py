@@ -1,15 +1,53 @@
-"""Under the plain Trainer, Accelerate and FSDP2: the losses of sdpa, step by step."""
+"""Trainer, Accelerate and FSDP2: the losses of sdpa in every step."""
 
 from __future__ import annotations
 
+from copy import copy
+from typing import Any
+
 import pytest
-from integrations.tiny import assert_close, reference
+from integrations.tiny import assert_close, features, packed, reference
 from ranks import RankPool
+from torch.utils.data import DataLoader
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 pytest.importorskip("accelerate", reason="accelerate is not installed")
 
 from integrations import trainers
+
+from distca.integrations.transformers import register
+from distca.integrations.transformers.batches import PLANNED
+from distca.integrations.transformers.loader import PrefetchingLoader
+
+
+def test_a_prefetching_loader_is_a_data_loader() -> None:
+    """It has that type, and the attributes of the loader that it wraps."""
+    loader: Any = DataLoader([packed([5, 3])] * 3, None)
+    prefetching = register(cost="pairs").plan_ahead(loader)
+    assert issubclass(type(prefetching), DataLoader)
+    assert prefetching.__class__ is type(prefetching)
+    assert len(prefetching) == len(list(prefetching)) == 3
+    for name in ("dataset", "sampler", "batch_size", "num_workers", "multiprocessing_context"):
+        assert getattr(prefetching, name) is getattr(loader, name)
+    assert copy(prefetching).dataset is loader.dataset
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        prefetching.nothing  # noqa: B018
+
+
+def test_a_loader_of_accelerate_is_changed_once() -> None:
+    from accelerate.data_loader import DataLoaderShard, skip_first_batches
+    from transformers import DataCollatorWithFlattening
+
+    registered, documents = register(cost="pairs"), features([5, 3, 8, 2, 4, 6])
+    loader = DataLoaderShard(documents, batch_size=2, collate_fn=DataCollatorWithFlattening())
+    for _ in range(2):
+        assert registered.plan_ahead(loader) is loader
+    assert isinstance(loader, DataLoader)
+    assert type(loader.base_dataloader) is PrefetchingLoader
+    assert type(loader.base_dataloader._loader) is DataLoader
+    assert [PLANNED in batch for batch in loader] == [True] * 3
+    assert len(list(skip_first_batches(loader, 1))) == 2  # as a Trainer resumes
+
 
 BOTH_KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
 
@@ -17,7 +55,7 @@ BOTH_KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
 @pytest.mark.parametrize("ahead", [False, True], ids=["planned when needed", "planned ahead"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_trainer(pair: RankPool, name: str, ahead: bool) -> None:
-    """With evaluation after each epoch, short last batches, and a number of batches that is odd."""
+    """It evaluates after each epoch; last batches are short, and the number of batches is odd."""
     (losses, evaluation, _), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
     for found in pair.run(trainers.trained, "distca", ahead, name, {}, ranks=2):
         assert found[0] == pytest.approx(losses, rel=1e-5)
@@ -42,7 +80,7 @@ def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_trainer_with_fsdp2(pair: RankPool, name: str) -> None:
-    """As Accelerate shards it for a Trainer; layers are recomputed."""
+    """Accelerate shards the model for a Trainer, and layers are recomputed."""
     again = {"gradient_checkpointing": True}
     (losses, evaluation, _), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
     for found in pair.run(trainers.trained, "distca", True, name, again, True, ranks=2):

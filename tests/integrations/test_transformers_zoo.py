@@ -1,4 +1,4 @@
-"""Families of causal models beyond those that are tested in full: tiny ones, on one process."""
+"""Further families of causal models, as tiny models on one process."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def test_losses_and_gradients_of_sdpa(family: str) -> None:
     register(cost="pairs")
     config, sizes = CONFIG_MAPPING[family], SIZES | {"sliding_window": 20}
     known = {name: value for name, value in sizes.items() if hasattr(config(), name)}
-    silent = {"attention_dropout": 0.0, "residual_dropout": 0.0, "use_cache": False}
+    no_dropout = {"attention_dropout": 0.0, "residual_dropout": 0.0, "use_cache": False}
     batch = packed([70, 5, 1, 33])
     found = {}
     for attention in ("sdpa", "distca"):
         torch.manual_seed(0)
-        made = config(**known | silent | FAMILIES[family])
+        made = config(**known | no_dropout | FAMILIES[family])
         model = AutoModelForCausalLM.from_config(made, attn_implementation=attention)
         loss = loss_of(model.train(), batch)
         loss.backward()
-        # A bias of keys moves all scores of a query alike: its gradient is zero but for rounding.
+        # A bias of keys shifts all scores of a query equally: its gradient is zero up to rounding.
         grads = {n: g for n, g in gradients(model).items() if not n.endswith("k_proj.bias")}
         found[attention] = loss.item(), grads
     assert found["distca"][0] == pytest.approx(found["sdpa"][0], rel=1e-5)

@@ -1,4 +1,4 @@
-"""Tiny models of transformers, packed batches, and what one process makes of them with sdpa."""
+"""Tiny models of transformers, packed batches, and the results of sdpa on one process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SIZES = {
     "max_position_embeddings": 1024,
     "pad_token_id": 0,
 }
-# Class names of transformers; windows are shorter than documents, and mixed in gemma3.
+# Classes of transformers. Windows are shorter than documents; gemma3 has layers with and without.
 MIXED = ["sliding_attention", "full_attention", "sliding_attention"]
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
@@ -32,32 +32,32 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma3ForCausalLM",
         {"sliding_window": 100, "layer_types": MIXED, "query_pre_attn_scalar": 12},
     ),
-    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),  # scores with a cap
+    "gemma2": ("Gemma2Config", "Gemma2ForCausalLM", {}),  # caps its scores
     "gpt_oss": ("GptOssConfig", "GptOssForCausalLM", {"num_local_experts": 2}),  # sinks
-    "opt": (  # whose masks do not look at position_ids
+    "opt": (  # its masks ignore position_ids
         "OPTConfig",
         "OPTForCausalLM",
         {"ffn_dim": 48, "word_embed_proj_dim": 32, "dropout": 0.0},
     ),
 }
-# By rank. The long document is moved in part, whatever the mask.
+# Documents of each rank. Parts of the long document are moved with any mask.
 LENGTHS = ([500, 9], [33, 90, 20, 5])
 
 
 def model_of(name: str, attention: str = "sdpa", **sizes: Any) -> Any:
-    """The same weights on every rank."""
+    """Returns a model with the same weights on every rank."""
     import transformers
 
     config, model, options = MODELS[name]
     torch.manual_seed(0)
     made = getattr(transformers, model)(getattr(transformers, config)(**SIZES | options | sizes))
     made.set_attn_implementation(attention)
-    made.config.use_cache = False  # with a cache, sdpa does not look where documents begin
+    made.config.use_cache = False  # with a cache, sdpa ignores where documents begin
     return made.train()
 
 
 def packed(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
-    """Random documents in one row; the first token of each is nobody's target."""
+    """Returns random documents in one row; the first token of each is not a target."""
     draw = torch.Generator().manual_seed(seed)
     tokens = torch.randint(1, VOCAB, (1, sum(lengths)), generator=draw)
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
@@ -66,7 +66,7 @@ def packed(lengths: Sequence[int], seed: int = 0) -> dict[str, Tensor]:
 
 
 def features(lengths: Sequence[int], seed: int = 0) -> list[dict[str, list[int]]]:
-    """The same documents, before a collator has them."""
+    """Returns the same documents in the form that collators take."""
     tokens = packed(lengths, seed)["input_ids"][0]
     return [{"input_ids": part.tolist()} for part in tokens.split(list(lengths))]
 
@@ -76,7 +76,7 @@ def batches(lengths: Iterable[Sequence[int]] = LENGTHS) -> list[dict[str, Tensor
 
 
 def loss_of(model: nn.Module, batch: dict[str, Any], **keywords: Any) -> Tensor:
-    """Summed over targets, so that it does not matter how documents are spread over ranks."""
+    """Returns the sum over targets, which does not depend on the distribution over ranks."""
     loss: Tensor = model(**{"num_items_in_batch": 1} | batch | keywords).loss
     return loss
 
@@ -88,7 +88,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def by_sdpa(
     name: str, all_batches: list[dict[str, Tensor]]
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses by batch, and gradients of their sum, on one process."""
+    """Returns the loss of each batch, and the gradients of their sum, on one process."""
     model = model_of(name)
     losses = []
     for batch in all_batches:
@@ -100,7 +100,7 @@ def by_sdpa(
 
 @cache
 def reference(name: str) -> tuple[list[float], dict[str, Tensor]]:
-    """What ranks with ``batches()`` are compared with."""
+    """Returns the reference for ranks with ``batches()``."""
     return by_sdpa(name, batches())
 
 

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of torchtitan: its Trainer, on documents of a few hundred tokens."""
+"""Functions that ranks run in the tests of torchtitan: its Trainer on short documents."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from datasets import Dataset
 from integrations import torchtitan_on_cpu as on_cpu
-from integrations.counting import counted
+from integrations.counting import counted, recorded_devices
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.distributed.activation_checkpoint import FullAC, SelectiveAC
@@ -30,7 +30,7 @@ from distca.integrations.shared import planned
 from distca.integrations.torchtitan import InnerAttention, adopt
 
 on_cpu.shim()
-LENGTHS = (700, 20, 45, 300, 9, 130, 64, 5)  # tokens of documents, drawn from at random
+LENGTHS = (700, 20, 45, 300, 9, 130, 64, 5)  # tokens of documents, drawn at random
 CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
 
@@ -43,7 +43,7 @@ for name, sizes in {
     "texts": random.Random(0).choices(LENGTHS, k=200),
     "long": [5000] * 8,  # every row is one document
     "few": [700] * 6 + [200] * 6,  # the first rank gets the first half
-    "none": [700] * 2 + [50] * 2,  # and the second not even a row
+    "none": [700] * 2 + [50] * 2,  # the second rank gets less than a row
 }.items():
     DATASETS[name] = DatasetConfig("", partial(texts, sizes), lambda row: row["text"])
 
@@ -68,7 +68,7 @@ class Bytes(BaseTokenizer):
 
 
 class Metrics(MetricsProcessor):
-    """Keeps what torchtitan logs."""
+    """Records the metrics that torchtitan logs."""
 
     logged: list[tuple[float, float]]
 
@@ -109,13 +109,14 @@ def config_of(attention: str, folder: str) -> Any:
     config.debug.seed = 7
     if attention.startswith("distca"):
         return adopt(config, ahead=attention == "distca", cost="pairs", timeout_s=30.0)
-    config.override.imports.append(f"integrations.torchtitan_on_cpu.{attention}_attention")
+    if attention != "none":
+        config.override.imports.append(f"integrations.torchtitan_on_cpu.{attention}_attention")
     return config
 
 
 @contextmanager
 def gathered() -> Iterator[list[Any]]:
-    """What this rank told the others of its documents."""
+    """Records the messages by which this rank announces its documents."""
     handshakes: list[Any] = []
     tell = planned.gather_or_raise
 
@@ -138,14 +139,14 @@ class Trained:
     steps: list[tuple[float, float]]  # loss and gradient norm
     validated: list[float]
     exchanges: int
-    gatherings: int  # of lengths
-    fillers: int  # with which this rank joined
+    gatherings: int  # of documents
+    fillers: int  # filler batches of this rank
 
 
 def trained(
     group: dist.ProcessGroup, attention: str, checkpointing: str, options: dict[str, Any]
 ) -> Trained:
-    """options: of the Trainer's config, by dotted names; "window" is of the second layer."""
+    """Trains with options of the config, by dotted names; "window" is of the second layer."""
     mark()
     with tempfile.TemporaryDirectory() as folder, counted() as sent, gathered() as handshakes:
         config = config_of(attention, folder)
@@ -166,7 +167,7 @@ def trained(
 
 
 def resumed(group: dist.ProcessGroup, folder: str) -> list[list[tuple[float, float]]]:
-    """Four steps; then the last two again, from the checkpoint after the second."""
+    """Trains four steps, then the last two again from the checkpoint after the second."""
     mark()
     runs = []
     for load_step in (-1, 2):
@@ -180,9 +181,21 @@ def resumed(group: dist.ProcessGroup, folder: str) -> list[list[tuple[float, flo
     return runs
 
 
+def devices_of(group: dist.ProcessGroup, options: dict[str, Any]) -> list[dict[str, list[Any]]]:
+    """Returns the devices of the plans of a training step, with one rank on each node."""
+    mark()
+    with tempfile.TemporaryDirectory() as folder, recorded_devices(local_world_size=1) as found:
+        config = adopt(config_of("none", folder), cost="pairs", **options)
+        config.training.steps = 1
+        trainer = config.build()
+        trainer.train()
+        trainer.close()
+    return found
+
+
 def wrong_on_one(group: dist.ProcessGroup) -> tuple[str, float]:
-    """What a rank raises, and after how long, where the second one's documents do not fit."""
-    layer = InnerAttention.Config(cost="pairs", timeout_s=20.0).build()
+    """Returns the error of this rank and its seconds, if the second rank's documents are wrong."""
+    layer = InnerAttention.Config(options={"cost": "pairs", "timeout_s": 20.0}).build()
     q = torch.randn(1, 64, 2, 16, requires_grad=True)
     end = 64 - dist.get_rank()
     offsets = torch.tensor([0, 20, end], dtype=torch.int32)

@@ -1,11 +1,10 @@
-"""torchtitan on a CPU: what it names "cuda", for tests only. Imported before torchtitan is.
+"""Runs torchtitan on a CPU, for tests only. It must be imported before torchtitan.
 
-It may be started as a script too: ``python torchtitan_on_cpu.py EXAMPLE.py`` runs an example as it
-stands.
+``python torchtitan_on_cpu.py EXAMPLE.py`` runs an example unchanged.
 
-Own attention, on a CPU: torch's varlen kernel has none there, and torchtitan casts to bfloat16 for
-it, so ``OwnAttention`` puts ``scaled_dot_product_attention`` of one document after another in its
-place, and leaves the rest of torchtitan as it is.
+torch's varlen kernel has no CPU version, and torchtitan casts to bfloat16 for it. So
+``OwnAttention`` replaces it by ``scaled_dot_product_attention`` of one document after another, and
+leaves the rest of torchtitan as it is.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ if not torch.cuda.is_available():
         "memory_stats": lambda *_: {},
     }.items():
         setattr(torch.cpu, name, value)
-    torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it makes the world
+    torch.autograd.set_multithreading_enabled(False)  # as in torchtitan
 
 from torchtitan.config.override import derive, override  # noqa: E402
 from torchtitan.models.common.attention import (  # noqa: E402
@@ -50,7 +49,7 @@ from torchtitan.models.common.attention import (  # noqa: E402
 
 
 def shim() -> None:
-    """What torchtitan asks of groups and gloo does not have."""
+    """Replaces what torchtitan needs and gloo does not support."""
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.schedules import PipelineScheduleSingle
     from torchtitan.distributed import fsdp, utils
@@ -62,12 +61,12 @@ def shim() -> None:
                 module.set_force_sum_reduction_for_comms(True)
 
     fsdp.disable_fsdp_gradient_division = sum_gradients
-    utils.set_pg_timeouts = _none  # begins with a barrier on a device
+    utils.set_pg_timeouts = _none  # it calls a barrier on a device
     PipelineScheduleSingle.step = step_of(PipelineScheduleSingle.step)  # type: ignore[method-assign]
 
 
 def step_of(step: Any) -> Any:
-    """torchtitan 0.3 brings micro-batches that are split already; torch 2.13 splits them itself."""
+    """Adapts torchtitan 0.3, which splits micro-batches, to torch 2.13, which splits them too."""
 
     def stepping(self: Any, *args: Any, arg_mbs: Any = None, **given: Any) -> Any:
         if "kwarg_mbs" not in given:
@@ -82,7 +81,7 @@ def step_of(step: Any) -> Any:
 
 
 class OwnAttention(VarlenAttention):  # type: ignore[misc]
-    """torchtitan's own layer, with a slow and obvious kernel."""
+    """torchtitan's own layer with a slow and simple kernel."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]
@@ -124,7 +123,7 @@ def own_attention(config: Any) -> Any:
 
 @override(target=VarlenAttention.Config)
 def sdpa_attention(config: Any) -> Any:
-    """torchtitan's own as it stands, for rows that are one document each."""
+    """Uses torchtitan's own attention for rows that are one document each."""
     return derive(config, ScaledDotProductAttention.Config)
 
 

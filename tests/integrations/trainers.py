@@ -1,4 +1,4 @@
-"""What ranks run in the tests of integrations: transformers' Trainer, Accelerate, FSDP2."""
+"""Functions that ranks run in the tests of transformers: Trainer, Accelerate, FSDP2."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from torch.distributed.tensor import DTensor
 
 from distca.integrations.transformers import register
 
-# Documents, in the order in which samplers hand them to the ranks, two at a time.
+# Documents in the order of the sampler, which gives two at a time to each rank.
 DOCUMENTS = [500, 9, 33, 90, 450, 20, 300, 5, 64, 1, 200, 128, 40, 30]
 
 
 def mark(rank: int, size: int) -> None:
-    """What a launcher would have told this process."""
+    """Sets the variables that a launcher sets."""
     os.environ |= {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "29999",  # never used: the world is there
+        "MASTER_PORT": "29999",  # never used: the default group exists
         "ACCELERATE_USE_CPU": "true",
         "HF_HUB_DISABLE_PROGRESS_BARS": "1",
     }
@@ -44,7 +44,7 @@ def trained(
     options: dict[str, Any],
     fsdp2: bool = False,
 ) -> tuple[list[float], list[float], int]:
-    """Losses of training and of evaluation as the Trainer logs them; how often ranks exchanged."""
+    """Returns the logged losses of training and of evaluation, and the number of exchanges."""
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     mark(dist.get_rank(), dist.get_world_size())
@@ -86,7 +86,7 @@ def trained(
 
 @contextmanager
 def fsdp2_of(trainer: Any) -> Iterator[None]:
-    """Accelerate's FSDP2, which it would give a Trainer on GPUs only."""
+    """Enables Accelerate's FSDP2 for a Trainer, which it otherwise does on GPUs only."""
     from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 
     state, kind = trainer.accelerator.state, trainer.accelerator.state.distributed_type
@@ -99,14 +99,14 @@ def fsdp2_of(trainer: Any) -> Iterator[None]:
     state.distributed_type, trainer.is_fsdp_enabled = DistributedType.FSDP, True
     try:
         yield
-    finally:  # the state is that of all trainers in this process
+    finally:  # all trainers in this process share the state
         state.distributed_type, state.fsdp_plugin = kind, None
 
 
 def accelerated(
     group: dist.ProcessGroup, attention: str, flash: bool
 ) -> tuple[list[float], list[float], int]:
-    """Losses of an Accelerate loop with gradient accumulation; then of an evaluation."""
+    """Returns losses of an Accelerate loop with gradient accumulation, then of an evaluation."""
     from accelerate import Accelerator, DataLoaderConfiguration
     from transformers import DataCollatorWithFlattening
 
@@ -122,7 +122,7 @@ def accelerated(
     loader = one.plan_ahead(loader)
     losses = []
     with counted() as sent:
-        for batch in loader:  # 7 batches: the second rank has one less, and gets a filler
+        for batch in loader:  # 7 batches: the second rank has one less and gets a filler
             with accelerator.accumulate(model):
                 loss = loss_of(model, batch | {"num_items_in_batch": 100})
                 accelerator.backward(loss)
@@ -138,7 +138,7 @@ def accelerated(
 def sharded(
     group: dist.ProcessGroup, name: str, checkpointing: bool
 ) -> tuple[float, dict[str, Tensor]]:
-    """Loss of this rank and gradients of all, with weights sharded by FSDP2."""
+    """Returns the loss of this rank and the gradients of all, with weights sharded by FSDP2."""
     register(cost="pairs")
     model = model_of(name, "distca")
     if checkpointing:

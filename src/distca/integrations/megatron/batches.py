@@ -1,9 +1,9 @@
-"""Micro-batches as Megatron-Core brings them: their documents, and the plans they carry.
+"""Micro-batches of Megatron-Core: their documents, and the plans that they carry.
 
-[Note: tickets] Plans are made once per micro-batch, and every layer must find them, also when it
-is recomputed in backward while other micro-batches are under way. The one object that Megatron
-hands to every layer, and keeps for recomputation, is the micro-batch's ``PackedSeqParams``: plans
-are kept on it, as a ticket, and live as long as it does.
+[Note: plans of a micro-batch] Plans are made once per micro-batch, and every layer must find them,
+also when it is recomputed in the backward pass while other micro-batches are in flight. The one
+object that Megatron passes to every layer and keeps for recomputation is the micro-batch's
+``PackedSeqParams``. So the plans are an attribute of it, and live as long as it does.
 
 Legend: B rows, S tokens in a row on this rank, C ranks of a context-parallel group.
 """
@@ -19,46 +19,46 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from distca.integrations.shared.lengths import lengths_of_offsets, lengths_of_starts
-from distca.integrations.shared.planned import Promise
+from distca.integrations.shared.planned import BatchFuture
 from distca.planning.placement import Entry
 
-_TICKET = "distca_ticket"
-_NUMBERS = 1 << 32  # document numbers for each context-parallel group
+_ATTRIBUTE = "distca_micro_batch"  # of PackedSeqParams
+_DOCUMENTS_PER_GROUP = 1 << 32  # document numbers of each context-parallel group
 
 
 @dataclass
-class Ticket:
-    """The plans of a micro-batch, and which layers have come with it so far."""
+class PlannedMicroBatch:
+    """The plans of a micro-batch, and the layers that have used them so far."""
 
-    promise: Promise
-    local: bool  # of this rank alone, whatever the others do
-    learned: dict[Any, bool] = field(default_factory=dict)  # by layer: whether with gradients
+    future: BatchFuture
+    local: bool  # it has the documents of this rank only
+    grad_modes: dict[Any, bool] = field(default_factory=dict)  # by layer, at its latest call
 
     def visit(self, layer: Any) -> bool:
-        """Whether it is the layer's turn: once forward, and once more to be recomputed.
+        """Records a call of the layer, and tells whether it is its first or its recomputation.
 
-        What is recomputed ran without gradients first, and has them now.
+        A layer that is recomputed ran without gradients first, and runs with them now.
         """
-        learns, first = torch.is_grad_enabled(), layer not in self.learned
-        fits = first or (learns and not self.learned[layer])
-        self.learned[layer] = learns
-        return fits
+        grad_enabled, first = torch.is_grad_enabled(), layer not in self.grad_modes
+        expected = first or (grad_enabled and not self.grad_modes[layer])
+        self.grad_modes[layer] = grad_enabled
+        return expected
 
 
-def ticket_of(packed: PackedSeqParams) -> Ticket | None:
-    ticket: Ticket | None = vars(packed).get(_TICKET)
-    return ticket
+def planned_of(packed: PackedSeqParams) -> PlannedMicroBatch | None:
+    planned: PlannedMicroBatch | None = vars(packed).get(_ATTRIBUTE)
+    return planned
 
 
-def keep_ticket(packed: PackedSeqParams, ticket: Ticket) -> Ticket:
-    setattr(packed, _TICKET, ticket)
-    return ticket
+def attach(packed: PackedSeqParams, planned: PlannedMicroBatch) -> PlannedMicroBatch:
+    setattr(packed, _ATTRIBUTE, planned)
+    return planned
 
 
 def lengths_of(packed: PackedSeqParams) -> list[int] | None:
-    """Whole documents, with the padding behind each of them; None where there are no offsets.
+    """Returns lengths of documents with the padding after each; None if there are no offsets.
 
-    Padding counts as the end of its document: it is attended to by nobody but itself.
+    Padding counts as the end of its document: no other token attends to it.
     """
     q, kv = (
         padded if padded is not None else offsets
@@ -70,15 +70,18 @@ def lengths_of(packed: PackedSeqParams) -> list[int] | None:
     if q is None:
         return None
     if kv is not None and kv is not q and not torch.equal(q, kv):
-        raise ValueError("cu_seqlens_q and cu_seqlens_kv differ: attention is to itself only")
+        raise ValueError("cu_seqlens_q and cu_seqlens_kv differ: give the same for both")
     return lengths_of_offsets(q, int(q[-1]))
 
 
-def head_and_tail(lengths: Sequence[int], cp_rank: int, cp_size: int, home: int) -> list[Entry]:
-    """The shards of documents that a context-parallel rank holds.
+def head_and_tail(
+    lengths: Sequence[int], cp_rank: int, cp_size: int, first_rank: int
+) -> list[Entry]:
+    """Returns the shards of documents that a context-parallel rank holds.
 
-    Megatron cuts each into 2C chunks and gives rank i chunks i and 2C-1-i. ``home`` tells the
-    documents of one group from those of the others.
+    Megatron cuts each document into 2C chunks and gives chunks i and 2C-1-i to rank i.
+
+    first_rank: the first global rank of the group, which tells its documents from those of others.
     """
     if cp_size == 1:
         return list(lengths)
@@ -87,32 +90,33 @@ def head_and_tail(lengths: Sequence[int], cp_rank: int, cp_size: int, home: int)
         size, rest = divmod(length, 2 * cp_size)
         if rest:
             raise ValueError(
-                f"document {number} has {length} tokens, which {cp_size} context-parallel ranks"
-                f" cannot share: pad it to a multiple of {2 * cp_size} (cu_seqlens_q_padded)"
+                f"document {number} has {length} tokens, which cannot be split over {cp_size}"
+                f" context-parallel ranks: pad it to a multiple of {2 * cp_size}"
+                " (cu_seqlens_q_padded)"
             )
         for chunk in (cp_rank, 2 * cp_size - 1 - cp_rank):
             start = chunk * size
-            document = home * _NUMBERS + number
+            document = first_rank * _DOCUMENTS_PER_GROUP + number
             shards.append({"document": document, "start": start, "stop": start + size})
     return shards
 
 
 def lengths_of_mask(mask: Tensor, num_rows: int) -> list[int]:
-    """[B or 1, 1, S, S], true where a key is hidden, as Megatron's datasets make it -> lengths.
+    """Returns lengths from a mask [B or 1, 1, S, S] of Megatron's datasets, true where it masks.
 
-    A document starts where a token does not see the one before. Anything but causal documents is
-    refused.
+    A document starts where a token does not attend to the previous one. Raises unless the mask is
+    that of causal documents.
     """
-    hidden = mask.expand(num_rows, -1, -1, -1)
-    size = hidden.shape[-1]
+    masked = mask.expand(num_rows, -1, -1, -1)
+    size = masked.shape[-1]
     starts = torch.zeros(num_rows, size, dtype=torch.bool, device=mask.device)
-    starts[:, 1:] = hidden[:, 0].diagonal(-1, 1, 2)
+    starts[:, 1:] = masked[:, 0].diagonal(-1, 1, 2)
     document = starts.cumsum(1)
     others = document[:, :, None] != document[:, None, :]
     later = torch.ones(size, size, dtype=torch.bool, device=mask.device).triu(1)
-    if hidden.shape[1] != 1 or not torch.equal(hidden[:, 0], others | later):
+    if masked.shape[1] != 1 or not torch.equal(masked[:, 0], others | later):
         raise ValueError(
-            "is given a mask that is not of causal documents: leave it out, or give their borders"
-            " in PackedSeqParams"
+            "is given a mask that is not of causal documents: leave it out, or give the offsets of"
+            " documents in PackedSeqParams"
         )
     return lengths_of_starts(starts)

@@ -1,4 +1,4 @@
-"""Work that is done in the background, in order, and promised meanwhile."""
+"""Work in a background thread, returned as futures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from threading import Thread
 from typing import Any, TypeVar
 
 Result = TypeVar("Result")
-_PATIENCE_S = 5.0  # at the end of the process
+_EXIT_TIMEOUT_S = 5.0
 
 
-class InOrder:
-    """One thread in the background that does what it is given, in order.
+class DaemonExecutor:
+    """Runs functions one after another in one daemon thread.
 
-    A daemon: where a rank fails, its end must not wait long for peers that wait for it. But it must
-    wait a little: a thread that is inside a collective when Python ends aborts the process.
+    ``ThreadPoolExecutor(1)`` does not fit: at exit Python joins its thread without a time limit, so
+    a rank that fails while its thread is inside a collective would wait for peers that wait for it.
+    This executor waits for at most a few seconds at exit. It cannot do without waiting: a daemon
+    thread that is inside a collective when the interpreter ends aborts the process.
     """
 
     def __init__(self) -> None:
@@ -28,32 +30,33 @@ class InOrder:
         if self._thread is None:
             self._thread = Thread(target=self._run, name="distca-plan", daemon=True)
             self._thread.start()
-            atexit.register(self.close, _PATIENCE_S)
-        promise: Future[Result] = Future()
-        self._queue.put((promise, work))
-        return promise
+            atexit.register(self.shutdown, _EXIT_TIMEOUT_S)
+        future: Future[Result] = Future()
+        self._queue.put((future, work))
+        return future
 
-    def close(self, patience_s: float | None = None) -> None:
-        """Ends the thread, after what it was given, if that does not take longer than this."""
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """Ends the thread after all submitted work, and waits for that up to ``timeout_s``."""
         if self._thread is not None:
-            atexit.unregister(self.close)
+            atexit.unregister(self.shutdown)
             self._queue.put(None)
-            self._thread.join(patience_s)
+            self._thread.join(timeout_s)
             self._thread = None
 
     def _run(self) -> None:
-        while (given := self._queue.get()) is not None:
-            _keep(*given)
+        while (submitted := self._queue.get()) is not None:
+            _complete(*submitted)
 
 
-def at_once(work: Callable[[], Result]) -> Future[Result]:
-    promise: Future[Result] = Future()
-    _keep(promise, work)
-    return promise
+def run_now(work: Callable[[], Result]) -> Future[Result]:
+    """Runs ``work`` in this thread and returns it as a completed future."""
+    future: Future[Result] = Future()
+    _complete(future, work)
+    return future
 
 
-def _keep(promise: Future[Result], work: Callable[[], Result]) -> None:
+def _complete(future: Future[Result], work: Callable[[], Result]) -> None:
     try:
-        promise.set_result(work())
+        future.set_result(work())
     except BaseException as error:
-        promise.set_exception(error)
+        future.set_exception(error)

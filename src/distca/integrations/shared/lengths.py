@@ -1,7 +1,7 @@
-"""Which documents a packed batch holds, as trainers say it: offsets, or positions that restart.
+"""The documents of a packed batch, read from what trainers provide: offsets or positions.
 
-Legend: B rows of a batch, S tokens in a row. Rows follow each other, so that a batch of B rows is
-one packed sequence of B x S tokens, and no document goes on in the next row.
+Legend: B rows of a batch, S tokens in a row. The rows of a batch are one packed sequence of B x S
+tokens, and no document continues in the next row.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from torch import Tensor
 
 
 def lengths_of_offsets(offsets: Tensor, num_tokens: int) -> list[int]:
-    """From cumulative lengths [documents + 1], as varlen kernels take them (``cu_seqlens``).
+    """Returns lengths from cumulative lengths [documents + 1] (``cu_seqlens`` of varlen kernels).
 
-    Repeated offsets, which some collators pad with, are no documents.
+    Repeated offsets, with which some collators pad, are skipped.
     """
-    ends = offsets.tolist()  # waits for the device, where they are on one
+    ends = offsets.tolist()  # synchronizes with the device, if they are on one
     lengths = [stop - start for start, stop in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != num_tokens or min(lengths, default=0) < 0:
         raise ValueError(
@@ -28,10 +28,10 @@ def lengths_of_offsets(offsets: Tensor, num_tokens: int) -> list[int]:
 
 
 def starts_of_positions(positions: Tensor) -> Tensor:
-    """[B, S] positions in their documents -> [B, S], true where a document starts.
+    """Returns [B, S], true where a document starts, from [B, S] positions in documents.
 
-    It does wherever a position is not the one before plus one: the rule by which transformers masks
-    packed documents.
+    A document starts wherever a position is not the previous one plus one, which is the rule by
+    which transformers masks packed documents.
     """
     starts = torch.ones_like(positions, dtype=torch.bool)
     starts[:, 1:] = positions.diff(dim=1) != 1
@@ -39,7 +39,7 @@ def starts_of_positions(positions: Tensor) -> Tensor:
 
 
 def lengths_of_starts(starts: Tensor) -> list[int]:
-    """[B, S], true where a document starts; the first token of a row does in any case."""
+    """Returns lengths from [B, S], true where a document starts. Every row starts one."""
     where = starts.clone()
     where[:, :1] = True
     first = where.flatten().nonzero().flatten()

@@ -1,79 +1,61 @@
-"""A loader whose batches come with their plans, made in the background.
+"""Batches of a loader, each with its plans, which are made in the background.
 
-[Note: ranks without a batch] Layers exchange, so every rank must call the model as often as the
-others. A rank whose loader has ended goes on with fillers, batches that teach nothing, until all
-loaders have ended: it takes part in the trainer's own collectives too, in training and evaluation.
+[Note: ranks without a batch] Layers exchange, so every rank must call the model equally often. A
+rank whose loader has ended continues with filler batches, which contribute nothing to the loss,
+until the loaders of all ranks have ended. That way it also takes part in the trainer's own
+collectives, in training and in evaluation.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Generic, TypeVar
+from typing import TypeVar
 
-from distca.integrations.shared.planned import PlannedAttention, Promise
+from distca.integrations.shared.planned import BatchFuture, PlannedAttention
 
 Batch = TypeVar("Batch")
 
 
-class Ahead(Generic[Batch]):
-    """Batches of ``loader`` in their order, each with a promise of its plans.
+def prefetch(
+    loader: Iterable[Batch],
+    attention: PlannedAttention,
+    *,
+    lengths_of: Callable[[Batch], list[int]],
+    attach: Callable[[Batch, BatchFuture], Batch],
+    filler: Callable[[Batch | None], Batch],
+    depth: int = 1,
+) -> Iterator[Batch]:
+    """Yields the batches of ``loader`` in their order, each with a future of its plans.
 
     All ranks iterate at the same points, however many batches each of them has.
 
-    lengths_of: the documents of a batch, in order; its ValueError becomes that of all ranks.
-    attach: the batch with its promise, as the model will look for it.
-    filler: a batch to join with, after the last one was this (None: there was none at all).
-    depth: how many batches are read before they are asked for; 0 where the caller reads ahead.
+    lengths_of: returns the lengths of a batch's documents, in order. If it raises ValueError on one
+        rank, all ranks raise it.
+    attach: returns the batch with its future, in the form in which the model looks for it.
+    filler: returns a filler batch, given the last batch of this rank (None if it had none).
+    depth: how many batches are read in advance; 0 if the caller reads in advance.
     """
 
-    def __init__(
-        self,
-        loader: Iterable[Batch],
-        attention: PlannedAttention,
-        *,
-        lengths_of: Callable[[Batch], list[int]],
-        attach: Callable[[Batch, Promise], Batch],
-        filler: Callable[[Batch | None], Batch],
-        depth: int = 1,
-    ) -> None:
-        self._loader, self._attention, self._depth = loader, attention, depth
-        self._lengths_of, self._attach, self._filler = lengths_of, attach, filler
-
-    def __iter__(self) -> Iterator[Batch]:
-        waiting: deque[Batch] = deque()
-        for batch in self._promised():
-            waiting.append(batch)
-            if len(waiting) > self._depth:
-                yield waiting.popleft()
-        yield from waiting
-
-    def __len__(self) -> int:
-        return len(self._loader)  # type: ignore[arg-type]
-
-    def __getattr__(self, name: str) -> Any:
-        """Whatever else a trainer asks its loader for."""
-        if name == "_loader":  # not there yet, while it is being copied
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """That of the loader: trainers ask whether it is a DataLoader."""
-        return self._loader.__class__
-
-    def _promised(self) -> Iterator[Batch]:
+    def planned() -> Iterator[Batch]:
         last: Batch | None = None
-        for last in self._loader:
+        for last in loader:
             try:
-                promise = self._attention.submit(self._lengths_of(last))
+                future = attention.submit(lengths_of(last))
             except ValueError as error:
-                promise = self._attention.submit([], complaint=str(error))
-            yield self._attach(last, promise)
-        filler = self._filler(last)
-        lengths = self._lengths_of(filler)
+                future = attention.submit([], error=str(error))
+            yield attach(last, future)
+        fill = filler(last)
+        lengths = lengths_of(fill)
         while True:  # [Note: ranks without a batch]
-            promise = self._attention.submit(lengths, done=True)
-            if self._attention.wait(promise) is None:
+            future = attention.submit(lengths, done=True)
+            if attention.wait(future) is None:
                 return
-            yield self._attach(filler, promise)
+            yield attach(fill, future)
+
+    waiting: deque[Batch] = deque()
+    for batch in planned():
+        waiting.append(batch)
+        if len(waiting) > depth:
+            yield waiting.popleft()
+    yield from waiting

@@ -1,22 +1,23 @@
-"""Overrides by which torchtitan's models attend by distca.
+"""Overrides with which torchtitan's models use distca's attention.
 
     from distca.integrations.torchtitan import adopt
 
-    config = adopt(llama3_debugmodel_varlen_attn())     # a Trainer.Config, as torchtitan makes them
+    config = adopt(llama3_debugmodel_varlen_attn())     # a Trainer.Config of torchtitan
 
 or, on its command line,
 
     --override.imports distca.integrations.torchtitan.inner_attention
 
-[Note: local] Without gradients (torchtitan's validator) attention is this rank's own affair, so
-that ranks may validate different numbers of batches.
+[Note: local] Without gradients (torchtitan's validator) attention is computed on each rank without
+any exchange, so that ranks may validate different numbers of batches.
 
 Legend: B rows, L tokens in a row, N heads, H head size, as torchtitan names its tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 from typing import Any
 
 import torch
@@ -37,41 +38,43 @@ except ImportError as error:
         " pip install 'distca[torchtitan]'"
     ) from error
 
-from distca.integrations.shared.planned import TIMEOUT_S
+from distca.integrations.torchtitan.model_attention import DEFAULT_NAME, ModelAttention
 from distca.integrations.torchtitan.prefetch import PlannedDataLoader
-from distca.integrations.torchtitan.sharing import Sharing
 from distca.planning.masks import CAUSAL, FULL, Mask
 
-OTHERWISE = "train this model without the override inner_attention of distca"
+_PACKAGE = "distca.integrations.torchtitan"
+_NAME_COUNT = count()
+_WAY_OUT = "train this model without distca's override inner_attention"
 _COMPILED = (
-    "distca plans on the host, which torchtitan's full graphs leave no room for: leave 'model' out"
-    " of compile.components"
+    "distca plans on the host, which torchtitan's full graphs do not allow: leave 'model' out of"
+    " compile.components"
 )
 
 
 class InnerAttention(VarlenAttention):  # type: ignore[misc]
-    """In the place of torchtitan's varlen attention, in every layer."""
+    """Replaces torchtitan's varlen attention in every layer."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(VarlenAttention.Config):  # type: ignore[misc]
-        """The window is torchtitan's; all else is as ``PlannedAttention`` takes it."""
+        """The config of torchtitan's varlen attention, with its window, and two more fields.
 
-        backend: str = "auto"
-        deterministic: bool = False
-        cost: str = "auto"
-        tolerance: float = 0.02
-        policy: str = "distca"
-        timeout_s: float = TIMEOUT_S
+        name: the attention that all layers of a model and its dataloader share.
+        options: options of ``PlannedAttention``. ``speed`` has one value for each data-parallel
+            rank. ``deterministic`` is also on if torch's own setting is.
+        """
+
+        name: str = DEFAULT_NAME
+        options: dict[str, Any] = field(default_factory=dict)
 
     def __init__(self, config: Config) -> None:
-        super(VarlenAttention, self).__init__()  # not its own: that chooses a kernel for itself
+        super(VarlenAttention, self).__init__()  # VarlenAttention's own would choose a kernel
         self.window_size = config.window_size
-        self._sharing = Sharing.of({name: getattr(config, name) for name in _SETTINGS})
-        self._where = f"attention layer {self._sharing.enrol()} (of torchtitan)"
+        self._shared = ModelAttention.for_layer(config.name, config.options)
+        self._where = f"attention layer {self._shared.add_layer()} (of torchtitan)"
         self._mask = _mask(config.window_size, self._where)
 
     def parallelize(self, parallel_dims: Any) -> None:
-        self._sharing.tell(parallel_dims)
+        self._shared.use_mesh(parallel_dims)
         super().parallelize(parallel_dims)
 
     def forward(
@@ -95,12 +98,12 @@ class InnerAttention(VarlenAttention):  # type: ignore[misc]
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, masks: VarlenMetadata, scale: float | None
     ) -> Tensor:
-        """q [B, L, N, H], k and v [B, L, their heads, their size] -> [B, L, N, size of v]."""
+        """Returns [B, L, N, H of v] of q [B, L, N, H], k and v [B, L, their heads, their size]."""
         num_tokens = q.shape[0] * q.shape[1]
-        batch = self._sharing.batch(masks.cu_seq_q, masks.cu_seq_k, num_tokens, self._where)
-        dtype = torch.bfloat16 if q.is_cuda else q.dtype  # as torchtitan: rotary may widen q and k
+        batch = self._shared.batch(masks.cu_seq_q, masks.cu_seq_k, num_tokens, self._where)
+        dtype = torch.bfloat16 if q.is_cuda else q.dtype  # as in torchtitan: RoPE may widen q and k
         flat_q, flat_k, flat_v = (x.flatten(0, 1).to(dtype) for x in (q, k, v))
-        attention = self._sharing.attention
+        attention = self._shared.attention
         out = attention.attend(flat_q, flat_k, flat_v, batch, mask=self._mask, scale=scale)
         return out.view(*q.shape[:2], *out.shape[1:]).to(q.dtype)
 
@@ -113,15 +116,15 @@ class InnerAttention(VarlenAttention):  # type: ignore[misc]
         elif k.shape[1] != q.shape[1]:
             what = f"has {k.shape[1]} keys for {q.shape[1]} queries, as with a cache"
         elif isinstance(q, DTensor):
-            what = "is given tensors spread over ranks (DTensor)"
+            what = "is given tensors that are sharded over ranks (DTensor)"
         elif rest := {name for name, value in asked.items() if value is not None} - {"enable_gqa"}:
             what = f"is given {', '.join(sorted(rest))}"
         if what:
-            raise ValueError(f"{self._where} {what}, which distca cannot follow: {OTHERWISE}")
+            raise ValueError(f"{self._where} {what}, which distca does not support: {_WAY_OUT}")
         if not isinstance(masks, VarlenMetadata):
             raise ValueError(
-                f"{self._where} is given {type(masks).__name__} in the place of VarlenMetadata, so"
-                " that documents cannot be told apart: use a dataloader that gives positions, and a"
+                f"{self._where} is given {type(masks).__name__} instead of VarlenMetadata, so that"
+                " documents cannot be told apart: use a dataloader that gives positions, and a"
                 " model with attn_backend='varlen'"
             )
         if q.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -132,7 +135,7 @@ class InnerAttention(VarlenAttention):  # type: ignore[misc]
 
 
 class SavingAC(SelectiveAC):  # type: ignore[misc]
-    """torchtitan's, which saves distca's attention as it does others: one exchange, not two."""
+    """Saves distca's attention like torchtitan's own, so that its exchange runs once, not twice."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(SelectiveAC.Config):  # type: ignore[misc]
@@ -142,57 +145,65 @@ class SavingAC(SelectiveAC):  # type: ignore[misc]
         return {*super().get_save_ops(), torch.ops.distca.core_attention.default}
 
 
-_SETTINGS = ("backend", "deterministic", "cost", "tolerance", "policy", "timeout_s")
-_HERE = "distca.integrations.torchtitan"
+def _of_package(function: Any) -> Any:
+    """Sets a function's module, by which torchtitan finds overrides, to the one that users name."""
+    function.__module__ = _PACKAGE
+    return function
 
 
 @override(target=VarlenAttention.Config, description="attention that all ranks share")  # type: ignore[untyped-decorator]
-def inner_attention(config: Any, **settings: Any) -> Any:
-    return derive(config, InnerAttention.Config, **settings)
+@_of_package
+def inner_attention(config: Any, *, name: str = DEFAULT_NAME, **options: Any) -> Any:
+    """Replaces varlen attention. name, options: fields of ``InnerAttention.Config``."""
+    return derive(config, InnerAttention.Config, name=name, options=options)
 
 
 @override(target=SelectiveAC.Config, exact=True, description="saves distca's attention")  # type: ignore[untyped-decorator]
+@_of_package
 def selective_ac(config: Any) -> Any:
     return derive(config, SavingAC.Config)
 
 
 @override(target=BaseDataLoader.Config, fqns=["dataloader"], description="plans ahead")  # type: ignore[untyped-decorator]
-def dataloader(config: Any, **settings: Any) -> Any:
-    """With the same settings as ``inner_attention``."""
-    full = InnerAttention.Config(**settings)
-    known = {name: getattr(full, name) for name in _SETTINGS}
-    return PlannedDataLoader.Config(loader=config, settings=known)
+@_of_package
+def dataloader(config: Any, *, name: str = DEFAULT_NAME) -> Any:
+    """Wraps the training dataloader. name: that given to ``inner_attention``."""
+    return PlannedDataLoader.Config(loader=config, name=name)
 
 
-def adopt(config: Any, *, ahead: bool = True, **settings: Any) -> Any:
+def adopt(config: Any, *, ahead: bool = True, name: str | None = None, **options: Any) -> Any:
     """Adds the overrides to a ``Trainer.Config``, and turns CUDA graphs off, which hold no plans.
 
-    ahead: batches are read and planned while the one before is learnt from.
-    settings: of ``InnerAttention.Config``.
+    ahead: reads and plans each batch while the model trains on the previous one.
+    name, options: fields of ``InnerAttention.Config``; by default the name is a new one.
     """
     spec = config.model_spec
     if not any(True for _ in spec.traverse(VarlenAttention.Config)):
         raise ValueError(
-            f"{spec.name} {spec.flavor} has no layer with varlen attention, the one that distca"
-            " takes the place of: make its model_spec with attn_backend='varlen'"
+            f"{spec.name} {spec.flavor} has no layer with varlen attention, which distca replaces:"
+            " make its model_spec with attn_backend='varlen'"
         )
     if config.compile.enable and "model" in config.compile.components:
         raise ValueError(_COMPILED)
     config.training.disable_cuda_graphs = True
-    config.override.imports += [(f"{_HERE}.inner_attention", settings), f"{_HERE}.selective_ac"]
+    shared = {"name": name or f"{DEFAULT_NAME}-{next(_NAME_COUNT)}"}  # [Note: names]
+    config.override.imports += [
+        (f"{_PACKAGE}.inner_attention", shared | options),
+        f"{_PACKAGE}.selective_ac",
+    ]
     if ahead:
-        config.override.imports.append((f"{_HERE}.dataloader", settings))
+        config.override.imports.append((f"{_PACKAGE}.dataloader", shared))
     return config
 
 
 def _mask(window: tuple[int, int], where: str) -> Mask:
-    """(-1, 0) is causal, (W, 0) the W keys before and its own, (-1, -1) all."""
+    """Returns the mask of a window: (-1, 0) is causal, (-1, -1) full, (W, 0) has W keys before."""
     left, right = window
     if right == 0:
         return Mask(CAUSAL if left < 0 else left + 1)
     if left < 0 and right < 0:
         return Mask(FULL)
     raise ValueError(
-        f"{where} has a window of {left} keys before and {right} after, and distca has causal"
-        f" windows only: {OTHERWISE}"
+        f"{where} has a window of {left} keys before and {right} after, but distca supports only"
+        f" causal windows: {_WAY_OUT}"
     )

@@ -1,7 +1,8 @@
-"""A dataloader of torchtitan that is read ahead, so that batches are planned before they are due.
+"""A dataloader of torchtitan that reads one batch in advance, so that it is planned when needed.
 
-[Note: state] A checkpoint must hold the loader's state at the batch that is learnt from, not at the
-one that was read ahead. So the state is taken after every batch read, and handed on with it.
+[Note: state] A checkpoint must hold the loader's state at the batch that is trained on, not at the
+one that was read in advance. So the state is taken after every batch that is read, and becomes the
+state of this dataloader when that batch is yielded.
 
 Legend: B rows, L tokens in a row.
 """
@@ -20,88 +21,72 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 
 from distca.integrations.shared.lengths import lengths_of_starts
-from distca.integrations.shared.planned import Promise
-from distca.integrations.shared.prefetch import Ahead
-from distca.integrations.torchtitan.sharing import Sharing
+from distca.integrations.shared.planned import BatchFuture
+from distca.integrations.shared.prefetch import prefetch
+from distca.integrations.torchtitan.model_attention import DEFAULT_NAME, ModelAttention
 
 Batch = tuple[dict[str, Any], Tensor]  # inputs and labels
 
 
 class PlannedDataLoader(BaseDataLoader):  # type: ignore[misc]
-    """The batches of ``loader``, on all ranks equally many: one without batches gets fillers."""
+    """Yields the batches of ``loader``, equally many on all ranks: fillers follow the last one."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):  # type: ignore[misc]
-        loader: BaseDataLoader.Config
-        settings: dict[str, Any]
+        """The dataloader to read from, and the name of the layers' attention."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        dp_world_size: int,
-        dp_rank: int,
-        seq_len: int,
-        local_batch_size: int,
-        snapshot_every_n_steps: int | None = 1,
-        **given: Any,
-    ) -> None:
-        self._sharing = Sharing.of(config.settings, known=True)
-        self._sharing.tell_degree(dp_world_size, dp_rank)
-        self._loader = config.loader.build(
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            **given,
-        )
-        self._size = local_batch_size, seq_len
-        self._saves = snapshot_every_n_steps is not None  # torchtitan writes checkpoints
-        self._states: deque[Any] = deque()  # after batches that were read and not yet handed on
+        loader: BaseDataLoader.Config
+        name: str = DEFAULT_NAME
+
+    def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **given: Any) -> None:
+        self._shared = ModelAttention.for_dataloader(config.name)
+        self._shared.use_degree(dp_world_size, dp_rank)
+        self._loader = config.loader.build(dp_world_size=dp_world_size, dp_rank=dp_rank, **given)
+        self._size = given["local_batch_size"], given["seq_len"]
+        self._saves = given.get("snapshot_every_n_steps", 1) is not None  # in checkpoints
+        self._states: deque[Any] = deque()  # after each batch that was read and not yet yielded
         self._state: Any = None
 
     def __iter__(self) -> Iterator[Batch]:
-        if self._sharing.local:
+        if self._shared.is_local:
             yield from self._loader
             return
-        ahead = Ahead(
-            self._remembered(),
-            self._sharing.attention,
+        for batch in prefetch(
+            self._read(),
+            self._shared.attention,
             lengths_of=lengths_of,
-            attach=self._expect,
+            attach=self._enqueue,
             filler=self._filler,
-        )
-        for batch in ahead:
+        ):
             if self._states:
                 self._state = self._states.popleft()
             yield batch
 
     def state_dict(self) -> Any:
-        """[Note: state]"""
+        """Returns the loader's state at the batch that was yielded last. [Note: state]"""
         return self._loader.state_dict() if self._state is None else self._state
 
     def load_state_dict(self, state_dict: Any) -> None:
         self._loader.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Whatever else is asked of a loader."""
-        if name == "_loader":
+        """Returns an attribute of the loader that this one reads from."""
+        if name == "_loader":  # not set yet while this object is copied
             raise AttributeError(name)
         return getattr(self._loader, name)
 
-    def _remembered(self) -> Iterator[Batch]:
+    def _read(self) -> Iterator[Batch]:
         for batch in self._loader:
             if self._saves:
                 self._states.append(deepcopy(self._loader.state_dict()))
             yield batch
 
-    def _expect(self, batch: Batch, promise: Promise) -> Batch:
-        self._sharing.expect(promise)
+    def _enqueue(self, batch: Batch, future: BatchFuture) -> Batch:
+        self._shared.enqueue(future)
         return batch
 
     def _filler(self, last: Batch | None) -> Batch:
-        """The last batch again, but nobody learns from it."""
+        """Returns the last batch with all labels ignored."""
         if last is not None:
             inputs, labels = last
             return dict(inputs), torch.full_like(labels, IGNORE_INDEX)
@@ -111,7 +96,7 @@ class PlannedDataLoader(BaseDataLoader):  # type: ignore[misc]
 
 
 def lengths_of(batch: Batch) -> list[int]:
-    """Of documents, by torchtitan's rule: one starts wherever a position is 0."""
+    """Returns the lengths of documents by torchtitan's rule: one starts at each position 0."""
     inputs, _ = batch
     positions = inputs.get("positions")
     if positions is None:

@@ -6,10 +6,10 @@
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="distca")
     loader = distca.plan_ahead(loader)          # or Trainer(..., callbacks=[distca.callback()])
 
-[Note: local] Without gradients (evaluation, ``generate``) attention is this rank's own affair, so
-that ranks may evaluate different numbers of batches, or one of them generate: by distca's kernels
-where there are whole documents, by transformers' sdpa where there is a cache or padding. A batch
-that brings its plans is shared by all ranks in any case.
+[Note: local] Without gradients (evaluation, ``generate``) attention is computed on each rank
+without any exchange, so that ranks may evaluate different numbers of batches, or one of them may
+generate. Whole documents use distca's kernels; with a cache or padding transformers' sdpa is used.
+A batch that carries its plans is always shared by all ranks.
 
 Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size.
 """
@@ -29,98 +29,71 @@ try:
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as error:
     raise ImportError(
-        "distca.integrations.transformers needs transformers 4.53 or newer, with what it asks for:"
+        "distca.integrations.transformers needs transformers 4.53 or newer and its dependencies:"
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.planned import TIMEOUT_S, PlannedAttention, PlannedBatch
-from distca.integrations.shared.prefetch import Ahead
-from distca.integrations.transformers.batches import (
-    PLANNED,
-    attach,
-    documents,
-    filler,
-    lengths_of,
-)
-from distca.integrations.transformers.tickets import OTHERWISE, Ticket, Tickets
+from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
+from distca.integrations.transformers.batches import PLANNED, documents
+from distca.integrations.transformers.loader import plan_ahead, wraps_loader
+from distca.integrations.transformers.packed_mask import WAY_OUT, PackedMask, PackedMaskFactory
 
-_REFUSED = {  # keywords by which layers ask for more than softmax(QK^T)V
+_REFUSED = {  # arguments by which layers ask for more than softmax(QK^T)V
     "softcap": "caps its scores (softcap)",
     "s_aux": "has attention sinks (s_aux)",
     "position_bias": "adds a bias to its scores (position_bias)",
-    "indices": "attends to keys of its choice (indices)",
-    "block_indices": "attends to keys of its choice (block_indices)",
-    "cache": "attends to a paged cache",
+    "indices": "selects the keys that it attends to (indices)",
+    "block_indices": "selects the keys that it attends to (block_indices)",
+    "cache": "attends to a paged cache (cache)",
 }
 
 
 def register(
-    name: str = "distca",
-    *,
-    group: dist.ProcessGroup | None = None,
-    backend: str = "auto",
-    deterministic: bool = False,
-    policy: str = "distca",
-    timeout_s: float = TIMEOUT_S,
-    **plan_options: Any,
+    name: str = "distca", *, group: dist.ProcessGroup | None = None, **options: Any
 ) -> Registered:
-    """Makes ``attn_implementation=name`` known to transformers: the attention and its mask.
+    """Registers ``attn_implementation=name`` with transformers: the attention and its mask.
 
-    Once in every process, before a model is loaded. Without a ``group`` torch.distributed may be
-    set up later. Arguments as of ``PlannedAttention``. A second call under the same name takes the
-    place of the first.
+    Call it once in every process, before a model is loaded. Without a ``group`` torch.distributed
+    may be initialized later. A second call with the same name replaces the first.
+
+    group, options: arguments of ``PlannedAttention``.
     """
     if "flash" in name:
         raise ValueError(
-            f"name {name!r}: transformers takes every name with flash in it for a kernel of its"
-            " own, so choose another"
+            f"name {name!r}: transformers takes every name that contains flash for one of its own"
+            " kernels, so choose another"
         )
-    attention = PlannedAttention(
-        group,
-        backend=backend,
-        deterministic=deterministic,
-        policy=policy,
-        timeout_s=timeout_s,
-        **plan_options,
-    )
-    registered = Registered(name, attention)
+    registered = Registered(name, PlannedAttention(group, **options))
     AttentionInterface.register(name, registered.attend)
     AttentionMaskInterface.register(name, registered.mask)
     return registered
 
 
 class Registered:
-    """What transformers calls, and what loaders are wrapped with."""
+    """The functions that transformers calls, and the preparation of loaders."""
 
     def __init__(self, name: str, attention: PlannedAttention) -> None:
         self.name, self.attention = name, attention
-        self._tickets = Tickets()
+        self._masks = PackedMaskFactory()
 
     def plan_ahead(self, loader: Iterable[Any]) -> Any:
-        """The loader, whose batches are gathered over the ranks and planned in the background.
+        """Returns the loader with batches that are gathered and planned in the background.
 
-        On every rank, for loaders of mappings as models take them. All ranks then get equally many
-        batches: one that has no more gets fillers of one ignored token. A loader that Accelerate
-        has prepared is changed in place, since it reads ahead itself.
+        Every rank calls it, for a loader of mappings with the arguments of a model. All ranks then
+        get equally many batches: a rank without more batches gets fillers of one ignored token. A
+        loader that Accelerate has prepared is changed in place.
         """
-        ways: dict[str, Any] = {"lengths_of": lengths_of, "attach": attach, "filler": filler}
-        if _can_be_changed(loader):
-            inner = vars(loader)["base_dataloader"]
-            if not isinstance(inner, Ahead):
-                vars(loader)["base_dataloader"] = Ahead(inner, self.attention, depth=0, **ways)
-            return loader
-        reads_ahead = hasattr(loader, "end_of_dataloader")  # as all of Accelerate's do
-        return Ahead(loader, self.attention, depth=0 if reads_ahead else 1, **ways)
+        return plan_ahead(loader, self.attention)
 
-    def callback(self) -> PlanAhead:
-        """For a ``Trainer``: its training batches are planned ahead."""
-        return PlanAhead(self)
+    def callback(self) -> PrefetchCallback:
+        """Returns a callback with which a ``Trainer`` plans its training batches in advance."""
+        return PrefetchCallback(self)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def mask(self, **asked: Any) -> Ticket | Tensor | None:
-        """In place of transformers' masks; arguments as ``sdpa_mask`` takes them."""
-        ticket = self._tickets(asked)
-        return sdpa_mask(**asked) if ticket is None else ticket
+    def mask(self, **asked: Any) -> PackedMask | Tensor | None:
+        """Replaces ``sdpa_mask``, whose arguments it takes. [Note: packed masks]"""
+        packed = self._masks(asked)
+        return sdpa_mask(**asked) if packed is None else packed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def attend(
@@ -129,102 +102,108 @@ class Registered:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: Ticket | Tensor | None,
+        attention_mask: PackedMask | Tensor | None,
         dropout: float = 0.0,
         scaling: float | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
-        """query [B, H, S, D], key and value [B, G, S, D] -> [B, S, H, D]."""
+        """Returns [B, S, H, D] of query [B, H, S, D], key and value [B, G, S, D]."""
         where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-        _refuse(where, dropout, given)
-        if not isinstance(attention_mask, Ticket):
+        _refuse_unsupported(where, dropout, given)
+        if not isinstance(attention_mask, PackedMask):
             _refuse_mask(where, module, attention_mask, given)
             options = {"dropout": dropout, "scaling": scaling, **given}
             out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")
-        # sdpa goes by the mask, flash attention by the window.
-        if window not in (None, mask.reach) and not attention_mask.complaint:
+        # sdpa uses the mask and flash attention uses the window: they must agree.
+        if window not in (None, mask.reach) and not attention_mask.error:
             raise ValueError(
-                f"{where} wants a window of {window} keys, but its mask is {mask}: {OTHERWISE}"
+                f"{where} has a window of {window} keys, but its mask is {mask}: {WAY_OUT}"
             )
         batch = self._batch(attention_mask, where, given)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B x S, ...]
         out = self.attention.attend(q, k, v, batch, mask=mask, scale=scaling)
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
-    def _batch(self, ticket: Ticket, where: str, given: Mapping[str, Any]) -> PlannedBatch:
-        """Of all ranks, or of this one alone; whatever one rank complains of, all raise."""
-        forward, complaint, lengths = ticket.forward, "", list[int]()
-        if forward.batch is None and given.get(PLANNED) is not None:
-            forward.batch = self.attention.wait(given[PLANNED])
+    def _batch(self, packed: PackedMask, where: str, given: Mapping[str, Any]) -> PlannedBatch:
+        """Returns the batch of all ranks or the local one; an error of one rank is raised on all.
+
+        The first layer of a model call finds it, and the others take it from there.
+        """
+        call, error, lengths = packed.call, "", list[int]()
+        if call.batch is None and given.get(PLANNED) is not None:
+            call.batch = self.attention.wait(given[PLANNED])
         try:
-            if ticket.complaint:
-                raise ValueError(ticket.complaint)
-            if forward.batch is None:
-                lengths = documents(forward.num_rows, forward.num_tokens, given, ticket.starts)
-                if forward.learns and len(lengths) == forward.num_rows:
-                    _refuse_blindness(forward.config, given)
-            ticket.check(forward.batch.lengths if forward.batch else lengths)
-        except ValueError as error:
-            complaint = f"{where} {error}"
-            if forward.batch is not None or not forward.learns:
-                raise ValueError(complaint) from None
-        if forward.batch is None:
-            if forward.learns:
-                forward.batch = self.attention.gather(lengths, complaint)
+            if packed.error:
+                raise ValueError(packed.error)
+            if call.batch is None:
+                lengths = documents(call.num_rows, call.num_tokens, given, packed.starts)
+                if call.grad_enabled and len(lengths) == call.num_rows:
+                    _refuse_unknown_documents(call.config, given)
+            packed.check(call.batch.lengths if call.batch else lengths)
+        except ValueError as raised:
+            error = f"{where} {raised}"
+            if call.batch is not None or not call.grad_enabled:
+                raise ValueError(error) from None
+        if call.batch is None:
+            if call.grad_enabled:
+                call.batch = self.attention.gather(lengths, error)
             else:
-                forward.batch = self.attention.alone(lengths)
-        return forward.batch
+                call.batch = self.attention.local(lengths)
+        return call.batch
 
 
-class PlanAhead(TrainerCallback):  # type: ignore[misc]
+class PrefetchCallback(TrainerCallback):  # type: ignore[misc]
+    """Plans the training batches of a ``Trainer`` in advance."""
+
     def __init__(self, registered: Registered) -> None:
         self._registered = registered
 
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
-        if _can_be_changed(train_dataloader):
+        if wraps_loader(train_dataloader):
             self._registered.plan_ahead(train_dataloader)
 
 
-def _can_be_changed(loader: Any) -> bool:
-    """Whether it is one of Accelerate's that reads, on each rank, from a loader inside of it."""
-    return type(loader).__name__ == "DataLoaderShard" and "base_dataloader" in vars(loader)
-
-
-def _refuse(where: str, dropout: float, given: Mapping[str, Any]) -> None:
+def _refuse_unsupported(where: str, dropout: float, given: Mapping[str, Any]) -> None:
     if dropout:
         raise ValueError(
-            f"{where} drops attention weights (dropout {dropout}), which distca does not: set"
+            f"{where} uses attention dropout ({dropout}), which distca does not support: set"
             " attention_dropout to 0 in the model's config"
         )
     for keyword, what in _REFUSED.items():
         if given.get(keyword) is not None:
-            raise ValueError(f"{where} {what}, which distca does not: {OTHERWISE}")
+            raise ValueError(f"{where} {what}, which distca does not support: {WAY_OUT}")
 
 
-def _refuse_blindness(config: Any, given: Mapping[str, Any]) -> None:
-    """Layers without positions rely on transformers' mask, which does not look at them either where
-    there is a cache, or where a model has several for each token (Qwen2-VL)."""
+def _refuse_unknown_documents(config: Any, given: Mapping[str, Any]) -> None:
+    """Raises if packed documents may be in a row without any sign of them.
+
+    Layers that get no positions depend on transformers' mask. That mask ignores positions as well
+    if there is a cache, or if a model has several positions for each token (Qwen2-VL).
+    """
     if any(given.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
         return
     several, caches = "position_ids" in given, getattr(config, "use_cache", False)
     if several or caches:
         way = "give cu_seq_lens_q" if several else "set use_cache to False in the model's config"
         raise ValueError(
-            f"is not told where documents begin: wrap the loader with plan_ahead, or {way}"
+            f"cannot tell where documents begin: wrap the loader with plan_ahead, or {way}"
         )
 
 
 def _refuse_mask(
     where: str, module: nn.Module, mask: Tensor | None, given: Mapping[str, Any]
 ) -> None:
-    """Causal layers learn by tickets alone; encoders, such as those of images, are local."""
+    """Raises if a causal layer is trained without a PackedMask.
+
+    Layers that are not causal, such as those of an image encoder, are computed by sdpa.
+    """
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
     if causal and torch.is_grad_enabled():
         raise ValueError(
             f"{where} is given {'no mask' if mask is None else 'a mask of its own'}, so that"
-            f" documents cannot be told apart: {OTHERWISE}"
+            f" documents cannot be told apart: {WAY_OUT}"
         )

@@ -1,7 +1,7 @@
-"""Batches as transformers' collators make them: their documents, their plans, and fillers.
+"""Batches of transformers' collators: their documents, their plans, and filler batches.
 
-Packed in one row with ``position_ids`` that restart, or with ``cu_seq_lens_*`` too
-(``DataCollatorWithFlattening``); or rows of one document each.
+A batch is packed into one row whose ``position_ids`` restart with each document, possibly with
+``cu_seq_lens_*`` too (``DataCollatorWithFlattening``); or each of its rows is one document.
 
 Legend: B rows, S tokens in a row.
 """
@@ -19,19 +19,19 @@ from distca.integrations.shared.lengths import (
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.shared.planned import Promise
+from distca.integrations.shared.planned import BatchFuture
 
-PLANNED = "distca_batch"  # the keyword by which a batch brings its plans to the layers
-IGNORED = -100  # the label of a token that teaches nothing
+PLANNED = "distca_batch"  # the argument of the model under which a batch carries its plans
+_IGNORED = -100  # the label of a token that is not in the loss
 
 PADDED = (
-    "is given padding, which is not planned for: pack documents instead of padding them"
+    "is given padding, which distca does not support: pack documents instead of padding them"
     " (transformers' DataCollatorWithFlattening), and give no attention_mask"
 )
 
 
 def lengths_of(batch: Mapping[str, Any]) -> list[int]:
-    """The documents of a batch on its way to the model."""
+    """Returns the lengths of the documents in a batch of a loader."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and not bool(mask.all()):
         raise ValueError(f"the batch {PADDED}")
@@ -39,18 +39,21 @@ def lengths_of(batch: Mapping[str, Any]) -> list[int]:
     if tokens is None:
         raise ValueError(f"a batch of {', '.join(batch)} has neither input_ids nor inputs_embeds")
     if not tokens.numel():
-        raise ValueError("a batch without tokens: leave it out, plan_ahead fills in for it")
+        raise ValueError("a batch has no tokens: leave it out, plan_ahead adds filler batches")
     return documents(tokens.shape[0], tokens.shape[1], batch)
 
 
 def documents(
     num_rows: int, num_tokens: int, given: Mapping[str, Any], starts: Tensor | None = None
 ) -> list[int]:
-    """Lengths by what the model was given; ``starts`` [B, S]: where its mask starts a document."""
+    """Returns the lengths of documents from the arguments that a model or a layer was given.
+
+    starts: [B, S], true where the model's mask starts a document, if that is known.
+    """
     offsets, others = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if offsets is not None:
         if others is not None and others is not offsets and not torch.equal(others, offsets):
-            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: attention is to itself only")
+            raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: give the same for both")
         return lengths_of_offsets(offsets, num_rows * num_tokens)
     positions = given.get("position_ids")
     if positions is not None:
@@ -59,7 +62,7 @@ def documents(
         if positions.ndim != 2 or positions.shape[1] != num_tokens:
             raise ValueError(
                 f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"
-                f" {num_tokens} tokens: give one position for each, or cu_seq_lens_q too"
+                f" {num_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
             )
         restarts = starts_of_positions(positions).expand(num_rows, -1)
         starts = restarts if starts is None else starts | restarts
@@ -68,18 +71,19 @@ def documents(
     return lengths_of_starts(starts)
 
 
-def attach(batch: Mapping[str, Any], promise: Promise) -> dict[str, Any]:
-    return {**batch, PLANNED: promise}
+def attach(batch: Mapping[str, Any], future: BatchFuture) -> dict[str, Any]:
+    return {**batch, PLANNED: future}
 
 
 def filler(last: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A batch of one token that nobody learns from, like the last one in kind.
+    """Returns a batch of one ignored token, with the same arguments as the last batch.
 
-    Its loss is 0 and not the mean over no targets: transformers' loss divides by the given number.
+    Its loss is 0 instead of a mean over no targets, because transformers' loss divides by
+    ``num_items_in_batch``.
     """
     one = torch.zeros(1, 1, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": one, "position_ids": one}
-    batch |= {"labels": torch.full_like(one, IGNORED), "num_items_in_batch": 1}
+    batch |= {"labels": torch.full_like(one, _IGNORED), "num_items_in_batch": 1}
     for name in last or ():
         if name.startswith("cu_seq_lens"):
             batch[name] = torch.tensor([0, 1], dtype=torch.int32)

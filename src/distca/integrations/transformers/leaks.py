@@ -1,10 +1,10 @@
-"""Do packed documents leak into each other? Changes one, and looks whether another moves.
+"""Finds leaks between packed documents: changes one document and compares the outputs of others.
 
-Attention that misses where documents begin trains on wrong numbers without a word. Which models and
-settings do can be read nowhere, so they are tried: any causal model of transformers, with any
-attention implementation.
+A model that does not know where documents begin trains on wrong numbers without an error. It is not
+documented which models and settings have this fault, so this module tests it, for any causal model
+of transformers with any attention implementation.
 
-Legend: T tokens in all.
+Legend: T tokens of all documents.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 LENGTHS = (19, 7, 1, 12)
-# What rounding may move, as a share of a tensor's largest value: experts and kernels may sum in
-# another order when other documents change.
+# How much rounding may change a value, relative to the largest one of its tensor: the order of
+# summation in experts and kernels may depend on the other documents.
 _ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 _ROUNDING_16 = 3e-2
 
-Key = tuple[str, int]  # a module's name, and which of its calls
+Key = tuple[str, int]  # a module's name and the number of the call
 
 
 @dataclass(frozen=True)
 class Leak:
-    """One document was changed, and others moved."""
+    """A change of one document that changed others."""
 
-    changed: int  # number of the document
-    moved: tuple[int, ...]
-    layer: str  # the innermost module into which they came unmoved
-    by: float  # how much they moved there, as a share of the largest value
+    changed: int  # the number of the document that was changed
+    moved: tuple[int, ...]  # the numbers of the documents that changed with it
+    layer: str  # the innermost module whose outputs for them changed while its inputs did not
+    by: float  # how much they changed there, relative to the largest value
 
 
 def find_leaks(
@@ -47,13 +47,14 @@ def find_leaks(
     seed: int = 0,
     **keywords: Any,
 ) -> list[Leak]:
-    """Each packed document is changed in turn; a leak for each that others noticed.
+    """Changes each packed document in turn, and returns a leak for each that changed others.
 
-    The model is called as a trainer does: packed tokens [1, T] with ``position_ids`` that restart,
-    and whatever ``keywords`` say (``use_cache=False``).
+    The model is called as in training: with packed tokens [1, T] and ``position_ids`` that restart.
 
-    cu_seq_lens: cumulative lengths are given too, as flash attention takes them.
-    gradients: leaves them on, as in training; ranks that share their attention all call this.
+    lengths: tokens of the documents.
+    cu_seq_lens: also gives cumulative lengths, as flash attention takes them.
+    gradients: leaves gradients on. All ranks that share their attention then call this function.
+    keywords: further arguments of the model, such as ``use_cache=False``.
     """
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
@@ -79,7 +80,7 @@ def find_leaks(
 def packed(
     model: nn.Module, lengths: Sequence[int], *, cu_seq_lens: bool = False, seed: int = 0
 ) -> dict[str, Any]:
-    """Random documents in one row, as ``DataCollatorWithFlattening`` gives them."""
+    """Returns random documents in one row, in the form of ``DataCollatorWithFlattening``."""
     device = next(model.parameters()).device
     draw, shape = torch.Generator().manual_seed(seed), (1, sum(lengths))
     tokens = torch.randint(_vocabulary(model), shape, generator=draw, device="cpu")
@@ -93,19 +94,19 @@ def packed(
 
 
 def load(folder: Path) -> nn.Module:
-    """A model in float32 from its folder; with random weights where there is only a config."""
+    """Loads a model in float32 from its folder, with random weights if that has only a config."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a transformers model")
     config = AutoConfig.from_pretrained(folder)
     kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
-    own = getattr(config, "auto_map", {})  # code in the folder
+    own = getattr(config, "auto_map", {})  # classes whose code is in the folder
     known = (k for k in kinds if type(config) in k._model_mapping or k.__name__ in own)
     kind = next(known, None)
     if kind is None:
         raise ValueError(
-            f"{folder} is of type {config.model_type}, which is no causal language model"
+            f"{folder} is of type {config.model_type}, which is not a causal language model"
         )
     if any(folder.glob("*.safetensors")) or any(folder.glob("*.bin")):
         loaded = kind.from_pretrained(folder, local_files_only=True)
@@ -117,7 +118,7 @@ def load(folder: Path) -> nn.Module:
 
 
 class _Record:
-    """What goes into modules and comes out, as rows of tokens, in the order in which they end."""
+    """Inputs and outputs of modules as rows of tokens, in the order in which the modules end."""
 
     def __init__(self, names: Mapping[nn.Module, str], num_tokens: int) -> None:
         self._names, self._num_tokens = names, num_tokens
@@ -139,15 +140,16 @@ class _Record:
 
     def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         opened, rows = self._open.pop()
-        assert opened is module, "modules end in the reverse order of their beginnings"
+        assert opened is module, "modules end in the reverse order of their starts"
         name = self._names[module]
         key = (name, self._calls.setdefault(name, 0))
         self._calls[name] += 1
         self.into[key], self.out_of[key] = rows, self._rows(output)
 
     def _rows(self, values: Any) -> list[Tensor]:
-        """[T, ...] of each tensor that has tokens along its first axis, or after one of size 1."""
-        if hasattr(values, "to_tuple"):  # an output of transformers
+        """Returns [T, ...] of each tensor that has tokens on its first axis, or on its second after
+        a first one of size 1."""
+        if hasattr(values, "to_tuple"):  # a ModelOutput of transformers
             values = values.to_tuple()
         found = []
         for value in tree_leaves(values):
@@ -160,15 +162,15 @@ class _Record:
 
 
 def _run(model: nn.Module, batch: Mapping[str, Any], record: _Record, seed: int) -> None:
-    eagerly = torch.compiler.set_stance("force_eager")  # what is compiled has no hooks
+    eagerly = torch.compiler.set_stance("force_eager")  # compiled modules do not run hooks
     with torch.random.fork_rng(), record.watching(), eagerly:
-        torch.manual_seed(seed)  # dropout, if any, drops the same
+        torch.manual_seed(seed)  # so that dropout, if there is any, is the same
         model(**batch)
 
 
 def _leak(before: _Record, after: _Record, documents: Tensor, changed: int) -> list[Leak]:
     for key in after.out_of:  # inner modules end first
-        if key not in before.out_of:  # an expert that nobody was routed to
+        if key not in before.out_of:  # an expert that got no tokens
             continue
         inputs = _moves(before.into[key], after.into[key], documents, changed)
         outputs = _moves(before.out_of[key], after.out_of[key], documents, changed)
@@ -181,7 +183,7 @@ def _leak(before: _Record, after: _Record, documents: Tensor, changed: int) -> l
 def _moves(
     before: Sequence[Tensor], after: Sequence[Tensor], documents: Tensor, changed: int
 ) -> dict[int, float]:
-    """Other documents than the changed one whose rows differ, and by how much."""
+    """Returns the other documents whose rows differ, and how much they differ."""
     moves: dict[int, float] = {}
     for old, new in zip(before, after, strict=False):
         if old.shape != new.shape or old.dtype != new.dtype:
@@ -206,5 +208,5 @@ def _vocabulary(model: nn.Module) -> int:
 
 
 def _others(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Another token in the place of each."""
+    """Returns a different token for each token."""
     return (tokens + _vocabulary(model) // 2) % _vocabulary(model)
