@@ -79,7 +79,7 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
     assert [(p.placement.tokens > 0).tolist() for (p,) in ticks["B", (0, 1)]] == [[False, True]] * 2
     assert ticks["B", (1, None)] == ()
     assert step.backward_slots == (0, 2)
-    assert not step.gradient_enters(1)
+    assert not step.sends_gradient(1)
 
 
 def test_policies_that_place_tokens_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distca.data.documents import IGNORE, Batch
 from distca.model.llama import Llama
-from distca.pipeline.step_planner import StepPlanner, evaluating
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.spans import Floats
 from distca.runtime.batches import Step
 from distca.runtime.step import StepRunner
@@ -29,7 +29,7 @@ def evaluate(
     """Mean loss per target; on all ranks, servers too, which have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
-        step = Step.of(evaluating(planner), batch, train=False)
+        step = Step.of(planner.for_evaluation(), batch, train=False)
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
                 rows = step.rows(half, runner.context.worker)
