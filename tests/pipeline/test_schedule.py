@@ -149,7 +149,10 @@ def test_columns_fit_the_widest_number() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("F1 F0 B0 B1", "tick 0, stage 0: F1 is in the place of F0: a stage runs all micro-batches"),
+        (
+            "F1 F0 B0 B1",
+            "tick 0, stage 0: F1 is in the place of F0: a stage runs all micro-batches",
+        ),
         ("F0 F2 B0 B2", "tick 1, stage 0: F2 is in the place of F1"),
         ("F0 B0 F0", "tick 2, stage 0: F0 is in the place of F1"),
         ("F0 F1 B1 B0", "tick 2, stage 0: B1 is in the place of B0"),

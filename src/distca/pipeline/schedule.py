@@ -53,7 +53,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.ticks or not self.ticks[0].micro_batches:
-            raise ValueError("the schedule is empty: give at least one tick with at least one stage")
+            raise ValueError("the schedule is empty: give one tick or more with one stage or more")
         for number, tick in enumerate(self.ticks):
             if len(tick.micro_batches) != self.num_stages:
                 raise ValueError(
@@ -162,7 +162,7 @@ class Schedule:
         return self.grid()
 
     def _held(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (tick, stage, micro-batches in flight) after each cell of a schedule with backward."""
+        """Yields (tick, stage, micro-batches in flight) of each cell; nothing without backward."""
         held = [0] * self.num_stages
         for number, tick in enumerate(self.ticks if self.has_backward else ()):
             for stage, micro_batch in enumerate(tick.micro_batches):

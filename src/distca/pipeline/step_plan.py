@@ -77,7 +77,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """Attention seconds of the slowest rank of each pass, summed, divided by those of the mean."""
+        """Attention seconds of the slowest rank over the mean, each summed over all passes."""
         worst = mean = 0.0
         for plan, backward in self.passes:
             work = plan.backward_work_ps if backward else plan.forward_work_ps

@@ -33,8 +33,8 @@ def evaluate(
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
                 rows = step.rows(half, runner.context.worker)
-                targets = runner.own(rows.labels) != IGNORE
-                lengths = runner.own(rows.lengths)[targets]
+                targets = runner.tp_share(rows.labels) != IGNORE
+                lengths = runner.tp_share(rows.lengths)[targets]
                 bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()
                 np.add.at(sums, bucket, loss.each.cpu()[targets].double().numpy())
                 np.add.at(counts, bucket, 1)
@@ -43,7 +43,7 @@ def evaluate(
 
 def _means(sums: Floats, counts: Floats, runner: StepRunner) -> dict[str, float]:
     both = torch.from_numpy(np.stack([sums, counts]))
-    dist.all_reduce(both, group=runner.context.everyone)
+    dist.all_reduce(both, group=runner.context.world_group)
     sums, counts = both.numpy()
     result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
     for name, total, count in zip(bucket_names(), sums, counts, strict=True):
