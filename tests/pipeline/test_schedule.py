@@ -82,8 +82,9 @@ def test_aligned(stages: int, micro_batches: int) -> None:
     assert schedule.has_backward
     held = (min(micro_batches, 2 * (stages - 1 - s) + 1) for s in range(stages))
     assert schedule.in_flight == tuple(held)
-    assert schedule.bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
-    schedule.check_in_flight(schedule.in_flight)
+    idle = [tick.micro_batches.count(None) for tick in schedule.ticks]
+    bubble = sum(idle) / (len(idle) * stages)
+    assert bubble == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
 @given(sizes, sizes)
@@ -93,7 +94,6 @@ def test_forward_only(stages: int, micro_batches: int) -> None:
     assert (schedule.num_stages, schedule.num_micro_batches) == (stages, micro_batches)
     assert not schedule.has_backward
     assert schedule.in_flight == (0,) * stages
-    schedule.check_in_flight([0] * stages)
 
 
 def test_one_stage_accumulates_gradients() -> None:
@@ -191,12 +191,3 @@ def test_a_schedule_needs_stages_and_micro_batches(sizes: tuple[int, int]) -> No
     for build in (Schedule.aligned, Schedule.forward_only):
         with pytest.raises(ValueError, match="a schedule needs 1 or more of each"):
             build(*sizes)
-
-
-def test_a_stage_may_not_hold_more_than_its_limit() -> None:
-    schedule = Schedule.aligned(2, 3)
-    message = "tick 3, stage 0: F2 makes 3 micro-batches in flight but the limit is 2: run backward"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        schedule.check_in_flight([2, 1])
-    with pytest.raises(ValueError, match="1 limits of micro-batches in flight for 2 stages"):
-        schedule.check_in_flight([3])

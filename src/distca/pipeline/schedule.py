@@ -12,7 +12,7 @@ attention forms one pool of tasks; a stage without a micro-batch only serves the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -114,31 +114,13 @@ class Schedule:
 
         Without backward ticks it is 0 on every stage.
         """
-        most = [0] * self.num_stages
-        for _, stage, held in self._held():
-            most[stage] = max(most[stage], held)
+        held, most = [0] * self.num_stages, [0] * self.num_stages
+        for tick in self.ticks if self.has_backward else ():
+            for stage, micro_batch in enumerate(tick.micro_batches):
+                if micro_batch is not None:
+                    held[stage] += 1 if tick.phase == FORWARD else -1
+                    most[stage] = max(most[stage], held[stage])
         return tuple(most)
-
-    @cached_property
-    def bubble(self) -> float:
-        """The fraction of cells in which a stage only serves."""
-        idle = sum(tick.micro_batches.count(None) for tick in self.ticks)
-        return idle / (len(self.ticks) * self.num_stages)
-
-    def check_in_flight(self, limits: Sequence[int]) -> None:
-        """Raises ValueError if a stage holds more micro-batches in flight than its limit."""
-        if len(limits) != self.num_stages:
-            raise ValueError(
-                f"{len(limits)} limits of micro-batches in flight for {self.num_stages} stages:"
-                " give one for each stage"
-            )
-        for number, stage, held in self._held():
-            if held > limits[stage]:
-                raise ValueError(
-                    f"tick {number}, stage {stage}: {self.ticks[number].cell(stage)} makes {held}"
-                    f" micro-batches in flight but the limit is {limits[stage]}: run backward"
-                    " ticks earlier, use fewer stages or micro-batches, or raise the limit"
-                )
 
     def grid(self) -> str:
         """Returns a table with a line for each stage and a column for each tick."""
@@ -160,15 +142,6 @@ class Schedule:
 
     def __str__(self) -> str:
         return self.grid()
-
-    def _held(self) -> Iterator[tuple[int, int, int]]:
-        """Yields (tick, stage, micro-batches in flight) of each cell; nothing without backward."""
-        held = [0] * self.num_stages
-        for number, tick in enumerate(self.ticks if self.has_backward else ()):
-            for stage, micro_batch in enumerate(tick.micro_batches):
-                if micro_batch is not None:
-                    held[stage] += 1 if tick.phase == FORWARD else -1
-                    yield number, stage, held[stage]
 
     def _validate(self) -> None:
         """Checks each tick in order; ``done`` counts the micro-batches of earlier ticks."""

@@ -38,18 +38,13 @@ Slot = tuple[Plan, ...]  # the plans of one attention slot, one for each half
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """The plans of all attention slots of one optimizer step.
-
-    slots: the attention slots of each tick of the schedule, in order.
-    stages: the layers [start, stop) of each pipeline stage.
-    first_trained_part: the first part of the model with a trained parameter (``pipeline.stages``).
-    """
+    """The plans of all attention slots of one optimizer step."""
 
     schedule: Schedule
     micro_batches: tuple[tuple[Half, ...], ...]
-    slots: tuple[tuple[Slot, ...], ...]
-    stages: tuple[Layers, ...]
-    first_trained_part: int
+    slots: tuple[tuple[Slot, ...], ...]  # of each tick, in order
+    stages: tuple[Layers, ...]  # the layers of each pipeline stage
+    first_trained_part: int  # the first part with a trained parameter (``pipeline.stages``)
 
     @cached_property
     def backward_slots(self) -> tuple[int, ...]:

@@ -33,12 +33,7 @@ from distca.pipeline.schedule import FORWARD, Phase
 
 Kind = Literal["linear", "dispatch", "compute", "combine"]
 HALF_NAMES = ("ping", "pong")
-_BACKWARD_KIND: dict[Kind, Kind] = {
-    "linear": "linear",
-    "dispatch": "combine",
-    "compute": "compute",
-    "combine": "dispatch",
-}
+_SWAPPED: dict[Kind, Kind] = {"dispatch": "combine", "combine": "dispatch"}  # in backward
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,9 @@ class TickProgram:
         return tuple(tuple(group) for _, group in groupby(self.operations, lambda op: op.seam))
 
     def __str__(self) -> str:
-        return "\n".join(f"{_title(section[0])}  {_words(section)}" for section in self.sections)
+        return "\n".join(
+            f"{_title(section[0])}  {' '.join(map(str, section))}" for section in self.sections
+        )
 
 
 def _forward(slots: int, halves: int) -> Iterator[Operation]:
@@ -92,7 +89,7 @@ def _forward(slots: int, halves: int) -> Iterator[Operation]:
 def _backward(operation: Operation, slots: int) -> Operation:
     """Returns the backward of an operation, numbered from the end of the forward program."""
     return Operation(
-        kind=_BACKWARD_KIND[operation.kind],
+        kind=_SWAPPED.get(operation.kind, operation.kind),
         half=operation.half,
         slot=None if operation.slot is None else slots - 1 - operation.slot,
         seam=None if operation.seam is None else slots - operation.seam,
@@ -101,7 +98,3 @@ def _backward(operation: Operation, slots: int) -> Operation:
 
 def _title(first: Operation) -> str:
     return f"slot {first.slot}" if first.seam is None else f"seam {first.seam}"
-
-
-def _words(section: tuple[Operation, ...]) -> str:
-    return " ".join(map(str, section))

@@ -15,17 +15,12 @@ from distca.runtime.batches import Step
 
 @dataclass(frozen=True, eq=False)
 class Prefetched:
-    """A batch with its plans.
-
-    loader_state: the state of the loader after this batch, for checkpoints.
-    planning_s: seconds of planning in the background.
-    waited_s: seconds for which the training loop waited for this batch.
-    """
+    """A batch with its plans."""
 
     step: Step
-    loader_state: dict[str, Any]
-    planning_s: float
-    waited_s: float = 0.0
+    loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
+    planning_s: float  # in the background
+    waited_s: float = 0.0  # for which the training loop waited for this batch
 
 
 class Prefetcher:

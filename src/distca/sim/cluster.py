@@ -40,24 +40,20 @@ class Link:
 class Cluster:
     """GPUs, nodes and links.
 
-    inside, across: the links of a GPU within its node and to other nodes.
-    profile: a shipped kernel profile or a file that ``distca profile`` wrote.
-    slow: the relative speed of GPUs whose speed is not 1.
     jitter, link_jitter: relative standard deviations of the seconds of kernels and of transfers.
-    known: whether the planner knows the speeds of slow GPUs.
     """
 
     name: str
     gpus: int
     gpus_per_node: int
     memory_bytes: int
-    inside: Link
-    across: Link
-    profile: str = "h200"
-    slow: Mapping[int, float] = field(default_factory=dict)
+    inside: Link  # of a GPU to its own node
+    across: Link  # of a GPU to other nodes
+    profile: str = "h200"  # a shipped profile of kernels, or the path of a file
+    slow: Mapping[int, float] = field(default_factory=dict)  # speeds of GPUs other than 1
     jitter: float = 0.0
     link_jitter: float = 0.0
-    known: bool = True
+    known: bool = True  # whether the planner knows the speeds of slow GPUs
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:

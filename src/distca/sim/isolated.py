@@ -36,29 +36,20 @@ RANDOM = "random"  # the reason of ranks that are chosen at random
 
 @dataclass(frozen=True)
 class Case:
-    """A large plan whose ranks are simulated and replayed one by one.
+    """A large plan whose ranks are simulated and replayed one by one."""
 
-    shape: the layers that are run, as one tensor-parallel rank holds them.
-    masks: the mask of each layer.
-    lengths: a distribution of document lengths.
-    context: tokens of the longest document.
-    tokens: tokens of a rank.
-    link: the link of a rank.
-    element_bytes: bytes of an element of exchanged tensors.
-    """
-
-    shape: ModelShape
-    masks: tuple[Mask, ...]
+    shape: ModelShape  # the layers that are run, as one tensor-parallel rank holds them
+    masks: tuple[Mask, ...]  # of each layer
     ranks: int
-    lengths: str
-    context: int
-    tokens: int
-    link: Link
+    lengths: str  # a distribution of document lengths
+    context: int  # tokens of the longest document
+    tokens: int  # of each rank
+    link: Link  # of each rank
     cost: str
     placement: str = "given"
     ping_pong: bool = True
     seed: int = 0
-    element_bytes: int = BYTES_PER_ELEMENT
+    element_bytes: int = BYTES_PER_ELEMENT  # of exchanged tensors
 
     def __post_init__(self) -> None:
         for what in ("ranks", "context", "tokens"):
@@ -115,16 +106,13 @@ class RankSeconds:
 
 @dataclass(frozen=True, eq=False)
 class IsolatedRanks:
-    """All ranks of a plan, each simulated as an isolated rank; arrays are [ranks].
-
-    sent, received: bytes of the exchanges of a layer, forward and backward.
-    """
+    """All ranks of a plan, each simulated as an isolated rank; arrays are [ranks]."""
 
     step_s: Floats
     exposed_s: Floats
     attention_s: Floats
     tokens: Ints
-    sent: Floats
+    sent: Floats  # bytes of the exchanges of one layer, forward and backward
     received: Floats
 
     def seconds(self, rank: int) -> RankSeconds:
@@ -219,23 +207,17 @@ class _IsolatedRates(Rates):
 
 @dataclass(frozen=True)
 class RankComparison:
-    """One rank, replayed and simulated.
-
-    why: the reason for which it was chosen.
-    calibrates: the rank is used to fit the factors, and not to state the error.
-    sent_bytes, received_bytes: bytes of one layer.
-    calibrated: simulated with the fitted factors.
-    """
+    """One rank, replayed and simulated."""
 
     rank: int
-    why: str
-    calibrates: bool
+    why: str  # the reason for which it was chosen
+    calibrates: bool  # used to fit the factors, and not to state the error
     tokens: int
-    sent_bytes: float
+    sent_bytes: float  # of one layer
     received_bytes: float
     measured: RankSeconds
     simulated: RankSeconds
-    calibrated: RankSeconds
+    calibrated: RankSeconds  # simulated with the fitted factors
 
 
 @dataclass(frozen=True)
@@ -256,22 +238,19 @@ class RelativeError:
 class Comparison:
     """Sampled ranks of a plan, replayed and simulated.
 
-    raw, calibrated: errors without and with the factors, on ranks that are not used to fit them.
-    step_s, exposed_s: measured means over the ranks that were chosen at random, if there are any.
-    worst_over_mean: measured seconds of the slowest sampled rank over the mean.
-    simulated_worst_over_mean: the same simulated, over all ranks of the plan.
-    imbalance_before, imbalance: the planned imbalance of attention.
+    Errors are stated on ranks that are not used to fit the factors. Means are over the ranks that
+    were chosen at random, if there are any.
     """
 
     rows: tuple[RankComparison, ...]
     factors: Factors
-    raw: RelativeError
-    calibrated: RelativeError
-    step_s: float
-    exposed_s: float
-    worst_over_mean: float
-    simulated_worst_over_mean: float
-    imbalance_before: float
+    raw: RelativeError  # without the factors
+    calibrated: RelativeError  # with the factors
+    step_s: float  # measured mean
+    exposed_s: float  # measured mean
+    worst_over_mean: float  # measured, of the slowest sampled rank
+    simulated_worst_over_mean: float  # over all ranks of the plan
+    imbalance_before: float  # of attention, as planned
     imbalance: float
 
     def to_json(self) -> dict[str, Any]:

@@ -38,14 +38,10 @@ KEEP_SEQUENCES = tuple(
 
 @dataclass(frozen=True, eq=False)
 class PackedPlan:
-    """The plan of all bins of a step.
-
-    plan: bin b is on virtual workers [b * cp, (b + 1) * cp).
-    order: [micro_batches, groups] the bin of each micro-batch and group.
-    """
+    """The plan of all bins of a step; bin b is on virtual workers [b * cp, (b + 1) * cp)."""
 
     plan: Plan
-    order: Ints
+    order: Ints  # [micro_batches, groups] the bin of each micro-batch and group
 
     @property
     def tokens(self) -> Ints:

@@ -26,16 +26,12 @@ OPTIMIZER_BYTES = 40  # per parameter: weight, gradient and two moments, read an
 
 @dataclass(frozen=True)
 class Rates:
-    """Times the parts of a model on the plan ranks of a cluster.
+    """Times the parts of a model on the plan ranks of a cluster."""
 
-    shape: the whole model.
-    recompute: linear layers are recomputed in the backward pass.
-    """
-
-    shape: ModelShape
+    shape: ModelShape  # the whole model
     cluster: Cluster
     parallel: MeshShape
-    recompute: bool = False
+    recompute: bool = False  # of linear layers in the backward pass
 
     @cached_property
     def share(self) -> ModelShape:
@@ -172,14 +168,9 @@ class Rates:
 
 @dataclass(frozen=True, eq=False)
 class Attention:
-    """The attention of one layer and half on every rank.
+    """The attention of one layer and half on every rank."""
 
-    local_s: [ranks] seconds of the tasks that need nothing from other ranks.
-    remote_s: [ranks] seconds of the other tasks.
-    dispatch, combine: the transfers before and after; None if nothing is sent.
-    """
-
-    local_s: Floats
-    remote_s: Floats
-    dispatch: Transfer | None
+    local_s: Floats  # [ranks] seconds of the tasks that need nothing from other ranks
+    remote_s: Floats  # [ranks] seconds of the other tasks
+    dispatch: Transfer | None  # None if nothing is sent
     combine: Transfer | None

@@ -19,20 +19,15 @@ Batch = list[Ints]  # for each sequence of ``context`` tokens, the lengths of it
 
 @dataclass(frozen=True)
 class Scenario:
-    """A model, a cluster and data: global batches that are the same for every strategy.
-
-    sequences: sequences of ``context`` tokens in a global batch.
-    lengths: a distribution, or the lengths of documents in order of arrival.
-    recompute: everything but attention is recomputed in the backward pass.
-    """
+    """A model, a cluster and data: global batches that are the same for every strategy."""
 
     model: ModelShape
     cluster: Cluster
     context: int
-    sequences: int
-    lengths: str | Ints = "pretrain"
+    sequences: int  # of ``context`` tokens in a global batch
+    lengths: str | Ints = "pretrain"  # a distribution, or document lengths in order of arrival
     mask: str = "causal"
-    recompute: bool = True
+    recompute: bool = True  # of everything but attention in the backward pass
     seed: int = 0
 
     def __post_init__(self) -> None:

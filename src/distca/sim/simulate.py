@@ -34,22 +34,15 @@ Planned = StepPlan | PackedPlan
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """The result of one simulated step.
-
-    free_s: seconds of the same step if communication between nodes took no time.
-    busy_s: [ranks] seconds of computing.
-    num_bytes: bytes that all GPUs send, including weights and gradients.
-    flops: those of the model, without recomputation.
-    memory: that of the worker that needs most.
-    """
+    """The result of one simulated step."""
 
     step_s: float
-    free_s: float
-    busy_s: Floats
-    num_bytes: int
+    free_s: float  # of the same step if communication between nodes took no time
+    busy_s: Floats  # [ranks] seconds of computing
+    num_bytes: int  # sent by all GPUs, including weights and gradients
     tokens: int
-    flops: float
-    memory: Memory
+    flops: float  # of the model, without recomputation
+    memory: Memory  # of the worker that needs most
     planning_s: float
     planned: Planned
     events: tuple[Event, ...] = ()
@@ -90,11 +83,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over batches.
-
-    memory: the largest of all batches.
-    fits: whether it fits into the memory of the cluster's GPUs.
-    """
+    """Means over batches, and the largest memory of all batches."""
 
     strategy: Strategy
     step_s: float
@@ -104,7 +93,7 @@ class Summary:
     exposed: float
     bytes_per_gpu: float
     memory: Memory
-    fits: bool
+    fits: bool  # into the memory of the cluster's GPUs
     planning_s: float
 
     @classmethod
@@ -290,9 +279,3 @@ def _packed_memory(rates: Rates, packed: PackedPlan) -> Memory:
         weights = stage_elements(rates) * (2 + 4) // p.tp
         sizes.append(replace(size, gathered=weights, exchange=gathered_keys))
     return max(sizes, key=lambda memory: memory.total)
-
-
-def compare(scenario: Scenario, strategies: Sequence[Strategy], count: int) -> list[Summary]:
-    """Simulates several strategies on the same batches."""
-    batches = list(scenario.batches(count))
-    return [Summary.of(scenario, strategy, batches) for strategy in strategies]

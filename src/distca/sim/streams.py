@@ -17,18 +17,12 @@ from distca.sim.cluster import Cluster
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Communication between ranks that starts and ends together among partners.
+    """Communication between ranks; on each of them it ends when all its partners are done."""
 
-    seconds: [ranks] how long the port of each rank is busy with it.
-    partner: the partners of rank 0, of rank 1, ...; each rank is a partner of itself.
-    first: [ranks] the index of a rank's first partner in ``partner``.
-    num_bytes: bytes that all ranks send.
-    """
-
-    seconds: Floats
-    partner: Ints
-    first: Ints
-    num_bytes: int
+    seconds: Floats  # [ranks] for which the port of each rank is busy
+    partner: Ints  # the partners of rank 0, of rank 1, ...; each rank is a partner of itself
+    first: Ints  # [ranks] the index of each rank's first partner
+    num_bytes: int  # sent by all ranks
 
     @classmethod
     def between(

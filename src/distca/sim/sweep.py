@@ -34,17 +34,14 @@ Show = Callable[[Strategy], None]
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes to try on each axis; an empty tuple stands for all that apply.
-
-    servers: numbers of dedicated servers, for policy distca.
-    """
+    """The sizes to try on each axis; an empty tuple stands for all that apply."""
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
-    servers: tuple[int, ...] = (0,)
+    servers: tuple[int, ...] = (0,)  # numbers of dedicated servers, for policy distca
 
     def __post_init__(self) -> None:
         for what in ("tp", "pp", "dp", "cp", "micro_batches"):
@@ -61,18 +58,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class SweepResult:
-    """The best strategy of a policy; if none fits, the one that needs the least memory.
-
-    tried: the number of simulated strategies.
-    summary: None if no strategy can run at all.
-    refused: why none can run.
-    """
+    """The best strategy of a policy; if none fits, the one that needs the least memory."""
 
     name: str
-    tried: int
-    summary: Summary | None = None
+    tried: int  # simulated strategies
+    summary: Summary | None = None  # None if no strategy can run at all
     fits: bool = False
-    refused: str = ""
+    refused: str = ""  # why none can run
 
 
 def tensor_sizes(model: ModelShape, cluster: Cluster) -> list[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distca.pipeline.schedule import Phase
-from distca.pipeline.tick_program import HALF_NAMES, Operation, TickProgram
+from distca.pipeline.tick_program import HALF_NAMES, TickProgram
 from distca.planning.spans import Floats
 from distca.sim.rates import Attention
 from distca.sim.streams import Streams, Transfer
@@ -52,45 +52,30 @@ def run_tick(
     attention: the attention of each slot, [seams - 1][halves].
     weights: transfers of weights and gradients; None if no seam has any.
     """
-    assert len(linear_s) == len(attention) + 1
-    tick = _Tick(streams, linear_s, attention)
-    for section in TickProgram.of(len(attention), len(linear_s[0]), phase).sections:
+    slots, halves = len(attention), len(linear_s[0])
+    assert len(linear_s) == slots + 1
+    arrival: dict[int, Floats] = {}  # when the transfer in progress of each half is done
+    for section in TickProgram.of(slots, halves, phase).sections:
         seam = section[0].seam
         if weights is not None and seam is not None:
             weights.enter(seam)
         for operation in section:
-            tick.run(operation)
+            half, slot = operation.half, operation.slot
+            name = f", {HALF_NAMES[half]}" if halves > 1 else ""
+            if slot is None:
+                assert seam is not None
+                streams.run(f"linear{name}", linear_s[seam][half])
+                continue
+            one = attention[slot][half]
+            match operation.kind:
+                case "dispatch":
+                    arrival[half] = streams.send(f"dispatch{name}", one.dispatch)
+                case "compute":
+                    streams.run(f"attention, local{name}", one.local_s)
+                    streams.wait(arrival[half])
+                    streams.run(f"attention{name}", one.remote_s)
+                    arrival[half] = streams.send(f"combine{name}", one.combine)
+                case "combine":
+                    streams.wait(arrival[half])
         if weights is not None and seam is not None:
             weights.leave(seam)
-
-
-class _Tick:
-    """A tick in progress."""
-
-    def __init__(
-        self,
-        streams: Streams,
-        linear_s: Sequence[Sequence[Floats]],
-        attention: Sequence[Sequence[Attention]],
-    ) -> None:
-        self._streams, self._linear_s, self._attention = streams, linear_s, attention
-        self._arrival: dict[int, Floats] = {}  # when the transfer in progress of each half is done
-
-    def run(self, operation: Operation) -> None:
-        streams, half = self._streams, operation.half
-        suffix = f", {HALF_NAMES[half]}" if len(self._linear_s[0]) > 1 else ""
-        if operation.slot is None:
-            assert operation.seam is not None
-            streams.run(f"linear{suffix}", self._linear_s[operation.seam][half])
-            return
-        attention = self._attention[operation.slot][half]
-        match operation.kind:
-            case "dispatch":
-                self._arrival[half] = streams.send(f"dispatch{suffix}", attention.dispatch)
-            case "compute":
-                streams.run(f"attention, local{suffix}", attention.local_s)
-                streams.wait(self._arrival[half])
-                streams.run(f"attention{suffix}", attention.remote_s)
-                self._arrival[half] = streams.send(f"combine{suffix}", attention.combine)
-            case "combine":
-                streams.wait(self._arrival[half])

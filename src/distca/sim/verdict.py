@@ -25,21 +25,14 @@ BANDWIDTH_FACTOR = 1.05  # the precision of the search for a bandwidth
 
 @dataclass(frozen=True)
 class Verdict:
-    """The fastest strategies that fit into memory, and why disaggregation does not pay.
+    """Whether disaggregation pays, and why not."""
 
-    ours, other: the fastest strategy with and without disaggregation; None if there is none.
-    attention: the fraction of attention in the work.
-    busiest: attention of the busiest worker of ``other`` over the mean.
-    because: the reason if it does not pay; a key of the reasons in ``verdict``.
-    needed_bytes_per_s: the bandwidth between nodes from which it would pay, if there is one.
-    """
-
-    ours: Summary | None
-    other: Summary | None
-    attention: float = 0.0
-    busiest: float = 1.0
-    because: str = ""
-    needed_bytes_per_s: float | None = None
+    ours: Summary | None  # the fastest strategy with disaggregation that fits into memory
+    other: Summary | None  # the fastest one without
+    attention: float = 0.0  # the fraction of attention in the work
+    busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
+    because: str = ""  # why it does not pay: one of the reasons in ``verdict``
+    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would pay
 
     @property
     def speed_up(self) -> float | None:
