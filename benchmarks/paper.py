@@ -32,7 +32,7 @@ from paper_tables import report, write
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import model_shape
 from distca.sim.cluster import cluster
-from distca.sim.scenario import Scenario, Way
+from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import Summary
 
 RESULTS = Path(__file__).parent / "results"
@@ -60,29 +60,29 @@ class Cell:
             model_shape(self.model), machines, self.context * K, self.sequences, self.data
         )
 
-    def lanes(self, pp: int = 1) -> int:
+    def workers(self, pp: int = 1) -> int:
         return self.gpus // TP // pp
 
 
 @dataclass(frozen=True)
 class Job:
-    """One way on one cell's batches."""
+    """One strategy on one cell's batches."""
 
     cell: Cell
-    way: Way
+    strategy: Strategy
     batches: int
 
     def run(self) -> Record | None:
-        """None where the way cannot run these batches."""
+        """None where the strategy cannot run these batches."""
         began = time.perf_counter()
         scenario = self.cell.scenario
         try:
-            found = Summary.of(scenario, self.way, scenario.batches(self.batches))
+            found = Summary.of(scenario, self.strategy, scenario.batches(self.batches))
         except ValueError:
             return None
         return {
-            "name": self.way.name,
-            "sizes": self.way.sizes,
+            "name": self.strategy.name,
+            "sizes": self.strategy.sizes,
             "step_s": found.step_s,
             "idle": found.idle,
             "exposed": found.exposed,
@@ -93,25 +93,25 @@ class Job:
         }
 
 
-def splits(cell: Cell, policy: str, pp: int = 1, micro_batches: int = 1) -> list[Way]:
+def splits(cell: Cell, policy: str, pp: int = 1, micro_batches: int = 1) -> list[Strategy]:
     """Every dp x cp with at least a sequence for each dp, as published."""
-    lanes, ways = cell.lanes(pp), []
+    workers, strategies = cell.workers(pp), []
     cp = 1
-    while cp <= lanes:
-        dp = lanes // cp
+    while cp <= workers:
+        dp = workers // cp
         if dp * micro_batches <= cell.sequences:
-            ways.append(Way(policy, MeshShape(pp, dp, cp, TP), micro_batches))
+            strategies.append(Strategy(policy, MeshShape(pp, dp, cp, TP), micro_batches))
         cp *= 2
-    return ways
+    return strategies
 
 
-def ours(cell: Cell, pp: int = 1, micro_batches: int = 1) -> list[Way]:
+def ours(cell: Cell, pp: int = 1, micro_batches: int = 1) -> list[Strategy]:
     """The published design with our runtime (its planner, 5 %), then what we add to it."""
-    parallel = MeshShape(pp, 1, cell.lanes(pp), TP)
+    parallel = MeshShape(pp, 1, cell.workers(pp), TP)
     return [
-        Way("greedy", parallel, micro_batches, tolerance=0.05),
-        Way("distca", parallel, micro_batches),
-        Way("distca", parallel, micro_batches, placement="balanced"),
+        Strategy("greedy", parallel, micro_batches, tolerance=0.05),
+        Strategy("distca", parallel, micro_batches),
+        Strategy("distca", parallel, micro_batches, placement="balanced"),
     ]
 
 
@@ -129,9 +129,11 @@ class Pool:
     def run(self, jobs: Sequence[Job]) -> list[Record | None]:
         return list(self._pool.map(Job.run, jobs))
 
-    def by_name(self, cell: Cell, ways: Sequence[Way], batches: int) -> dict[str, Record]:
+    def by_name(
+        self, cell: Cell, strategies: Sequence[Strategy], batches: int
+    ) -> dict[str, Record]:
         """The best sizes of each policy."""
-        records = self.run([Job(cell, way, batches) for way in ways])
+        records = self.run([Job(cell, strategy, batches) for strategy in strategies])
         names = dict.fromkeys(record["name"] for record in records if record is not None)
         chosen = {name: best(r for r in records if r and r["name"] == name) for name in names}
         return {name: record for name, record in chosen.items() if record is not None}
@@ -167,8 +169,8 @@ def three_d(pool: Pool, batches: int) -> Iterator[Record]:
             for gpus, count in zip((64, 128, 256), sequences, strict=True):
                 for kernel in KERNELS:
                     cell = Cell(model, data, context, gpus, count, kernel)
-                    ways = [*splits(cell, "wlb"), *splits(cell, "head-tail-cp"), *ours(cell)]
-                    yield row(cell, pool.by_name(cell, ways, batches))
+                    strategies = [*splits(cell, "wlb"), *splits(cell, "head-tail-cp"), *ours(cell)]
+                    yield row(cell, pool.by_name(cell, strategies, batches))
 
 
 def four_d(pool: Pool, batches: int) -> Iterator[Record]:
@@ -178,13 +180,15 @@ def four_d(pool: Pool, batches: int) -> Iterator[Record]:
         for data in DATA:
             for gpus, count in zip(machines, sequences, strict=True):
                 cell = Cell(model, data, context, gpus, count)
-                ways = [
-                    way
+                strategies = [
+                    strategy
                     for micro_batches in (4, 8, 16)
-                    for way in splits(cell, "wlb", 2, micro_batches)
+                    for strategy in splits(cell, "wlb", 2, micro_batches)
                 ]
-                ways += [way for m in (4, 8) if 2 * m <= count for way in ours(cell, 2, m)]
-                yield row(cell, pool.by_name(cell, ways, batches))
+                strategies += [
+                    strategy for m in (4, 8) if 2 * m <= count for strategy in ours(cell, 2, m)
+                ]
+                yield row(cell, pool.by_name(cell, strategies, batches))
 
 
 def row(cell: Cell, found: dict[str, Record]) -> Record:
@@ -195,7 +199,7 @@ def row(cell: Cell, found: dict[str, Record]) -> Record:
         "gpus": cell.gpus,
         "sequences": cell.sequences,
         "kernel": cell.kernel,
-        "ways": found,
+        "strategies": found,
     }
 
 
@@ -215,8 +219,8 @@ def against_cp(pool: Pool, batches: int) -> Iterator[Record]:
     for (data, context, sequences), published in AGAINST_CP.items():
         for kernel in KERNELS:
             cell = Cell("llama-34b", data, context, 256, sequences, kernel)
-            ways = [*splits(cell, "head-tail-cp"), *splits(cell, "wlb"), *ours(cell)]
-            yield row(cell, pool.by_name(cell, ways, batches)) | {"published": published}
+            strategies = [*splits(cell, "head-tail-cp"), *splits(cell, "wlb"), *ours(cell)]
+            yield row(cell, pool.by_name(cell, strategies, batches)) | {"published": published}
 
 
 # -- stragglers, and the all-gather ---------------------------------------------------------------
@@ -228,9 +232,9 @@ GATHER = {2: 0.027, 4: 0.06, 8: 0.135, 16: 0.265, 32: 0.397}  # published, by no
 def idle(pool: Pool, batches: int) -> Iterator[Record]:
     """8B, 512K, 64 GPUs, four sequences (the published batch is not known)."""
     cell = Cell("llama3-8b", "pretrain", 512, 64, 4)
-    ways = [Way("wlb", MeshShape(1, dp, 8 // dp, TP)) for dp in IDLE]
-    ways.append(Way("distca", MeshShape(1, 1, 8, TP)))
-    records = pool.run([Job(cell, way, 4 * batches) for way in ways])
+    strategies = [Strategy("wlb", MeshShape(1, dp, 8 // dp, TP)) for dp in IDLE]
+    strategies.append(Strategy("distca", MeshShape(1, 1, 8, TP)))
+    records = pool.run([Job(cell, strategy, 4 * batches) for strategy in strategies])
     shares = [*IDLE.items(), ("distca", 0.021)]
     for (dp, published), record in zip(shares, records, strict=True):
         assert record is not None
@@ -241,8 +245,8 @@ def gather(pool: Pool, batches: int) -> Iterator[Record]:
     """8B, documents of 32K, one context-parallel group over all nodes; any number of tokens."""
     for nodes, published in GATHER.items():
         cell = Cell("llama3-8b", "fixed:32768", 32, nodes * TP, 4 * nodes)
-        way = Way("per-document-cp", MeshShape(1, 1, nodes, TP))
-        (record,) = pool.run([Job(cell, way, 1)])
+        strategy = Strategy("per-document-cp", MeshShape(1, 1, nodes, TP))
+        (record,) = pool.run([Job(cell, strategy, 1)])
         assert record is not None
         yield {"nodes": nodes, "published": published} | record
 
@@ -264,9 +268,11 @@ def pipeline(pool: Pool, batches: int) -> Iterator[Record]:
         cell = Cell(*numbers)
         for pp in (1, 2, 4):
             counts = (1, 2, 4) if pp == 1 else (4, 8, 16)
-            parallel = MeshShape(pp, 1, cell.lanes(pp), TP)
-            ways = [Way("distca", parallel, m) for m in counts if 2 * m <= cell.sequences]
-            records = pool.run([Job(cell, way, batches) for way in ways])
+            parallel = MeshShape(pp, 1, cell.workers(pp), TP)
+            strategies = [
+                Strategy("distca", parallel, m) for m in counts if 2 * m <= cell.sequences
+            ]
+            records = pool.run([Job(cell, strategy, batches) for strategy in strategies])
             yield row(cell, {}) | {"pp": pp, "best": best(records)}
 
 

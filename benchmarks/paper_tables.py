@@ -64,14 +64,14 @@ def cp_table(part: Record) -> list[str]:
         "|---|---|---|---|---|---|---|---|",
     ]
     for r in part["rows"]:
-        ways, flash = r["ways"], r["kernel"] == "h200-flash"
+        strategies, flash = r["strategies"], r["kernel"] == "h200-flash"
         published = dict(zip(("greedy, given", "wlb", "head-tail-cp"), r["published"], strict=True))
         cells = []
         for name in ("head-tail-cp", "wlb", *NAMES):
-            mine = f"{ways[name]['step_s']:.1f}" if name in ways else "-"
+            mine = f"{strategies[name]['step_s']:.1f}" if name in strategies else "-"
             theirs = f"{published[name]:.1f} / " if flash and name in published else ""
             cells.append(theirs + mine)
-        gain = ways["head-tail-cp"]["step_s"] / fastest(ways)
+        gain = strategies["head-tail-cp"]["step_s"] / fastest(strategies)
         ratio = f"{published['head-tail-cp'] / published['greedy, given']:.2f} / " if flash else ""
         where = f"{r['data']}, {r['context']}K"
         cells = [where, KERNEL_NAMES[r["kernel"]], *cells, f"{ratio}{gain:.2f}"]
@@ -107,11 +107,11 @@ def speed_ups(rows: Sequence[Record], *, kernels: bool) -> list[str]:
     for (model, data, context, kernel), same in groups.items():
         cells = [model, data, f"{context}K", ", ".join(str(r["gpus"]) for r in same)]
         cells += [KERNEL_NAMES[kernel]] if kernels else []
-        cells.append(", ".join(f"{r['ways']['wlb']['step_s']:.1f}" for r in same) + " s")
+        cells.append(", ".join(f"{r['strategies']['wlb']['step_s']:.1f}" for r in same) + " s")
         for name in NAMES:
             gains = (
-                f"{r['ways']['wlb']['step_s'] / r['ways'][name]['step_s']:.2f}"
-                if name in r["ways"]
+                f"{r['strategies']['wlb']['step_s'] / r['strategies'][name]['step_s']:.2f}"
+                if name in r["strategies"]
                 else "-"
                 for r in same
             )
@@ -120,8 +120,8 @@ def speed_ups(rows: Sequence[Record], *, kernels: bool) -> list[str]:
     return lines
 
 
-def fastest(ways: dict[str, Record]) -> float:
-    return min(float(ways[name]["step_s"]) for name in NAMES if name in ways)
+def fastest(strategies: dict[str, Record]) -> float:
+    return min(float(strategies[name]["step_s"]) for name in NAMES if name in strategies)
 
 
 def pipeline_table(part: Record) -> list[str]:

@@ -118,18 +118,18 @@ def _rank(rank: int, steps: int, folder: str) -> None:
 
 
 def timed(run: Callable[[], float], context: RankContext) -> tuple[float, float]:
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     start = time.perf_counter()
     loss = torch.tensor(run())
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     wall = time.perf_counter() - start
-    dist.all_reduce(loss, group=context.everyone)
+    dist.all_reduce(loss, group=context.world_group)
     return wall, float(loss)
 
 
 def gathered(mine: Any, context: RankContext) -> list[Any]:
     found: list[Any] = [None] * STAGES
-    dist.all_gather_object(found, mine, group=context.everyone)
+    dist.all_gather_object(found, mine, group=context.world_group)
     return found
 
 
@@ -216,7 +216,7 @@ def plain_1f1b(context: RankContext, ours: Step) -> Callable[[], float]:
         context.stage,
         STAGES,
         context.device,
-        group=context.pipeline,
+        group=context.pipeline_group,
     )
 
     targets = ours.batch.num_targets
@@ -243,11 +243,11 @@ def plain_1f1b(context: RankContext, ours: Step) -> Callable[[], float]:
 
 def traced_idle(run: Callable[[], float], context: RankContext) -> list[float]:
     """Of one traced step on each rank: the share in which no operator ran."""
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     with profile() as profiler:
         start = time.perf_counter()
         run()
-        dist.barrier(group=context.everyone)
+        dist.barrier(group=context.world_group)
         wall = time.perf_counter() - start
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")

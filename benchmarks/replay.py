@@ -37,8 +37,9 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from distca.pipeline.step_plan import StepPlan
+from distca.planning.policies import PLACEMENTS
 from distca.sim.cluster import Link
-from distca.sim.isolated import PLACEMENTS, Case, Seconds, alone, compare
+from distca.sim.isolated import Case, RankSeconds, compare, simulate_isolated
 
 if TYPE_CHECKING:
     from distca.model.config import ModelConfig
@@ -71,8 +72,8 @@ class Grid:
         masks = tuple(config.mask_of(layer) for layer in range(config.layers))
         axes = (self.placements, self.ranks, self.lengths, self.contexts, self.ping_pong)
         for placement, ranks, lengths, context, ping_pong in product(*axes):
-            way = "ping-pong" if ping_pong else "plain"
-            yield f"{placement}, {ranks} ranks, {lengths}, {context // 1024}K, {way}", Case(
+            overlap = "ping-pong" if ping_pong else "plain"
+            yield f"{placement}, {ranks} ranks, {lengths}, {context // 1024}K, {overlap}", Case(
                 shape=config.shape, masks=masks, ranks=ranks, lengths=lengths, context=context,
                 tokens=self.tokens, link=Link(self.bytes_per_s, self.latency_s), cost=self.cost,
                 placement=placement, ping_pong=ping_pong, seed=self.seed,
@@ -190,14 +191,14 @@ def replayed(
 
     step, plan_s = plan.result()
     began = time.perf_counter()
-    sample = alone(case, step).sample(grid.sample, grid.seed)
+    sample = simulate_isolated(case, step).sample(grid.sample, grid.seed)
     measured = {}
     for rank in sample:
         one = Replay(
             model, step, rank, bytes_per_s=grid.bytes_per_s, latency_s=grid.latency_s, dtype=dtype,
             backend=backend,
         )  # fmt: skip
-        measured[rank] = Seconds(*measure(one, grid.rounds))
+        measured[rank] = RankSeconds(*measure(one, grid.rounds))
         print(".", end="", flush=True)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

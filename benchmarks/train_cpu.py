@@ -125,9 +125,9 @@ def measured_cost(context: RankContext) -> AnalyticCost:
     """Fitted to whole documents and to ends of long ones, as plans cut them; one for all ranks."""
     shapes = [(n, n) for n in (64, 256, 1024, 4096)]
     shapes += [(n, m) for m in (2048, 4096) for n in (128, 512, 1024)]
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     times = torch.tensor([timed(queries, keys) for queries, keys in shapes])
-    dist.all_reduce(times, group=context.everyone)
+    dist.all_reduce(times, group=context.world_group)
     calls = [
         TimedCall(*count(queries, keys), *taken)
         for (queries, keys), taken in zip(shapes, (times / 2).tolist(), strict=True)
@@ -169,16 +169,16 @@ def stepped(
     model: Llama, runner: StepRunner, step: Step, context: RankContext
 ) -> tuple[list[float], float]:
     """Wall seconds; attention and exposed seconds of both ranks; and the loss."""
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     start = time.perf_counter()
     loss = runner.train(model, step)
     model.zero_grad()
-    dist.barrier(group=context.everyone)
+    dist.barrier(group=context.world_group)
     wall = time.perf_counter() - start
     spent = runner.attentions[0].meter.take()
     mine = torch.tensor([spent.get("attention", 0.0), spent.get("exposed", 0.0), loss.item()])
     both = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(both, mine, group=context.everyone)
+    dist.all_gather(both, mine, group=context.world_group)
     attention, exposed, losses = torch.stack(both).T
     return [wall, *attention.tolist(), *exposed.tolist()], float(losses.sum())
 

@@ -171,9 +171,8 @@ def bare_walk(lengths: list[int]) -> Walk:
         out = flash_attn_varlen_func(q, k, v, **tasks, causal=True)
         return out[0] if isinstance(out, tuple) else out
 
-    def recomputed(part: Part, _: int, half: Arriving) -> Leaving:
-        leaving: Leaving = checkpoint(part, half, use_reentrant=False)
-        return leaving
+    def recomputed(part: Part, halves: Sequence[Arriving]) -> list[Leaving]:
+        return [checkpoint(part, half, use_reentrant=False) for half in halves]
 
     def walk(seams: Sequence[Seam], halves: list[Arriving]) -> list[Leaving]:
         (half,) = halves

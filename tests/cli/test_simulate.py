@@ -80,10 +80,10 @@ def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) ->
     assert small["cluster"]["gpus"] == 4
     (only,) = small["runs"]
     assert (only["gpus"], only["sequences"], only["tokens"]) == (4, 4, 4 * 65536)
-    assert [way["policy"] for way in only["ways"]] == [
+    assert [way["policy"] for way in only["strategies"]] == [
         "colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced",
     ]  # fmt: skip
-    for way in only["ways"]:
+    for way in only["strategies"]:
         assert way["fits"]
         assert way["step_s"] > 0
         assert way["tokens_per_s"] == pytest.approx(only["tokens"] / way["step_s"])
@@ -91,10 +91,10 @@ def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) ->
         assert sizes["pp"] * sizes["dp"] * sizes["cp"] * sizes["tp"] == 4
         assert way["memory_gib"]["total"] * 2**30 == pytest.approx(way["memory_bytes"])
     said = only["verdict"]
-    best = max(way["speed_up"] for way in only["ways"])
+    best = max(way["speed_up"] for way in only["strategies"])
     assert said["speed_up"] == best
     assert said["ours"]["policy"].startswith("distca")
-    assert said["said"] == verdict(only)
+    assert said["text"] == verdict(only)
 
 
 def test_several_numbers_of_gpus_keep_the_tokens_of_each(run: Any) -> None:
@@ -109,9 +109,9 @@ def test_several_numbers_of_gpus_keep_the_tokens_of_each(run: Any) -> None:
 
 def test_a_picture_shows_what_does_not_fit_too(small: dict[str, Any], tmp_path: Path) -> None:
     (only,) = small["runs"]
-    ways = [way | {"fits": number > 0} for number, way in enumerate(only["ways"])]
+    ways = [way | {"fits": number > 0} for number, way in enumerate(only["strategies"])]
     refused = {"policy": "greedy, given", "error": "it cannot run"}
-    record = small | {"runs": [only | {"ways": [*ways, refused]}]}
+    record = small | {"runs": [only | {"strategies": [*ways, refused]}]}
     for suffix in ("png", "svg"):
         draw_simulation(record, tmp_path / f"picture.{suffix}")
     text = (tmp_path / "picture.svg").read_text()
@@ -163,7 +163,7 @@ def test_the_example_runs(run: Any) -> None:
     out, _ = run(EXAMPLE, "--batches=1", "--json")
     record = json.loads(out)
     assert record["cluster"]["across"]["bytes_per_s"] == 25e9
-    assert [way["policy"] for way in record["runs"][0]["ways"]] == [
+    assert [way["policy"] for way in record["runs"][0]["strategies"]] == [
         "colocated", "wlb", "distca, balanced",
     ]  # fmt: skip
 
@@ -177,7 +177,7 @@ def test_documents_come_from_files_too(run: Any) -> None:
 def test_a_sweep_tries_more_and_keeps_to_the_memory(run: Any) -> None:
     args = (*SMALL, "--tp=1,2", "--policy=wlb", "--json", "--memory")
     roomy, tight = (
-        json.loads(run(*args, memory, "--sweep")[0])["runs"][0]["ways"][0]
+        json.loads(run(*args, memory, "--sweep")[0])["runs"][0]["strategies"][0]
         for memory in ("141GB", "3.5GB")
     )
     assert tight["fits"]
@@ -204,8 +204,8 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
         ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
         ({"because": "links"}, "faster links between nodes would help the others as much."),
         ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
-        ({"because": "slow"}, "of which the planner is not told."),
-        ({"because": "slow", "known": True}, "which hold up the linear layers of all."),
+        ({"because": "slow"}, "whose speeds the planner does not know."),
+        ({"because": "slow", "known": True}, "for whose linear layers all others wait."),
         ({"because": "little"}, "wlb computes 95% of the time, so little is left to win."),
         ({"because": "idle"}, "It idles 2.0% of the time too"),
     ],

@@ -21,7 +21,15 @@ from distca.planning.options import PlanOptions
 from distca.planning.spans import as_ints
 from distca.planning.traffic import backward_flows, forward_flows, needs_peers
 from distca.sim.cluster import Link
-from distca.sim.isolated import AS_PRICED, Case, Factors, Seconds, alone, compare, fit
+from distca.sim.isolated import (
+    UNCALIBRATED,
+    Case,
+    Factors,
+    RankSeconds,
+    compare,
+    fit,
+    simulate_isolated,
+)
 
 CPU = torch.device("cpu")
 DEBUG = model_config("debug")
@@ -85,7 +93,7 @@ def test_the_bytes_are_those_of_the_plan(ping_pong: bool, monkeypatch: pytest.Mo
                 lse = 4 * CONFIG.heads * tasks.queries
                 sent += int(lse[tasks.server == rank].sum())
                 received += int(lse[tasks.home == rank].sum())
-        padding = 128 * 6 * case.ranks * moved.shape[1]  # up to a boundary for lanes and peers
+        padding = 128 * 6 * case.ranks * moved.shape[1]  # up to a boundary for peers
         assert sent <= moved[0].sum() < sent + padding
         assert received <= moved[1].sum() < received + padding
 
@@ -93,7 +101,7 @@ def test_the_bytes_are_those_of_the_plan(ping_pong: bool, monkeypatch: pytest.Mo
 def test_a_slow_link_is_waited_for() -> None:
     case = case_of(link=Link(4e6, 1e-3), element_bytes=4)
     step = case.plan()
-    simulated = alone(case, step)
+    simulated = simulate_isolated(case, step)
     rank = int(np.argmax(simulated.sent))
     measured = replays(case, step, rank)()
     port = max(simulated.sent[rank], simulated.received[rank]) * CONFIG.layers / 4e6
@@ -169,10 +177,10 @@ def by_hand(case: Case, step: StepPlan, rank: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("lengths", ["fixed:700", "fixed:100"])
-def test_a_rank_alone_takes_what_a_hand_computes(lengths: str) -> None:
+def test_an_isolated_rank_takes_what_a_hand_computes(lengths: str) -> None:
     case = case_of(link=Link(3e8, 1e-5), lengths=lengths)
     step = case.plan()
-    found = alone(case, step)
+    found = simulate_isolated(case, step)
     for rank in range(case.ranks):
         expected = by_hand(case, step, rank)
         assert (found.step_s[rank], found.exposed_s[rank]) == pytest.approx(expected, rel=1e-9)
@@ -182,14 +190,14 @@ def test_a_rank_alone_takes_what_a_hand_computes(lengths: str) -> None:
 def test_factors_and_links_are_all_that_changes(ping_pong: bool) -> None:
     case = case_of(ping_pong=ping_pong)
     step = case.plan()
-    plain, slower = alone(case, step), alone(case, step, Factors(2.0, 3.0))
+    plain, slower = simulate_isolated(case, step), simulate_isolated(case, step, Factors(2.0, 3.0))
     assert plain.exposed_s == pytest.approx(np.zeros(4), abs=1e-9)
     linear = plain.step_s - plain.attention_s
     assert slower.step_s == pytest.approx(2 * linear + 3 * plain.attention_s, rel=1e-6)
     work = [p.backward_work_ps if b else p.forward_work_ps for p, b in step.passes]
     assert plain.attention_s == pytest.approx(np.sum(work, axis=0) / PS)
-    narrow = alone(replace(case, link=Link(1e8)), step)
-    wider = alone(replace(case, link=Link(2e8), element_bytes=4), step)
+    narrow = simulate_isolated(replace(case, link=Link(1e8)), step)
+    wider = simulate_isolated(replace(case, link=Link(2e8), element_bytes=4), step)
     assert narrow.step_s == pytest.approx(wider.step_s)  # twice the bytes at twice the speed
     assert 2 * narrow.sent == pytest.approx(wider.sent)
     assert (narrow.step_s - narrow.exposed_s) == pytest.approx(plain.step_s)
@@ -197,7 +205,7 @@ def test_factors_and_links_are_all_that_changes(ping_pong: bool) -> None:
 
 def test_the_sample_has_the_ends_and_then_any() -> None:
     case = case_of(ranks=16, link=Link(1e8))
-    found = alone(case, case.plan())
+    found = simulate_isolated(case, case.plan())
     sample = found.sample(8, seed=1)
     assert len(sample) == 8
     assert int(np.argmax(found.step_s)) in sample
@@ -205,17 +213,20 @@ def test_the_sample_has_the_ends_and_then_any() -> None:
     assert "random" in sample.values()
     assert sample == found.sample(8, seed=1) != found.sample(8, seed=2)
     assert sorted(found.sample(99)) == list(range(16))
-    with pytest.raises(ValueError, match="a sample of 1 of 16 ranks: take 2 or more"):
+    with pytest.raises(ValueError, match="a sample of 1 of 16 ranks: give 2 or more"):
         found.sample(1)
     lonely = case_of(ranks=1, context=384, lengths="fixed:100")
     with pytest.raises(ValueError, match="a sample of 3 of 1 ranks"):
-        alone(lonely, lonely.plan()).sample(3)
+        simulate_isolated(lonely, lonely.plan()).sample(3)
 
 
 def test_calibration_finds_the_factors_and_is_held_to_others() -> None:
     case = case_of(ranks=12, link=Link(2e8), ping_pong=True)
     step = case.plan()
-    truth, sample = alone(case, step, Factors(1.3, 0.7)), alone(case, step).sample(9)
+    truth, sample = (
+        simulate_isolated(case, step, Factors(1.3, 0.7)),
+        simulate_isolated(case, step).sample(9),
+    )
     found = compare(case, step, sample, {rank: truth.seconds(rank) for rank in sample})
     assert found.factors.linear == pytest.approx(1.3, rel=1e-6)
     assert found.factors.attention == pytest.approx(0.7, rel=1e-6)
@@ -230,8 +241,8 @@ def test_calibration_finds_the_factors_and_is_held_to_others() -> None:
 
 
 def test_what_says_nothing_calibrates_nothing() -> None:
-    nothing, something = Seconds(0.0, 0.0, 0.0), Seconds(1.0, 0.5, 0.2)
-    assert fit([(nothing, something)]) == AS_PRICED
+    nothing, something = RankSeconds(0.0, 0.0, 0.0), RankSeconds(1.0, 0.5, 0.2)
+    assert fit([(nothing, something)]) == UNCALIBRATED
 
 
 @pytest.mark.parametrize(

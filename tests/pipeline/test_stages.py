@@ -1,4 +1,4 @@
-"""Layers on stages, and how far a backward goes when the first parts are frozen."""
+"""Layers of stages, and how far the backward pass reaches when the first parts are frozen."""
 
 from __future__ import annotations
 
@@ -8,11 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.pipeline.stages import (
-    backward_layers,
-    gradient_enters,
-    stage_layers,
-)
+from distca.pipeline.stages import backward_layers, sends_gradient, stage_layers
 
 
 @given(st.integers(1, 20), st.integers(1, 20))
@@ -20,7 +16,7 @@ def test_an_even_split_covers_every_layer_and_favours_the_last_stage(
     layers: int, stages: int
 ) -> None:
     if stages > layers:
-        with pytest.raises(ValueError, match=f"take at most {layers} stages"):
+        with pytest.raises(ValueError, match=f"use at most {layers} stages"):
             stage_layers(layers, stages)
         return
     ranges = stage_layers(layers, stages)
@@ -50,26 +46,26 @@ def test_nonsense_is_refused(arguments: tuple, message: str) -> None:
 
 
 @given(st.integers(1, 8), st.data())
-def test_the_backward_ends_at_the_first_part_that_learns(layers: int, data: st.DataObject) -> None:
+def test_the_backward_pass_ends_at_the_first_trained_part(layers: int, data: st.DataObject) -> None:
     """Against the definitions, for a model frozen up to any part, or whole."""
     ranges = stage_layers(layers, data.draw(st.integers(1, layers)))
-    learning = data.draw(st.sets(st.integers(0, 2 * layers + 1)))
-    first_trained_part = min(learning, default=2 * layers + 2)
+    trained = data.draw(st.sets(st.integers(0, 2 * layers + 1)))
+    first_trained_part = min(trained, default=2 * layers + 2)
     for stage in ranges:
-        backward = [any(part <= 2 * layer + 1 for part in learning) for layer in range(*stage)]
+        backward = [any(part <= 2 * layer + 1 for part in trained) for layer in range(*stage)]
         assert backward_layers(stage, first_trained_part) == sum(backward)
         assert backward == sorted(backward)
         start = stage[0]
-        enters = start > 0 and any(part <= 2 * start for part in learning)
-        assert gradient_enters(stage, first_trained_part) == enters
+        sends = start > 0 and any(part <= 2 * start for part in trained)
+        assert sends_gradient(stage, first_trained_part) == sends
 
 
 def test_parts_on_the_border_of_a_stage() -> None:
     stage = (2, 4)
-    assert backward_layers(stage, 4) == 2  # after the attention of layer 1, a stage before
-    assert gradient_enters(stage, 4)
+    assert backward_layers(stage, 4) == 2  # after the attention of layer 1, in the stage before
+    assert sends_gradient(stage, 4)
     assert backward_layers(stage, 5) == 2  # before the attention of layer 2, its own first part
-    assert not gradient_enters(stage, 5)
+    assert not sends_gradient(stage, 5)
     assert backward_layers(stage, 6) == 1
     assert backward_layers(stage, 8) == 0  # after its last attention
-    assert not gradient_enters((0, 2), 0)
+    assert not sends_gradient((0, 2), 0)

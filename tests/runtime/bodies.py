@@ -59,14 +59,14 @@ class Case:
         )
 
 
-_seats: dict[MeshShape, RankContext] = {}
+_contexts: dict[MeshShape, RankContext] = {}
 
 
 def context_of(parallel: MeshShape) -> RankContext:
     """Groups are made once in a process."""
-    if parallel not in _seats:
-        _seats[parallel] = join_mesh(parallel, torch.device("cpu"))
-    return _seats[parallel]
+    if parallel not in _contexts:
+        _contexts[parallel] = join_mesh(parallel, torch.device("cpu"))
+    return _contexts[parallel]
 
 
 def one_step(
@@ -85,7 +85,7 @@ def one_step(
         initialize(model, seed=0)
         freeze(model, case.frozen)
     total = runner.train(model, Step.of(planner, batch))
-    dist.all_reduce(total, group=context.everyone)
+    dist.all_reduce(total, group=context.world_group)
     if model is None:
         return None
     grads = {model.whole_name(name): whole(p.grad) for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""One step with everything written down: exchanges, computing, and collectives, in order."""
+"""One step with its exchanges, computation and collectives recorded in order."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from distca.data.documents import Batch
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.model.initialize import initialize
-from distca.model.llama import on_meta
+from distca.model.llama import Arriving, Leaving, Seam, on_meta
 from distca.runtime.batches import Step
 from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
@@ -70,10 +70,11 @@ class RecordingAttention(CoreAttention):
 def recorded_step(
     group: dist.ProcessGroup, case: Case, batch: Batch
 ) -> tuple[Events, Events, Counter[str]]:
-    """Events of forward and of backward; collectives of both."""
+    """Events of the forward and of the backward tick, and the collectives of both."""
     context, events = context_of(case.parallel), []
     attentions = tuple(
-        RecordingAttention(context.attention, context.control, half, events) for half in (0, 1)
+        RecordingAttention(context.attention_group, context.attention_cpu_group, half, events)
+        for half in (0, 1)
     )
     runner = StepRunner(
         context,
@@ -81,18 +82,42 @@ def recorded_step(
         recompute=case.recompute,
         observe=lambda number, _: events.append(("tick", number)),
     )
-    model = on_meta(case.config)
-    parallelize(model, context, Precision())
-    initialize(model, seed=0)
-    for seam in model.in_order:
-        _record_parts(seam, events)
     step = Step.of(case.planner(), batch)
+    model = None
+    if not context.only_serves:
+        model = on_meta(case.config)
+        parallelize(model, context, Precision())
+        initialize(model, seed=0)
+        positions = [
+            step.rows(half, context.worker).positions for half in step.plan.micro_batches[0]
+        ]
+        for seam in model.in_order:
+            _record_linear(seam, positions, events)
     runner.train(model, step)  # warm-up
     events.clear()
     with Collectives() as collectives:
         runner.train(model, step)
     tick = events.index(("tick", 0))
     return events[:tick], events[tick + 1 : -1], collectives.counts
+
+
+def operations(events: Events) -> list[tuple[str, int]]:
+    """The operations of a tick program, as (kind, half), from what was recorded.
+
+    The first exchange of a slot and half is its dispatch. The second one starts at the end of its
+    compute, and is waited for in its combine.
+    """
+    found, exchanges = [], Counter[tuple[str, int]]()
+    for what, half in events:
+        exchanges[what, half] += 1
+        first = exchanges[what, half] % 2 == 1
+        if what == "linear":
+            found.append(("linear", half))
+        elif what == "start":
+            found.append(("dispatch" if first else "compute", half))
+        elif what == "wait" and not first:
+            found.append(("combine", half))
+    return found
 
 
 def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[int, Counter[str]]:
@@ -109,20 +134,18 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
     return len(model.seams), collectives.counts
 
 
-def _record_parts(seam: Any, events: Events) -> None:
-    """A seam's work on a half, both ways: its first module is met once by each, ping first."""
-    module = seam.embed or seam.after.norm
-    passes = Counter[str]()
+def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> None:
+    """Records when the linear layers of a seam start on a half, forward and backward."""
+    assert not torch.equal(*positions), "halves are told apart by their positions"
+    part = seam.part
 
-    def forward(*_: Any) -> None:
-        if torch._C._current_graph_task_id() != -1:
-            return  # recomputed: its backward follows at once and is written down
-        events.append(("compute", passes["forward"] % 2))
-        passes["forward"] += 1
+    def recorded(arriving: Arriving) -> Leaving:
+        leaving = part(arriving)
+        if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward pass
+            half = int(torch.equal(arriving.positions, positions[1]))
+            events.append(("linear", half))
+            end = leaving.loss.total if leaving.qkv is None else leaving.qkv.q
+            end.register_hook(lambda _: events.append(("linear", half)))
+        return leaving
 
-    def backward(*_: Any) -> None:
-        events.append(("compute", 1 - passes["backward"] % 2))
-        passes["backward"] += 1
-
-    module.register_forward_hook(forward)
-    module.register_full_backward_hook(backward)
+    seam.part = recorded

@@ -75,11 +75,11 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
         [False, True],
         [False, True],
     ]
-    # What learns first comes after the attention of layer 1: layers 2 and 3 go backward.
+    # What trains first comes after the attention of layer 1: layers 2 and 3 go backward.
     assert [(p.placement.tokens > 0).tolist() for (p,) in ticks["B", (0, 1)]] == [[False, True]] * 2
     assert ticks["B", (1, None)] == ()
     assert step.backward_slots == (0, 2)
-    assert not step.gradient_enters(1)
+    assert not step.sends_gradient(1)
 
 
 def test_policies_that_place_tokens_are_refused() -> None:
@@ -103,12 +103,12 @@ BREAKS = """
 import os
 from distca.runtime import step
 if os.environ["RANK"] == "1":
-    whole = step._Run._backward
+    whole = step._StepRun._backward
     def broken(self, micro_batch):
         if micro_batch == 1:
             raise RuntimeError("stage 1 broke in its second backward")
         return whole(self, micro_batch)
-    step._Run._backward = broken
+    step._StepRun._backward = broken
 from distca.cli import main
 main()
 """

@@ -1,15 +1,15 @@
 """A simulator that is slow and plain: one event after the other, out of a heap.
 
-Every lane has a list of instructions. Its compute stream takes them in order:
+Every rank has a list of instructions. Its compute stream takes them in order:
 
     run SECONDS    computes
     send NAME      hands a transfer to the port, and goes on
-    wait NAME      until that transfer is done on this lane
+    wait NAME      until that transfer is done on this rank
     drain          until the port has nothing left to do
 
-The port takes transfers in the order in which they were handed over. A transfer is done on a lane
-when the lane and all its partners are through with their own seconds of it; until then it keeps
-the lane's port. Lanes without seconds of a transfer have nothing to do with it.
+The port takes transfers in the order in which they were handed over. A transfer is done on a rank
+when the rank and all its partners are through with their own seconds of it; until then it keeps
+the rank's port. Ranks without seconds of a transfer have nothing to do with it.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DRAIN: Instruction = ("drain", None)
 
 
 @dataclass(frozen=True)
-class Transfer:
-    """Of each lane that takes part: its port's seconds, and whom it waits for, itself included."""
+class OracleTransfer:
+    """Of each rank that takes part: its port's seconds, and whom it waits for, itself included."""
 
     seconds: Mapping[int, float]
     partners: Mapping[int, frozenset[int]]
@@ -36,7 +36,7 @@ class Transfer:
 
 @dataclass
 class Played:
-    """By lane."""
+    """By rank."""
 
     finish: list[float]  # of the compute stream
     port: list[float]  # when it was last freed
@@ -44,12 +44,12 @@ class Played:
     waited: list[float]
 
 
-def play(programs: Sequence[Program], transfers: Mapping[Hashable, Transfer]) -> Played:
+def play(programs: Sequence[Program], transfers: Mapping[Hashable, OracleTransfer]) -> Played:
     return _Play(programs, transfers).played()
 
 
 @dataclass
-class _Lane:
+class _Rank:
     todo: deque[Instruction]
     queue: deque[Hashable] = field(default_factory=deque)  # handed to the port
     sending: Hashable = None
@@ -63,25 +63,27 @@ class _Lane:
 
 
 class _Play:
-    def __init__(self, programs: Sequence[Program], transfers: Mapping[Hashable, Transfer]) -> None:
-        self.lanes = [_Lane(deque(program)) for program in programs]
+    def __init__(
+        self, programs: Sequence[Program], transfers: Mapping[Hashable, OracleTransfer]
+    ) -> None:
+        self.ranks = [_Rank(deque(program)) for program in programs]
         self.transfers = transfers
         self.through: dict[Hashable, set[int]] = {name: set() for name in transfers}
         self.heap: list[tuple[float, int, str, int]] = []
         self.ticket = count()
 
     def played(self) -> Played:
-        for number in range(len(self.lanes)):
+        for number in range(len(self.ranks)):
             self.go_on(number, 0.0)
         while self.heap:
             now, _, what, number = heapq.heappop(self.heap)
             if what == "computed":
-                self.lanes[number].computing, self.lanes[number].finish = False, now
+                self.ranks[number].computing, self.ranks[number].finish = False, now
                 self.go_on(number, now)
             else:
                 self.is_through(number, now)
-        assert not any(lane.todo for lane in self.lanes), "deadlock"
-        columns = ([getattr(lane, name) for lane in self.lanes] for name in Played.__annotations__)
+        assert not any(rank.todo for rank in self.ranks), "deadlock"
+        columns = ([getattr(rank, name) for rank in self.ranks] for name in Played.__annotations__)
         return Played(*columns)
 
     def at(self, time: float, what: str, number: int) -> None:
@@ -89,42 +91,42 @@ class _Play:
 
     def go_on(self, number: int, now: float) -> None:
         """The compute stream takes instructions until one of them takes time."""
-        lane = self.lanes[number]
-        if lane.computing:
+        rank = self.ranks[number]
+        if rank.computing:
             return
-        while lane.todo:
-            verb, what = lane.todo[0]
+        while rank.todo:
+            verb, what = rank.todo[0]
             if verb in ("wait", "drain") and not self.arrived(number, verb, what):
-                lane.waits_since = now if lane.waits_since is None else lane.waits_since
+                rank.waits_since = now if rank.waits_since is None else rank.waits_since
                 return
-            if lane.waits_since is not None:
-                lane.waited += now - lane.waits_since
-                lane.waits_since, lane.finish = None, now
-            lane.todo.popleft()
+            if rank.waits_since is not None:
+                rank.waited += now - rank.waits_since
+                rank.waits_since, rank.finish = None, now
+            rank.todo.popleft()
             if verb == "run":
-                lane.busy += what
-                lane.computing = True
+                rank.busy += what
+                rank.computing = True
                 self.at(now + what, "computed", number)
                 return
             if verb == "send" and number in self.transfers[what].seconds:
-                lane.queue.append(what)
+                rank.queue.append(what)
                 self.begin(number, now)
 
     def arrived(self, number: int, verb: str, what: Hashable) -> bool:
-        lane = self.lanes[number]
+        rank = self.ranks[number]
         if verb == "drain":
-            return not lane.queue and lane.sending is None
-        return what in lane.done or number not in self.transfers[what].seconds
+            return not rank.queue and rank.sending is None
+        return what in rank.done or number not in self.transfers[what].seconds
 
     def begin(self, number: int, now: float) -> None:
         """The port takes the next transfer if it is free."""
-        lane = self.lanes[number]
-        if lane.sending is None and lane.queue:
-            lane.sending = lane.queue.popleft()
-            self.at(now + self.transfers[lane.sending].seconds[number], "through", number)
+        rank = self.ranks[number]
+        if rank.sending is None and rank.queue:
+            rank.sending = rank.queue.popleft()
+            self.at(now + self.transfers[rank.sending].seconds[number], "through", number)
 
     def is_through(self, number: int, now: float) -> None:
-        name = self.lanes[number].sending
+        name = self.ranks[number].sending
         self.through[name].add(number)
         ended = [
             other
@@ -132,9 +134,9 @@ class _Play:
             if number in partners and partners <= self.through[name]
         ]
         for other in ended:
-            lane = self.lanes[other]
-            lane.done.add(name)
-            lane.sending, lane.port = None, now
+            rank = self.ranks[other]
+            rank.done.add(name)
+            rank.sending, rank.port = None, now
             self.begin(other, now)
         for other in ended:
             self.go_on(other, now)
@@ -145,29 +147,29 @@ class _Play:
 
 @dataclass(frozen=True)
 class Attended:
-    """One layer's attention of one half: seconds by lane, and what travels before and after."""
+    """One layer's attention of one half: seconds by rank, and what travels before and after."""
 
     own: Sequence[float]
     remote: Sequence[float]
-    out: Transfer | None = None
-    back: Transfer | None = None
+    out: OracleTransfer | None = None
+    back: OracleTransfer | None = None
 
 
 @dataclass(frozen=True)
 class Pass:
     """A seam is what lies between two attentions; there is one more of them than of attentions."""
 
-    parts: Sequence[Sequence[Sequence[float]]]  # [seams][halves][lanes]
+    parts: Sequence[Sequence[Sequence[float]]]  # [seams][halves][ranks]
     attention: Sequence[Sequence[Attended]]  # [seams - 1][halves]
-    gathering: Sequence[Transfer | None] = ()  # [seams], or none at all
-    reducing: Sequence[Transfer | None] = ()
+    gathering: Sequence[OracleTransfer | None] = ()  # [seams], or none at all
+    reducing: Sequence[OracleTransfer | None] = ()
 
 
-Named = dict[Hashable, Transfer]
+Named = dict[Hashable, OracleTransfer]
 
 
-def programs_of(one: Pass, lanes: int, tag: Hashable = 0) -> tuple[list[Program], Named]:
-    """What every lane does; names of transfers begin with ``tag``."""
+def programs_of(one: Pass, ranks: int, tag: Hashable = 0) -> tuple[list[Program], Named]:
+    """What every rank does; names of transfers begin with ``tag``."""
     named: Named = {}
     for seam, halves in enumerate(one.attention):
         for half, attended in enumerate(halves):
@@ -179,37 +181,37 @@ def programs_of(one: Pass, lanes: int, tag: Hashable = 0) -> tuple[list[Program]
     programs = [
         [
             (verb, what)
-            for verb, what in _instructions(one, lane, tag)
+            for verb, what in _instructions(one, rank, tag)
             if verb == "run" or what in named
         ]
-        for lane in range(lanes)
+        for rank in range(ranks)
     ]
     return programs, named
 
 
-def name(named: Named, name: Hashable, transfer: Transfer | None) -> None:
+def name(named: Named, name: Hashable, transfer: OracleTransfer | None) -> None:
     if transfer is not None:
         named[name] = transfer
 
 
-def _instructions(one: Pass, lane: int, tag: Hashable) -> Iterator[Instruction]:
+def _instructions(one: Pass, rank: int, tag: Hashable) -> Iterator[Instruction]:
     last = len(one.parts) - 1
     yield "send", (tag, "weights", 0)
     for seam, halves in enumerate(one.parts):
-        # Weights of the next seam are on their way while this one computes.
+        # Weights of the next seam are in transit while this one computes.
         yield "send", (tag, "weights", seam + 1)
         yield "wait", (tag, "weights", seam)
         for half, seconds in enumerate(halves):
             yield "wait", (tag, "return", seam - 1, half)
-            yield "run", seconds[lane]
+            yield "run", seconds[rank]
             yield "send", (tag, "dispatch", seam, half)
         yield "send", (tag, "gradients", seam)
         if seam == last:
             return
         for half, attended in enumerate(one.attention[seam]):
-            yield "run", attended.own[lane]
+            yield "run", attended.own[rank]
             yield "wait", (tag, "dispatch", seam, half)
-            yield "run", attended.remote[lane]
+            yield "run", attended.remote[rank]
             yield "send", (tag, "return", seam, half)
 
 

@@ -9,7 +9,7 @@ from sim.tiny import MODEL, machines
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import Ints, as_ints
-from distca.sim.scenario import Scenario, Way
+from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import Outcome, simulate
 
 
@@ -36,7 +36,7 @@ def batch_of(one: Scenario) -> list[Ints]:
 
 def outcome(one: Scenario, policy: str, parallel: MeshShape, **choices: Any) -> Outcome:
     options = {key: choices.pop(key) for key in ("seed", "record") if key in choices}
-    return simulate(one, Way(policy, parallel, **choices), batch_of(one), **options)
+    return simulate(one, Strategy(policy, parallel, **choices), batch_of(one), **options)
 
 
 # A document of 512 tokens on one GPU and four of 128 on the other: 131,328 pairs and 33,024. One

@@ -15,9 +15,9 @@ from sim.oracle import (
     Attended,
     Instruction,
     Named,
+    OracleTransfer,
     Pass,
     Program,
-    Transfer,
     name,
     play,
     programs_of,
@@ -41,19 +41,19 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.plan import Plan
 from distca.sim.cluster import Cluster, Link
-from distca.sim.packed import Packed
+from distca.sim.packed import PackedPlan
 
 # -- transfers -----------------------------------------------------------------------------------
 
-Flows = Mapping[tuple[int, int], int]  # bytes from lane to lane
+Flows = Mapping[tuple[int, int], int]  # bytes from rank to rank
 
 
 def link_s(link: Link, num_bytes: float) -> float:
     return link.latency_s + num_bytes / link.bytes_per_s if num_bytes else 0.0
 
 
-def point_to_point(flows: Flows, cluster: Cluster, tp: int = 1) -> Transfer | None:
-    """Each lane has a port into its node and one out of it; each sends and receives at once."""
+def point_to_point(flows: Flows, cluster: Cluster, tp: int = 1) -> OracleTransfer | None:
+    """Each rank has a port into its node and one out of it; each sends and receives at once."""
     per_node = cluster.gpus_per_node // tp
     loads: dict[int, Counter[tuple[str, str]]] = {}
     partners: dict[int, set[int]] = {}
@@ -68,21 +68,23 @@ def point_to_point(flows: Flows, cluster: Cluster, tp: int = 1) -> Transfer | No
     if not loads:
         return None
     links = {"near": cluster.inside, "far": cluster.across}
-    return Transfer(
+    return OracleTransfer(
         {
-            lane: max(link_s(links[where], n) for (where, _), n in load.items())
-            for lane, load in loads.items()
+            rank: max(link_s(links[where], n) for (where, _), n in load.items())
+            for rank, load in loads.items()
         },
-        {lane: frozenset(others) for lane, others in partners.items()},
+        {rank: frozenset(others) for rank, others in partners.items()},
     )
 
 
-def collective(members: Sequence[int], received: float, cluster: Cluster) -> Transfer | None:
+def collective(members: Sequence[int], received: float, cluster: Cluster) -> OracleTransfer | None:
     """So many bytes for every member, in a ring."""
     if len(members) == 1 or not received:
         return None
     seconds = link_s(ring(len(members), cluster), received)
-    return Transfer(dict.fromkeys(members, seconds), dict.fromkeys(members, frozenset(members)))
+    return OracleTransfer(
+        dict.fromkeys(members, seconds), dict.fromkeys(members, frozenset(members))
+    )
 
 
 def ring(members: int, cluster: Cluster) -> Link:
@@ -96,35 +98,35 @@ def ring(members: int, cluster: Cluster) -> Link:
     return Link(slower, cluster.across.latency_s)
 
 
-def together(transfers: Sequence[Transfer | None]) -> Transfer | None:
+def together(transfers: Sequence[OracleTransfer | None]) -> OracleTransfer | None:
     """Of groups that have nothing to do with each other."""
     there = [transfer for transfer in transfers if transfer is not None]
     if not there:
         return None
-    return Transfer(
-        {lane: s for one in there for lane, s in one.seconds.items()},
-        {lane: p for one in there for lane, p in one.partners.items()},
+    return OracleTransfer(
+        {rank: s for one in there for rank, s in one.seconds.items()},
+        {rank: p for one in there for rank, p in one.partners.items()},
     )
 
 
 # -- the tiny model ------------------------------------------------------------------------------
 
 
-def attended(plan: Plan, lanes: int, cluster: Cluster, *, backward: bool) -> Attended:
+def attended(plan: Plan, ranks: int, cluster: Cluster, *, backward: bool) -> Attended:
     """One layer of a plan, token by token."""
     tasks = read_tasks(plan, ["causal"] * plan.placement.num_documents, backward=backward)
     homes = homes_of(placed_rows(plan))
-    own, remote = [0.0] * lanes, [0.0] * lanes
+    own, remote = [0.0] * ranks, [0.0] * ranks
     for task in tasks:
         needed = {homes[task.document, task.start]}
         needed |= {homes[task.document, key] for key in task.keys}
         into = own if needed == {task.server} else remote
         into[task.server] += task.pairs * PAIR_S[backward]
-    out, back = flows(plan, lanes, backward=backward)
+    out, back = flows(plan, ranks, backward=backward)
     return Attended(own, remote, point_to_point(out, cluster), point_to_point(back, cluster))
 
 
-def flows(plan: Plan, lanes: int, *, backward: bool) -> tuple[Flows, Flows]:
+def flows(plan: Plan, ranks: int, *, backward: bool) -> tuple[Flows, Flows]:
     """Forward: q and keys out, o back. Backward: q, o, do, two floats and keys out, and back dq
     and the gradients of keys."""
     tasks = read_tasks(plan, ["causal"] * plan.placement.num_documents, backward=backward)
@@ -137,7 +139,7 @@ def flows(plan: Plan, lanes: int, *, backward: bool) -> tuple[Flows, Flows]:
             if home != task.server:
                 out[home, task.server] += 3 * Q_BYTES + 2 * 4 if backward else Q_BYTES
                 back[task.server, home] += Q_BYTES
-    for server, keys in enumerate(keys_needed(tasks, lanes)):
+    for server, keys in enumerate(keys_needed(tasks, ranks)):
         for key in keys:
             if homes[key] != server:
                 out[homes[key], server] += KV_BYTES
@@ -156,16 +158,16 @@ def linear_parts(tokens: float, layers: int, head: bool, *, backward: bool) -> l
 def step_of(
     step: StepPlan, parallel: MeshShape, cluster: Cluster, layers: int
 ) -> tuple[list[Program], Named]:
-    """A step of the tiny model in ticks: tick by tick, on every lane."""
-    lanes, width, stages = parallel.num_plan_ranks, parallel.workers_per_stage, parallel.pp
-    programs: list[Program] = [[] for _ in range(lanes)]
+    """A step of the tiny model in ticks: tick by tick, on every rank."""
+    ranks, width, stages = parallel.num_plan_ranks, parallel.workers_per_stage, parallel.pp
+    programs: list[Program] = [[] for _ in range(ranks)]
     named: Named = {}
 
     def everywhere(*instructions: Instruction) -> None:
         for program in programs:
             program.extend(instructions)
 
-    def over_workers(num_bytes: int) -> Transfer | None:
+    def over_workers(num_bytes: int) -> OracleTransfer | None:
         received = num_bytes * (width - 1) / width
         groups = [range(stage * width, (stage + 1) * width) for stage in range(stages)]
         return together([collective(group, received, cluster) for group in groups])
@@ -185,7 +187,7 @@ def step_of(
     def layer(plan: Plan, backward: bool) -> Attended:
         key = (id(plan), backward)
         if key not in known:
-            known[key] = attended(plan, lanes, cluster, backward=backward)
+            known[key] = attended(plan, ranks, cluster, backward=backward)
         return known[key]
 
     sent: dict[tuple[str, int, int], Hashable] = {}
@@ -194,30 +196,33 @@ def step_of(
         if once and width > 1 and number == len(step.slots) - 1:
             everywhere(("send", ("gradients", "the others")))
         halves = len(step.micro_batches[0])
-        parts = [[[0.0] * lanes for _ in range(halves)] for _ in range(len(slots) + 1)]
+        parts = [[[0.0] * ranks for _ in range(halves)] for _ in range(len(slots) + 1)]
         for stage, m in enumerate(tick.micro_batches):
             if m is None:
                 continue
             start, stop = step.stages[stage]
             for half, placed in enumerate(step.micro_batches[m]):
                 for place, tokens in enumerate(placed.placement.tokens.tolist()):
-                    lane = stage * width + place
+                    rank = stage * width + place
                     found = linear_parts(
                         tokens, stop - start, stage == stages - 1, backward=backward
                     )
                     for seam, seconds in enumerate(found):
-                        parts[seam][half][lane] = seconds
+                        parts[seam][half][rank] = seconds
             if (tick.phase, stage, m) in sent:
-                for lane in range(stage * width, (stage + 1) * width):
-                    programs[lane].append(("wait", sent[tick.phase, stage, m]))
+                for rank in range(stage * width, (stage + 1) * width):
+                    programs[rank].append(("wait", sent[tick.phase, stage, m]))
         order = seams[::-1] if backward else seams
+        attention = [[layer(plan, backward) for plan in slot] for slot in slots]
+        if backward:  # the last half comes first
+            parts, attention = ([halves[::-1] for halves in all_] for all_ in (parts, attention))
         one = Pass(
             parts,
-            [[layer(plan, backward) for plan in slot] for slot in slots],
+            attention,
             () if once else [over_workers(2 * n) for n in order],
             () if once or not backward else [over_workers(4 * n) for n in order],
         )
-        pieces, names = programs_of(one, lanes, ("tick", number))
+        pieces, names = programs_of(one, ranks, ("tick", number))
         named |= names
         for program, piece in zip(programs, pieces, strict=True):
             program.extend(piece)
@@ -232,18 +237,18 @@ def step_of(
                     moving[stage * width + place, other * width + place] += tokens * 8 * 2
         if moving:
             transfer = point_to_point(moving, cluster)
-            named["activations", number] = transfer or Transfer({}, {})
+            named["activations", number] = transfer or OracleTransfer({}, {})
             everywhere(("send", ("activations", number)))
     if once and width > 1:
         everywhere(("send", ("gradients", "one layer")))
     everywhere(DRAIN)
     parameters = layers * LAYER + 2 * END
-    for lane in range(stages * width):
-        programs[lane].append(("run", parameters / (stages * width) * OPTIMIZER_S))
+    for rank in range(stages * width):
+        programs[rank].append(("run", parameters / (stages * width) * OPTIMIZER_S))
     return programs, named
 
 
-def packed_step(packed: Packed, parallel: MeshShape, cluster: Cluster, layers: int) -> float:
+def packed_step(packed: PackedPlan, parallel: MeshShape, cluster: Cluster, layers: int) -> float:
     """When the last group is done: bins through stages, one by one, each group for itself.
 
     Weights come under the first forward and gradients leave under the last backward: a layer's part
@@ -251,11 +256,11 @@ def packed_step(packed: Packed, parallel: MeshShape, cluster: Cluster, layers: i
     """
     p, each = parallel, -(-layers // parallel.pp)
     counts = [each if stage < layers - p.pp * (each - 1) else each - 1 for stage in range(p.pp)]
-    speed = [cluster.slow.get(lane, 1.0) for lane in range(p.num_plan_ranks)]
+    speed = [cluster.slow.get(rank, 1.0) for rank in range(p.num_plan_ranks)]
     ends, first, last = [], [], []
     for group in range(p.dp):
         bins = [int(packed.order[m, group]) for m in range(len(packed.order))]
-        lanes = [
+        ranks = [
             range((stage * p.dp + group) * p.cp, (stage * p.dp + group + 1) * p.cp)
             for stage in range(p.pp)
         ]
@@ -263,18 +268,18 @@ def packed_step(packed: Packed, parallel: MeshShape, cluster: Cluster, layers: i
             [
                 [
                     _through(
-                        packed.plan, number, cluster, count, stage == p.pp - 1, way,
-                        [speed[lane] for lane in lanes[stage]],
+                        packed.plan, number, cluster, count, stage == p.pp - 1, direction,
+                        [speed[rank] for rank in ranks[stage]],
                     )
                     for number in bins
                 ]
                 for stage, count in enumerate(counts)
             ]
-            for way in (False, True)
+            for direction in (False, True)
         )  # fmt: skip
         moving = [
             [_passing(_bin(packed.plan, number, p.cp), here, there, cluster) for number in bins]
-            for here, there in pairwise(lanes)
+            for here, there in pairwise(ranks)
         ]
         found = usual_pipeline(forward, backward, moving)
         ends.append(max(stop for _, stop in found.values()))
@@ -297,7 +302,7 @@ def _bin(plan: Plan, number: int, cp: int) -> list[int]:
 
 
 def _passing(tokens: Sequence[int], here: range, there: range, cluster: Cluster) -> float:
-    """From the lanes of a stage to those of the next: all of them over the link of the farthest."""
+    """From the ranks of a stage to those of the next: all of them over the link of the farthest."""
     of_node = cluster.gpus_per_node
     near = all(a // of_node == b // of_node for a, b in zip(here, there, strict=True))
     return link_s(cluster.inside if near else cluster.across, max(tokens) * 8 * 2)

@@ -1,4 +1,4 @@
-"""Machines: what their links carry, where lanes lie, and which numbers are refused."""
+"""Machines: what their links carry, where ranks lie, and which numbers are refused."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def test_a_link_takes_its_latency_and_then_its_bytes() -> None:
     assert Link(100.0, 0.5).seconds(np.array([0.0, 1.0, 250.0])).tolist() == [0.0, 0.51, 3.0]
 
 
-def test_lanes_lie_on_nodes_in_order() -> None:
+def test_ranks_lie_on_nodes_in_order() -> None:
     assert machines("none", 8, gpus_per_node=2).node(8, tp=1).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert machines("none", 8, gpus_per_node=4).node(4, tp=2).tolist() == [0, 0, 1, 1]
 
 
-def test_a_tensor_parallel_group_as_large_as_a_node_is_one_lane_of_it() -> None:
+def test_a_tensor_parallel_group_as_large_as_a_node_is_one_rank_of_it() -> None:
     assert machines("none", 16, gpus_per_node=8).node(2, tp=8).tolist() == [0, 1]
 
 
-def test_a_lane_is_as_fast_as_its_slowest_gpu() -> None:
+def test_a_rank_is_as_fast_as_its_slowest_gpu() -> None:
     slow = machines("none", 6, slow={2: 0.5, 3: 0.8, 5: 1.5})
     assert slow.speed(3, tp=2).tolist() == [1.0, 0.5, 1.0]
     assert slow.speed(6, tp=1).tolist() == [1.0, 1.0, 0.5, 0.8, 1.0, 1.5]
@@ -48,7 +48,7 @@ def test_a_ring_across_nodes_comes_in_over_all_ports_of_a_node() -> None:
 
 @pytest.mark.parametrize("members", [3, 5, 6, 7, 9])
 def test_a_ring_that_neither_fills_a_node_nor_nodes_has_one_port_between_them(members: int) -> None:
-    """Of groups of three in nodes of four, the second has one lane in the first node."""
+    """Of groups of three in nodes of four, the second has one rank in the first node."""
     nodes = machines("none", 24, inside=Link(60.0, 1.0), across=Link(10.0, 2.0))
     assert nodes.group_link(members, per_node=4) == Link(10.0, 2.0)
 

@@ -10,7 +10,7 @@ from sim.tiny import END, KV_BYTES, LAYER, MODEL, Q_BYTES
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import as_ints
-from distca.sim.scenario import Way
+from distca.sim.scenario import Strategy
 from distca.sim.simulate import Summary
 
 # A token keeps 8 + 24 elements between seams, x and q, k, v, o, and 24 + 24 inside one; at two
@@ -59,10 +59,10 @@ def test_what_is_recomputed_is_not_kept(profile: str, policy: str, in_flight: in
 def test_a_summary_has_the_memory_of_the_fullest_step(profile: str) -> None:
     """Documents stay whole: bins of 5 and 5 tokens, and of 9 and 1."""
     one = scenario(profile, [5, 5, 9, 1], 10)
-    way = Way("wlb", MeshShape(dp=2))
+    strategy = Strategy("wlb", MeshShape(dp=2))
     batches = [[as_ints([5, 5])], [as_ints([9, 1])]]
     for order in (batches, batches[::-1]):
-        assert Summary.of(one, way, order).memory.activations == 9 * (KEPT + WITHIN)
+        assert Summary.of(one, strategy, order).memory.activations == 9 * (KEPT + WITHIN)
 
 
 def test_memory_of_ticks_holds_what_a_moved_task_brings(profile: str) -> None:
@@ -100,10 +100,10 @@ def test_aligned_ticks_hold_more_micro_batches_than_the_usual_pipeline(profile: 
 def test_what_does_not_fit_says_so(profile: str) -> None:
     """11,840 bytes are needed: see the first of these. Of 12,464 there are 0.95 x 12,464 = 11,840.8
     to use, and of 12,463 there are 11,839.85."""
-    way = Way("colocated", MeshShape(dp=2))
+    strategy = Strategy("colocated", MeshShape(dp=2))
     for room, fits in ((12_463, False), (12_464, True)):
         one = scenario(profile, [10, 10], 10, memory_bytes=room)
-        assert Summary.of(one, way, [batch_of(one)]).fits == fits
+        assert Summary.of(one, strategy, [batch_of(one)]).fits == fits
 
 
 def test_weights_that_are_kept_take_room_with_their_gradients(profile: str) -> None:

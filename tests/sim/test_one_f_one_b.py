@@ -47,7 +47,7 @@ def test_two_stages_and_three_micro_batches() -> None:
 
 
 def test_passing_on_takes_time_on_the_way_there_and_back() -> None:
-    """One micro-batch, two stages: 2, 1 on the way, 2, 4, 1 on the way back, 4."""
+    """One micro-batch, two stages: 2, 1 of sending, 2, 4, 1 of sending back, 4."""
     assert end([[2], [2]], [[4], [4]], passing=1.0) == 14
 
 

@@ -1,4 +1,4 @@
-"""Packed baselines: against the oracle, by hand, and which bin goes where."""
+"""PackedPlan baselines: against the oracle, by hand, and which bin goes where."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sim.tiny import END, KV_BYTES, LAYER, MODEL, US, machines
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import Phase
 from distca.planning.spans import Ints, as_ints
-from distca.sim.packed import SEQUENCES, Packed, PackedStep, events, pack
+from distca.sim.packed import KEEP_SEQUENCES, PackedPlan, PackedStep, events, pack
 from distca.sim.rates import Rates
 
 
@@ -29,15 +29,15 @@ def sequences(*documents: list[int]) -> list[Ints]:
     return [as_ints(lengths) for lengths in documents]
 
 
-def step_s(rates: Rates, packed: Packed) -> float:
+def step_s(rates: Rates, packed: PackedPlan) -> float:
     step = PackedStep(rates, packed)
     timeline = step.run()
-    return float(timeline.end.max()) + step.ends(timeline)
+    return float(timeline.end.max()) + step.weights_and_optimizer_s(timeline)
 
 
 # -- against the oracle --------------------------------------------------------------------------
 
-WAYS = [
+STRATEGIES = [
     ("colocated", MeshShape()),
     ("colocated", MeshShape(dp=2)),
     ("colocated", MeshShape(pp=2, dp=2)),
@@ -54,19 +54,19 @@ WAYS = [
 
 @given(
     data=st.data(),
-    way=st.sampled_from(WAYS),
+    strategy=st.sampled_from(STRATEGIES),
     micro_batches=st.integers(1, 3),
     slow=st.sampled_from([{}, {}, {0: 0.5}]),
 )
 def test_any_packed_step_takes_what_the_oracle_says(
     profile: str,
     data: st.DataObject,
-    way: tuple[str, MeshShape],
+    strategy: tuple[str, MeshShape],
     micro_batches: int,
     slow: dict[int, float],
 ) -> None:
     """On nodes of any size: groups and stages lie inside them, across them, or both."""
-    policy, parallel = way
+    policy, parallel = strategy
     layers = data.draw(st.integers(parallel.pp, 3))
     count = parallel.dp * micro_batches
     document = st.integers(1, 6) | st.integers(12, 40)
@@ -115,10 +115,10 @@ def test_keys_are_gathered_before_the_attention_and_their_gradients_after(profil
 def test_gathered_keys_are_kept_and_only_their_gradients_travel_in_backward(profile: str) -> None:
     rates = rates_of(profile, MeshShape(cp=2))
     plan = pack(rates, sequences([16]), "head-tail-cp", 1).plan
-    forward, backward = (rates.attention(plan, backward=way) for way in (False, True))
-    assert forward.out is not None
-    assert backward.back is not None
-    assert forward.back is backward.out is None
+    forward, backward = (rates.attention(plan, backward=backward) for backward in (False, True))
+    assert forward.dispatch is not None
+    assert backward.combine is not None
+    assert forward.combine is backward.dispatch is None
     assert forward.local_s.tolist() == backward.local_s.tolist() == [0.0, 0.0]
 
 
@@ -143,7 +143,7 @@ def test_a_slow_gpu_slows_its_own_stage(profile: str) -> None:
 # -- between stages
 
 
-def gaps(rates: Rates, packed: Packed) -> list[list[float]]:
+def gaps(rates: Rates, packed: PackedPlan) -> list[list[float]]:
     """[groups] Seconds from the first stage to the second, and back, of the first micro-batch."""
     found = PackedStep(rates, packed).run()
     forward = found.start["F"][1, 0] - found.stop["F"][0, 0]
@@ -160,40 +160,40 @@ def test_stages_in_one_node_use_the_link_inside(profile: str) -> None:
 
 
 def test_of_two_groups_one_may_cross_nodes_between_its_stages(profile: str) -> None:
-    """Nodes of three: stages are lanes 0 and 1, 2 and 3; of 0 and 2, and of 1 and 3, only the first
+    """Nodes of three: stages are ranks 0 and 1, 2 and 3; of 0 and 2, and of 1 and 3, only the first
     two share a node."""
     rates = rates_of(profile, MeshShape(pp=2, dp=2), layers=2, gpus_per_node=3)
     packed = pack(rates, sequences([10], [10]), "colocated", 1)
     assert gaps(rates, packed) == [close([3.5 * US, 12 * US])] * 2
 
 
-def test_a_group_with_one_lane_far_from_its_partner_passes_on_across(profile: str) -> None:
-    """Three lanes with 4 tokens each, 64 bytes. In nodes of four, the first stage's lane 0 shares
-    one with its partner, lane 3, but 1 and 2 do not."""
+def test_a_group_with_one_rank_far_from_its_partner_passes_on_across(profile: str) -> None:
+    """Three ranks with 4 tokens each, 64 bytes. In nodes of four, the first stage's rank 0 shares
+    one with its partner, rank 3, but 1 and 2 do not."""
     for of_node, seconds in ((6, 1 + 64 / 64), (4, 2 + 64 / 16)):
         rates = rates_of(profile, MeshShape(pp=2, cp=3), layers=2, gpus_per_node=of_node)
         packed = pack(rates, sequences([12]), "head-tail-cp", 1)
         assert gaps(rates, packed) == [close([seconds * US])] * 2
 
 
-def test_a_group_passes_on_when_its_fullest_lane_is_through(profile: str) -> None:
+def test_a_group_passes_on_when_its_fullest_rank_is_through(profile: str) -> None:
     """One token on two workers: 16 bytes of one of them."""
     rates = rates_of(profile, MeshShape(pp=2, cp=2), layers=2)
     packed = pack(rates, sequences([1]), "head-tail-cp", 1)
     assert gaps(rates, packed) == [close([(1 + 16 / 64) * US])] * 2
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_every_byte_is_counted(profile: str, way: tuple[str, MeshShape]) -> None:
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_every_byte_is_counted(profile: str, strategy: tuple[str, MeshShape]) -> None:
     """Of every token, its activations, 16 bytes, at each border there and back; of every group's
     keys, as often as there are others, in each layer there and back; of every stage's parameters, 2
     bytes there and 4 back, likewise."""
-    policy, p = way
+    policy, p = strategy
     layers, batch = 3, sequences([7], [12, 1], [5, 5], [30], [1, 2], [4])[: 2 * p.dp]
     rates = rates_of(profile, p, layers)
     packed = pack(rates, batch, policy, 2)
     step = PackedStep(rates, packed)
-    step.ends(step.run())
+    step.weights_and_optimizer_s(step.run())
     tokens = int(packed.tokens.sum())
     assert tokens == sum(int(lengths.sum()) for lengths in batch)
     activations = 2 * (p.pp - 1) * tokens * 16
@@ -205,8 +205,8 @@ def test_every_byte_is_counted(profile: str, way: tuple[str, MeshShape]) -> None
 
 
 def test_a_group_over_two_nodes_pays_for_the_link_across(profile: str) -> None:
-    """Nodes of four; groups of three: the second group is lanes 3, 4, 5. A document of 12 tokens on
-    each group, 4 tokens and 26 pairs on each lane.
+    """Nodes of four; groups of three: the second group is ranks 3, 4, 5. A document of 12 tokens on
+    each group, 4 tokens and 26 pairs on each rank.
 
     Keys of 8 tokens, 128 bytes, take 2 + 8 us over one port. Forward: 4, 10, 0.026, 8 and the
     head's 4 us. Backward: 8, 16, 0.052, 10, 8.
@@ -223,7 +223,7 @@ def test_a_group_over_two_nodes_pays_for_the_link_across(profile: str) -> None:
 def ends_of(profile: str, parallel: MeshShape, *documents: list[int], **changes: Any) -> float:
     rates = rates_of(profile, parallel, **changes)
     step = PackedStep(rates, pack(rates, sequences(*documents), "colocated", 1))
-    return step.ends(step.run())
+    return step.weights_and_optimizer_s(step.run())
 
 
 def test_of_the_weights_a_stage_holds_one_layer_shows(profile: str) -> None:
@@ -255,7 +255,7 @@ def test_the_shortest_pass_is_that_of_any_stage(profile: str) -> None:
     assert far == close(((34 - 3.001) + (66 - 6.002) + 8) * US)
 
 
-def test_the_slowest_lane_updates_its_weights_last(profile: str) -> None:
+def test_the_slowest_rank_updates_its_weights_last(profile: str) -> None:
     """10 us at full speed; forward and backward of the other worker are the shorter ones still."""
     slow = ends_of(profile, MeshShape(dp=2), [10], [10], slow={1: 0.5})
     assert slow == close((0.6 * (11 + 21) + 2 * 10) * US)
@@ -265,7 +265,7 @@ def test_a_model_without_weights_has_none_to_gather(profile: str) -> None:
     rates = rates_of(profile, MeshShape(dp=2))
     rates = replace(rates, shape=replace(rates.shape, hidden=0))
     step = PackedStep(rates, pack(rates, sequences([10], [10]), "colocated", 1))
-    assert step.ends(step.run()) == 0.0
+    assert step.weights_and_optimizer_s(step.run()) == 0.0
 
 
 # -- jitter --------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ def test_the_next_seed_does_not_shake_a_stage_as_this_one_shakes_the_next(profil
 # -- bins ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [*SEQUENCES, "wlb"])
+@pytest.mark.parametrize("policy", [*KEEP_SEQUENCES, "wlb"])
 def test_every_document_lies_in_one_bin(profile: str, policy: str) -> None:
     parallel = MeshShape(dp=2) if policy == "colocated" else MeshShape(dp=2, cp=2)
     rates = rates_of(profile, parallel)
@@ -309,7 +309,7 @@ def test_every_document_lies_in_one_bin(profile: str, policy: str) -> None:
     assert [len(group) for group in groups] == [1] * 8
 
 
-@pytest.mark.parametrize("policy", SEQUENCES)
+@pytest.mark.parametrize("policy", KEEP_SEQUENCES)
 def test_sequences_stay_whole_and_in_order(profile: str, policy: str) -> None:
     """Four sequences on two groups and two micro-batches: 0 and 1, then 2 and 3."""
     parallel = MeshShape(dp=2) if policy == "colocated" else MeshShape(dp=2, cp=2)
@@ -325,7 +325,7 @@ def test_bins_of_about_the_same_work_run_beside_each_other(profile: str) -> None
     assert packed.tokens[packed.order].tolist() == [[100, 200], [400, 300]]
 
 
-def test_events_show_every_micro_batch_on_its_lanes(profile: str) -> None:
+def test_events_show_every_micro_batch_on_its_ranks(profile: str) -> None:
     rates = rates_of(profile, MeshShape(pp=2, cp=2), layers=2)
     packed = pack(rates, sequences([8], [8]), "head-tail-cp", 2)
     timeline = PackedStep(rates, packed).run()

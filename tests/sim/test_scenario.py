@@ -1,4 +1,4 @@
-"""The same batches for every way to train, and ways that cannot be."""
+"""The same batches for every strategy, and strategies that cannot be."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from sim.tiny import MODEL, machines
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import as_ints
-from distca.sim.scenario import Scenario, Way
+from distca.sim.scenario import Scenario, Strategy
 
 
 def scenario(**changes: Any) -> Scenario:
@@ -88,18 +88,20 @@ def test_scenarios_without_tokens_are_refused(changes: dict[str, int], message: 
     ("policy", "parallel", "message"),
     [
         ("zigzag", MeshShape(), "policy 'zigzag' is unknown: choose one of distca, coloc"),
-        ("wlb", MeshShape(servers=1), "policy wlb knows no dedicated servers: leave them out"),
+        ("wlb", MeshShape(servers=1), "policy wlb has no dedicated servers: leave them out"),
         ("colocated", MeshShape(cp=2), "policy colocated with cp = 2: every sequence stays on one"),
     ],
 )
 def test_ways_that_cannot_be_are_refused(policy: str, parallel: MeshShape, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Way(policy, parallel)
+        Strategy(policy, parallel)
 
 
 def test_a_way_says_what_it_is() -> None:
-    way = Way("distca", MeshShape(pp=2, dp=4, servers=2), micro_batches=8, ping_pong=False)
-    assert way.name == "distca, given, 2 servers, no ping-pong"
-    assert way.sizes == "pp 2 x dp 4 x 8 micro-batches"
-    assert Way("wlb", MeshShape()).name == "wlb"
-    assert Way("wlb", MeshShape()).sizes == "1 GPU"
+    strategy = Strategy(
+        "distca", MeshShape(pp=2, dp=4, servers=2), micro_batches=8, ping_pong=False
+    )
+    assert strategy.name == "distca, given, 2 servers, no ping-pong"
+    assert strategy.sizes == "pp 2 x dp 4 x 8 micro-batches"
+    assert Strategy("wlb", MeshShape()).name == "wlb"
+    assert Strategy("wlb", MeshShape()).sizes == "1 GPU"

@@ -1,4 +1,4 @@
-"""Whole steps: worked out by hand, what they conserve, and which way they may change."""
+"""Whole steps: worked out by hand, what they conserve, and how they may change."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.spans import as_ints
 from distca.sim.cluster import Link
-from distca.sim.scenario import Scenario, Way
-from distca.sim.simulate import Outcome, Summary, compare, simulate
+from distca.sim.scenario import Scenario, Strategy
+from distca.sim.simulate import Outcome, Summary, simulate
 
 # -- by hand -------------------------------------------------------------------------------------
 
@@ -50,13 +50,13 @@ def test_a_document_over_two_gpus(profile: str) -> None:
 
 
 def test_a_task_that_moves(profile: str) -> None:
-    """In us; 90,304 pairs stay on lane 0, 33,024 are lane 1's own and 41,024 come to it.
+    """In us; 90,304 pairs stay on rank 0, 33,024 are rank 1's own and 41,024 come to it.
 
     Forward
       weights     256 parameters of the first seam, 256 bytes from the other, at 0-5; then 384, 5-12
       before      5-517
       dispatch    q of 128 tokens, keys of 384: 8192 bytes, 517-646
-      attention   lane 0: 517-607.304; lane 1: its own 517-550.024, then 646-687.024
+      attention   rank 0: 517-607.304; rank 1: its own 517-550.024, then 646-687.024
       return      o of 128 tokens: 2048 bytes, 687.024-720.024
       after       with the head: 720.024-2256.024
     Backward
@@ -64,7 +64,7 @@ def test_a_task_that_moves(profile: str) -> None:
       after       with the head: 2263.024-5335.024
       dispatch    q, o, do and two floats of 128 tokens, keys of 384: 13,312 bytes, -5544.024
       gradients   4 bytes of 384 parameters, 768 from the other: -5557.024
-      attention   lane 0: 5335.024-5515.632; lane 1: -5401.072, then 5544.024-5626.072
+      attention   rank 0: 5335.024-5515.632; rank 1: -5401.072, then 5544.024-5626.072
       return      dq of 128 tokens, dk and dv of 384: 8192 bytes, 5626.072-5755.072
       before      5755.072-6779.072
       gradients   4 bytes of 256 parameters, 512 from the other: -6788.072
@@ -122,10 +122,10 @@ def test_without_time_between_nodes_a_step_takes_what_links_inside_leave(profile
 
 
 def test_free_links_leave_a_gathering_the_links_inside(profile: str) -> None:
-    """A document of 16 tokens over two nodes: keys take 2 + 8 us each way, weights 2 + 40, and
-    gradients 2 + 80. At the rate inside, and without latency, those are 2, 10 and 20. Of weights
-    and gradients 0.6 show, the layer's: forward and backward, of 42.068 and 74.136 us, or of 34.068
-    and 66.136, hide all the rest."""
+    """A document of 16 tokens over two nodes: keys take 2 + 8 us in each direction, weights 2 +
+    40, and gradients 2 + 80. At the rate inside, and without latency, those are 2, 10 and 20. Of
+    weights and gradients 0.6 show, the layer's: forward and backward, of 42.068 and 74.136 us, or
+    of 34.068 and 66.136, hide all the rest."""
     one = scenario(profile, [16], 16, gpus_per_node=1)
     found = outcome(one, "head-tail-cp", MeshShape(cp=2))
     computing = 32.068 + 64.136 + 10
@@ -172,19 +172,21 @@ def test_stages_that_are_alike_take_the_well_known_time(profile: str) -> None:
 # -- conservation --------------------------------------------------------------------------------
 
 UNEVEN = [700, 200, 60, 40, 300, 300, 100, 300, 500, 490, 10, 1000]  # sequences of 1000
-WAYS = [
-    Way("distca", MeshShape(dp=4)),
-    Way("distca", MeshShape(dp=4), placement="balanced", ping_pong=False),
-    Way("distca", MeshShape(dp=2, servers=2), ping_pong=False),
-    Way("distca", MeshShape(pp=2, dp=2), micro_batches=2),
-    Way("greedy", MeshShape(dp=4)),
-    Way("colocated", MeshShape(dp=4)),
-    Way("colocated", MeshShape(pp=2, dp=2), micro_batches=2),
-    Way("head-tail-cp", MeshShape(dp=2, cp=2)),
-    Way("per-document-cp", MeshShape(cp=4)),
-    Way("wlb", MeshShape(dp=4)),
+STRATEGIES = [
+    Strategy("distca", MeshShape(dp=4)),
+    Strategy("distca", MeshShape(dp=4), placement="balanced", ping_pong=False),
+    Strategy("distca", MeshShape(dp=2, servers=2), ping_pong=False),
+    Strategy("distca", MeshShape(pp=2, dp=2), micro_batches=2),
+    Strategy("greedy", MeshShape(dp=4)),
+    Strategy("colocated", MeshShape(dp=4)),
+    Strategy("colocated", MeshShape(pp=2, dp=2), micro_batches=2),
+    Strategy("head-tail-cp", MeshShape(dp=2, cp=2)),
+    Strategy("per-document-cp", MeshShape(cp=4)),
+    Strategy("wlb", MeshShape(dp=4)),
 ]
-ways = pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way.name}, {way.sizes}")
+strategies = pytest.mark.parametrize(
+    "strategy", STRATEGIES, ids=lambda strategy: f"{strategy.name}, {strategy.sizes}"
+)
 
 
 def uneven(profile: str, **changes: Any) -> Scenario:
@@ -203,73 +205,77 @@ def assert_computes(found: Outcome, pairs: int) -> None:
     assert float(found.busy_s.sum()) == close(computing + optimizer)
 
 
-@ways
-def test_every_way_does_the_work_of_all_tokens_and_pairs(profile: str, way: Way) -> None:
+@strategies
+def test_every_strategy_does_the_work_of_all_tokens_and_pairs(
+    profile: str, strategy: Strategy
+) -> None:
     one = uneven(profile)
-    found = simulate(one, way, batch_of(one))
+    found = simulate(one, strategy, batch_of(one))
     pairs = sum(position + 1 for n in UNEVEN for position in range(n))
     assert found.tokens == sum(UNEVEN) == 4000
     assert_computes(found, pairs)
 
 
-@ways
-def test_no_lane_is_busy_for_longer_than_the_step(profile: str, way: Way) -> None:
+@strategies
+def test_no_rank_is_busy_for_longer_than_the_step(profile: str, strategy: Strategy) -> None:
     one = uneven(profile, jitter=0.2, link_jitter=0.2, slow={1: 0.5})
-    found = simulate(one, way, batch_of(one))
+    found = simulate(one, strategy, batch_of(one))
     assert np.all(found.busy_s <= found.step_s)
     assert 0 <= found.idle < 1
 
 
-@pytest.mark.parametrize("way", [way for way in WAYS if way.policy != "greedy"])
-def test_windows_cost_the_pairs_that_they_show(profile: str, way: Way) -> None:
+@pytest.mark.parametrize(
+    "strategy", [strategy for strategy in STRATEGIES if strategy.policy != "greedy"]
+)
+def test_windows_cost_the_pairs_that_they_show(profile: str, strategy: Strategy) -> None:
     one = replace(uneven(profile), mask="window:30")
-    found = simulate(one, way, batch_of(one))
+    found = simulate(one, strategy, batch_of(one))
     pairs = sum(min(position + 1, 30) for n in UNEVEN for position in range(n))
     assert_computes(found, pairs)
 
 
-@ways
-def test_recorded_events_lie_inside_the_step(profile: str, way: Way) -> None:
+@strategies
+def test_recorded_events_lie_inside_the_step(profile: str, strategy: Strategy) -> None:
     one = uneven(profile)
-    found = simulate(one, way, batch_of(one), record=True)
+    found = simulate(one, strategy, batch_of(one), record=True)
     assert {event.stream for event in found.events} >= {"compute"}
     assert all(np.all(event.start <= event.stop) for event in found.events)
     assert max(float(event.stop.max()) for event in found.events) <= found.step_s * (1 + 1e-12)
-    assert simulate(one, way, batch_of(one)).events == ()
+    assert simulate(one, strategy, batch_of(one)).events == ()
 
 
-def test_recorded_computing_of_ticks_adds_up_to_what_lanes_are_busy(profile: str) -> None:
+def test_recorded_computing_of_ticks_adds_up_to_what_ranks_are_busy(profile: str) -> None:
     one = uneven(profile)
-    found = simulate(one, WAYS[0], batch_of(one), record=True)
+    found = simulate(one, STRATEGIES[0], batch_of(one), record=True)
     computing = [event.stop - event.start for event in found.events if event.stream == "compute"]
     assert np.sum(computing, axis=0).tolist() == close(found.busy_s.tolist())
 
 
-# -- which way numbers may change ----------------------------------------------------------------
+# -- how numbers may change -----------------------------------------------------------------------
 
 
 @settings(max_examples=15)
-@given(way=st.sampled_from(WAYS), slow=st.floats(1e5, 1e8), factor=st.floats(1.0, 1e3))
+@given(strategy=st.sampled_from(STRATEGIES), slow=st.floats(1e5, 1e8), factor=st.floats(1.0, 1e3))
 def test_more_bandwidth_between_nodes_is_never_slower(
-    profile: str, way: Way, slow: float, factor: float
+    profile: str, strategy: Strategy, slow: float, factor: float
 ) -> None:
     batch = batch_of(uneven(profile))
     before, after = (
-        simulate(uneven(profile, across=Link(rate, 2 * US)), way, batch)
+        simulate(uneven(profile, across=Link(rate, 2 * US)), strategy, batch)
         for rate in (slow, slow * factor)
     )
     assert after.free_s * (1 - 1e-12) <= after.step_s <= before.step_s
 
 
 @settings(max_examples=15)
-@given(way=st.sampled_from(WAYS), speed=st.floats(0.2, 1.0), gpu=st.integers(0, 3))
+@given(strategy=st.sampled_from(STRATEGIES), speed=st.floats(0.2, 1.0), gpu=st.integers(0, 3))
 def test_a_faster_gpu_is_never_slower_under_the_same_plan(
-    profile: str, way: Way, speed: float, gpu: int
+    profile: str, strategy: Strategy, speed: float, gpu: int
 ) -> None:
     """The planner is not told, so it plans the same."""
     batch = batch_of(uneven(profile))
     slower, slow, even = (
-        simulate(uneven(profile, slow={gpu: value}, known=False), way, batch).step_s
+        simulate(uneven(profile, slow={gpu: value}, known=False), strategy, batch).step_s
         for value in (speed / 2, speed, 1.0)
     )
     assert even <= slow <= slower
@@ -301,7 +307,7 @@ def test_the_planner_knows_which_gpus_share_a_node(profile: str) -> None:
 
 
 def test_balanced_placement_evens_tokens(profile: str) -> None:
-    """One document of 1000 tokens stays on one of four workers, unless it may be placed anew."""
+    """One document of 1000 tokens stays on one of four workers, unless it may be moved."""
 
     def most(placement: str) -> int:
         one = scenario(profile, [1000, *[10] * 100], 1000, gpus=4)
@@ -313,35 +319,35 @@ def test_balanced_placement_evens_tokens(profile: str) -> None:
     assert most("balanced") <= 1.05 * 500
 
 
-@ways
+@strategies
 def test_without_jitter_steps_are_the_same_again_and_with_it_for_the_same_seed(
-    profile: str, way: Way
+    profile: str, strategy: Strategy
 ) -> None:
     def step_s(jitter: float, seed: int) -> float:
         one = uneven(profile, jitter=jitter, link_jitter=jitter)
-        return simulate(one, way, batch_of(one), seed=seed).step_s
+        return simulate(one, strategy, batch_of(one), seed=seed).step_s
 
     assert step_s(0.0, 1) == step_s(0.0, 2)
     assert step_s(0.1, 1) == step_s(0.1, 1) != step_s(0.1, 2)
 
 
-@ways
-def test_a_step_that_is_planned_already_takes_as_long(profile: str, way: Way) -> None:
+@strategies
+def test_a_step_that_is_planned_already_takes_as_long(profile: str, strategy: Strategy) -> None:
     one = uneven(profile)
-    first = simulate(one, way, batch_of(one))
-    again = simulate(one, way, batch_of(one), planned=first.planned)
+    first = simulate(one, strategy, batch_of(one))
+    again = simulate(one, strategy, batch_of(one), planned=first.planned)
     assert again.planned is first.planned
     assert (again.step_s, again.num_bytes) == (first.step_s, first.num_bytes)
 
 
-@ways
-def test_free_links_save_time_with_jitter_too(profile: str, way: Way) -> None:
+@strategies
+def test_free_links_save_time_with_jitter_too(profile: str, strategy: Strategy) -> None:
     one = uneven(profile, jitter=0.3, link_jitter=0.3)
-    found = simulate(one, way, batch_of(one))
+    found = simulate(one, strategy, batch_of(one))
     assert 0 < found.free_s <= found.step_s
 
 
-def test_packed_lanes_are_the_more_idle_the_more_there_are(profile: str) -> None:
+def test_packed_ranks_are_the_more_idle_the_more_there_are(profile: str) -> None:
     """Eight sequences of 200 tokens, one of them one document and the others 200: the more groups
     share them, the more of them wait for that one. Links take no time."""
     documents = [200] + [1] * 1400
@@ -373,9 +379,9 @@ def test_disaggregation_ends_that_wait(profile: str) -> None:
 
 def test_a_summary_is_the_mean_of_its_steps(profile: str) -> None:
     one = replace(uneven(profile), lengths=as_ints([*UNEVEN, *[10] * 400]))
-    way, batches = WAYS[5], list(one.batches(2))
-    first, second = (simulate(one, way, batch) for batch in batches)
-    found = Summary.of(one, way, batches)
+    strategy, batches = STRATEGIES[5], list(one.batches(2))
+    first, second = (simulate(one, strategy, batch) for batch in batches)
+    found = Summary.of(one, strategy, batches)
     step_s = (first.step_s + second.step_s) / 2
     assert first.step_s != second.step_s
     assert found.step_s == close(step_s)
@@ -389,17 +395,18 @@ def test_a_summary_is_the_mean_of_its_steps(profile: str) -> None:
 
 def test_every_batch_of_a_summary_is_shaken_by_itself(profile: str) -> None:
     one = uneven(profile, jitter=0.2)
-    batch, way = batch_of(one), WAYS[5]
-    steps = [simulate(one, way, batch, seed=seed).step_s for seed in (0, 1)]
-    assert Summary.of(one, way, [batch, batch]).step_s == close(sum(steps) / 2)
+    batch, strategy = batch_of(one), STRATEGIES[5]
+    steps = [simulate(one, strategy, batch, seed=seed).step_s for seed in (0, 1)]
+    assert Summary.of(one, strategy, [batch, batch]).step_s == close(sum(steps) / 2)
     assert steps[0] != steps[1]
 
 
-def test_all_ways_are_given_the_same_documents(profile: str) -> None:
+def test_all_strategies_are_given_the_same_documents(profile: str) -> None:
     one = replace(uneven(profile), lengths="pretrain")
-    chosen = [WAYS[0], WAYS[5], WAYS[9]]
-    compared = compare(one, chosen, 2)
-    assert [found.way for found in compared] == chosen
+    chosen = [STRATEGIES[0], STRATEGIES[5], STRATEGIES[9]]
+    batches = list(one.batches(2))
+    compared = [Summary.of(one, strategy, batches) for strategy in chosen]
+    assert [found.strategy for found in compared] == chosen
     # Equal FLOPs, as attention makes them, are equal documents.
     done = {round(found.tflops_per_gpu * found.step_s * 1e15) for found in compared}
     assert len(done) == 1
@@ -434,5 +441,5 @@ def test_steps_that_cannot_be_are_refused_in_one_sentence(
 @pytest.mark.parametrize("policy", ["colocated", "distca"])
 def test_an_unknown_profile_is_told_the_known_ones(policy: str) -> None:
     one = scenario("h300", [10, 10], 10)
-    with pytest.raises(ValueError, match="profile 'h300' is unknown: say h200, h200-flash, or the"):
+    with pytest.raises(ValueError, match="profile 'h300' is unknown: give h200, h200-flash, or"):
         outcome(one, policy, MeshShape(dp=2))

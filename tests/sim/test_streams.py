@@ -1,4 +1,4 @@
-"""Time on lanes: by hand, and against the simulator that goes event by event."""
+"""Time on ranks: by hand, and against the simulator that goes event by event."""
 
 from __future__ import annotations
 
@@ -9,57 +9,57 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim.draws import close, exchange_of, kernels, speeds, transfers
-from sim.oracle import Program, Transfer, play
+from sim.draws import close, kernels, speeds, transfer_of, transfers
+from sim.oracle import OracleTransfer, Program, play
 from sim.steps import point_to_point
 from sim.tiny import machines
 
 from distca.planning.spans import as_ints
 from distca.sim.cluster import Link
-from distca.sim.streams import Exchange, Streams
+from distca.sim.streams import Streams, Transfer
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 
-def even(lanes: int = 2, **options: Any) -> Streams:
-    return Streams(np.ones(lanes), **options)
+def even(ranks: int = 2, **options: Any) -> Streams:
+    return Streams(np.ones(ranks), **options)
 
 
-def pair(first: float, second: float, lanes: int = 2) -> Exchange:
-    """Lanes 0 and 1, with so many seconds at their ports."""
+def pair(first: float, second: float, ranks: int = 2) -> Transfer:
+    """Ranks 0 and 1, with so many seconds at their ports."""
     both = frozenset((0, 1))
-    return exchange_of(Transfer({0: first, 1: second}, {0: both, 1: both}), lanes)
+    return transfer_of(OracleTransfer({0: first, 1: second}, {0: both, 1: both}), ranks)
 
 
 # -- by hand -------------------------------------------------------------------------------------
 
 
-def test_a_lane_computes_one_thing_after_the_other() -> None:
+def test_a_rank_computes_one_thing_after_the_other() -> None:
     streams = even()
     streams.run("one", np.array([3.0, 1.0]))
     streams.run("two", np.array([2.0, 0.0]))
     assert streams.compute.tolist() == streams.busy.tolist() == [5.0, 1.0]
 
 
-def test_a_slow_lane_takes_longer_to_compute() -> None:
+def test_a_slow_rank_takes_longer_to_compute() -> None:
     streams = Streams(np.array([1.0, 0.5]))
     streams.run("one", np.array([3.0, 3.0]))
     assert streams.compute.tolist() == streams.busy.tolist() == [3.0, 6.0]
 
 
-def test_a_slow_lane_sends_as_fast_as_others() -> None:
+def test_a_slow_rank_sends_as_fast_as_others() -> None:
     streams = Streams(np.array([0.5, 0.5]))
     assert streams.send("one", pair(3.0, 3.0)).tolist() == [3.0, 3.0]
 
 
 def test_an_exchange_ends_when_the_last_partner_is_through() -> None:
-    """Lane 0 is there at 1 and sends for 2; lane 1 is there at 4 and sends for 5."""
+    """Rank 0 is there at 1 and sends for 2; rank 1 is there at 4 and sends for 5."""
     streams = even()
     streams.run("one", np.array([1.0, 4.0]))
     assert streams.send("two", pair(2.0, 5.0)).tolist() == [9.0, 9.0]
 
 
-def test_computing_goes_on_beside_an_exchange() -> None:
+def test_computing_goes_on_beside_a_transfer() -> None:
     streams = even()
     done = streams.send("one", pair(5.0, 5.0))
     streams.run("two", np.array([3.0, 8.0]))
@@ -76,7 +76,7 @@ def test_a_port_sends_one_thing_after_the_other() -> None:
 
 
 def test_a_port_is_held_until_the_partner_is_through_too() -> None:
-    """Lane 0 alone would be through at 1, but lane 1 comes at 6; only then can lane 0 go on."""
+    """Rank 0 alone would be through at 1, but rank 1 comes at 6; only then can rank 0 go on."""
     streams = even()
     streams.run("late", np.array([0.0, 6.0]))
     streams.send("one", pair(1.0, 1.0))
@@ -84,25 +84,25 @@ def test_a_port_is_held_until_the_partner_is_through_too() -> None:
 
 
 def test_partners_of_partners_are_not_waited_for() -> None:
-    """0 and 1 meet, 1 and 2 meet; lane 2 comes late, which lane 0 does not notice."""
+    """0 and 1 meet, 1 and 2 meet; rank 2 comes late, which rank 0 does not notice."""
     sets = {0: frozenset((0, 1)), 1: frozenset((0, 1, 2)), 2: frozenset((1, 2))}
     streams = even(3)
     streams.run("late", np.array([0.0, 0.0, 10.0]))
-    done = streams.send("one", exchange_of(Transfer(dict.fromkeys(range(3), 1.0), sets), 3))
+    done = streams.send("one", transfer_of(OracleTransfer(dict.fromkeys(range(3), 1.0), sets), 3))
     assert done.tolist() == [1.0, 11.0, 11.0]
 
 
-def test_lanes_without_a_part_are_not_held_up() -> None:
+def test_ranks_without_a_part_are_not_held_up() -> None:
     streams = even(3)
     streams.run("late", np.array([0.0, 4.0, 1.0]))
-    done = streams.send("one", pair(2.0, 2.0, lanes=3))
+    done = streams.send("one", pair(2.0, 2.0, ranks=3))
     streams.wait(done)
     assert streams.compute.tolist() == [6.0, 6.0, 1.0]
     assert streams.port.tolist() == [6.0, 6.0, 0.0]
 
 
-def test_alone_a_lane_finds_its_partners_ready() -> None:
-    streams = even(alone=True)
+def test_an_isolated_rank_finds_its_partners_ready() -> None:
+    streams = even(isolated=True)
     streams.run("late", np.array([1.0, 4.0]))
     assert streams.send("one", pair(2.0, 5.0)).tolist() == [3.0, 9.0]
 
@@ -120,17 +120,17 @@ def test_nothing_to_send_takes_no_time() -> None:
 NEAR, FAR = Link(100.0, 1.0), Link(10.0, 2.0)  # bytes a second, and seconds before them
 
 
-def between(flows: dict[tuple[int, int], int], lanes: int = 4, tp: int = 1) -> Exchange | None:
-    """On nodes of two lanes."""
-    cluster = machines("none", lanes * tp, gpus_per_node=2 * tp, inside=NEAR, across=FAR)
+def between(flows: dict[tuple[int, int], int], ranks: int = 4, tp: int = 1) -> Transfer | None:
+    """On nodes of two ranks."""
+    cluster = machines("none", ranks * tp, gpus_per_node=2 * tp, inside=NEAR, across=FAR)
     source, target = (as_ints([ends[i] for ends in flows]) for i in (0, 1))
-    return Exchange.between(source, target, as_ints(list(flows.values())), cluster, tp, lanes)
+    return Transfer.between(source, target, as_ints(list(flows.values())), cluster, tp, ranks)
 
 
 def seconds_between(flows: dict[tuple[int, int], int], **sizes: int) -> list[float]:
-    exchange = between(flows, **sizes)
-    assert exchange is not None
-    return exchange.seconds.tolist()
+    transfer = between(flows, **sizes)
+    assert transfer is not None
+    return transfer.seconds.tolist()
 
 
 def test_inside_a_node_the_fast_link_is_used() -> None:
@@ -142,7 +142,7 @@ def test_across_nodes_the_slow_one() -> None:
 
 
 def test_a_port_shares_its_bandwidth_among_partners_and_pays_the_latency_once() -> None:
-    """Lane 0 sends 300 and 200 bytes over one port; its partners receive only their own."""
+    """Rank 0 sends 300 and 200 bytes over one port; its partners receive only their own."""
     assert seconds_between({(0, 2): 300, (0, 3): 200}) == [2 + 50.0, 0.0, 2 + 30.0, 2 + 20.0]
 
 
@@ -158,63 +158,63 @@ def test_the_links_inside_and_across_work_side_by_side() -> None:
     assert seconds_between({(0, 1): 5000, (0, 2): 300})[0] == max(1 + 50.0, 2 + 30.0)
 
 
-def test_nodes_hold_fewer_lanes_with_tensor_parallelism() -> None:
-    """Four GPUs in a node are two lanes of tp = 2."""
+def test_nodes_hold_fewer_ranks_with_tensor_parallelism() -> None:
+    """Four GPUs in a node are two ranks of tp = 2."""
     assert seconds_between({(1, 2): 300}, tp=2) == [0.0, 2 + 30.0, 2 + 30.0, 0.0]
 
 
-def test_an_exchange_of_no_bytes_is_none() -> None:
+def test_a_transfer_of_no_bytes_is_none() -> None:
     assert between({(0, 1): 0}) is None
     assert between({}) is None
 
 
 def test_bytes_are_counted_once() -> None:
-    exchange = between({(0, 1): 300, (1, 0): 200, (2, 3): 0})
-    assert exchange is not None
-    assert exchange.num_bytes == 500
+    transfer = between({(0, 1): 300, (1, 0): 200, (2, 3): 0})
+    assert transfer is not None
+    assert transfer.num_bytes == 500
 
 
 @given(st.data())
 def test_loads_of_ports_are_those_of_all_flows_one_by_one(data: st.DataObject) -> None:
-    lanes = data.draw(st.integers(2, 6))
-    lane = st.integers(0, lanes - 1)
-    flows = data.draw(st.dictionaries(st.tuples(lane, lane), st.integers(0, 500), max_size=8))
+    ranks = data.draw(st.integers(2, 6))
+    rank = st.integers(0, ranks - 1)
+    flows = data.draw(st.dictionaries(st.tuples(rank, rank), st.integers(0, 500), max_size=8))
     flows = {ends: n for ends, n in flows.items() if ends[0] != ends[1]}
-    cluster = machines("none", lanes, gpus_per_node=2, inside=NEAR, across=FAR)
-    expected, found = point_to_point(flows, cluster), between(flows, lanes)
+    cluster = machines("none", ranks, gpus_per_node=2, inside=NEAR, across=FAR)
+    expected, found = point_to_point(flows, cluster), between(flows, ranks)
     if expected is None or found is None:
         assert expected is found
         return
-    assert found.seconds.tolist() == close([expected.seconds.get(i, 0.0) for i in range(lanes)])
-    assert partners_of(found) == [expected.partners.get(i, {i}) for i in range(lanes)]
+    assert found.seconds.tolist() == close([expected.seconds.get(i, 0.0) for i in range(ranks)])
+    assert partners_of(found) == [expected.partners.get(i, {i}) for i in range(ranks)]
 
 
-def partners_of(exchange: Exchange) -> list[set[int]]:
-    return [set(part.tolist()) for part in np.split(exchange.partner, exchange.first[1:])]
+def partners_of(transfer: Transfer) -> list[set[int]]:
+    return [set(part.tolist()) for part in np.split(transfer.partner, transfer.first[1:])]
 
 
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=8))
-def test_a_collective_joins_the_lanes_of_a_group(group: list[int]) -> None:
-    exchange = Exchange.within(np.array(group), np.arange(1.0, len(group) + 1), 7)
-    for lane, number in enumerate(group):
+def test_a_collective_joins_the_ranks_of_a_group(group: list[int]) -> None:
+    transfer = Transfer.within(np.array(group), np.arange(1.0, len(group) + 1), 7)
+    for rank, number in enumerate(group):
         members = {other for other, its in enumerate(group) if its == number}
-        assert partners_of(exchange)[lane] == (members if number >= 0 else {lane})
-        assert exchange.seconds[lane] == (lane + 1.0 if number >= 0 else 0.0)
+        assert partners_of(transfer)[rank] == (members if number >= 0 else {rank})
+        assert transfer.seconds[rank] == (rank + 1.0 if number >= 0 else 0.0)
 
 
 def test_in_a_collective_of_nobody_everyone_is_alone() -> None:
-    exchange = Exchange.within(np.array([-1, -1]), np.ones(2), 0)
-    assert partners_of(exchange) == [{0}, {1}]
-    assert exchange.seconds.tolist() == [0.0, 0.0]
+    transfer = Transfer.within(np.array([-1, -1]), np.ones(2), 0)
+    assert partners_of(transfer) == [{0}, {1}]
+    assert transfer.seconds.tolist() == [0.0, 0.0]
 
 
 def test_nobody_has_anything_before_it_is_sent_however_fast_the_link() -> None:
-    """Lane 0 comes at 5 to send 100 bytes; there are no links that take no time at all."""
+    """Rank 0 comes at 5 to send 100 bytes; there are no links that take no time at all."""
     cluster = machines("none", 2, inside=Link(1e300))
-    exchange = Exchange.between(as_ints([0]), as_ints([1]), as_ints([100]), cluster, 1, 2)
+    transfer = Transfer.between(as_ints([0]), as_ints([1]), as_ints([100]), cluster, 1, 2)
     streams = even()
     streams.run("late", np.array([5.0, 0.0]))
-    streams.wait(streams.send("one", exchange))
+    streams.wait(streams.send("one", transfer))
     assert streams.compute.tolist() == [5.0, 5.0]
 
 
@@ -249,7 +249,7 @@ def test_jitter_never_makes_time_go_back() -> None:
 def test_nothing_is_shaken_where_nothing_happens() -> None:
     streams = even(3, jitter=0.5, link_jitter=0.5)
     streams.run("one", np.array([1.0, 1.0, 0.0]))
-    streams.wait(streams.send("two", pair(1.0, 1.0, lanes=3)))
+    streams.wait(streams.send("two", pair(1.0, 1.0, ranks=3)))
     assert streams.compute[2] == 0.0
 
 
@@ -274,41 +274,41 @@ def test_nothing_is_recorded_unless_asked_for() -> None:
 
 @st.composite
 def stories(draw: Draw) -> tuple[int, list[tuple[str, Any]]]:
-    """Any order of computing, sending and waiting, the same on all lanes."""
-    lanes = draw(st.integers(2, 4))
+    """Any order of computing, sending and waiting, the same on all ranks."""
+    ranks = draw(st.integers(2, 4))
     story: list[tuple[str, Any]] = []
     for _ in range(draw(st.integers(1, 12))):
         sent = [n for n, (verb, _) in enumerate(story) if verb == "send"]
         verb = draw(st.sampled_from(["run", "send", "wait"] if sent else ["run", "send"]))
         if verb == "run":
-            story.append((verb, draw(kernels(lanes))))
+            story.append((verb, draw(kernels(ranks))))
         elif verb == "send":
-            story.append((verb, draw(transfers(lanes))))
+            story.append((verb, draw(transfers(ranks))))
         else:
             story.append((verb, draw(st.sampled_from(sent))))
-    return lanes, story
+    return ranks, story
 
 
 @given(stories(), st.booleans(), st.data())
 def test_any_program_takes_what_the_oracle_says(
-    told: tuple[int, list[tuple[str, Any]]], alone: bool, data: st.DataObject
+    drawn: tuple[int, list[tuple[str, Any]]], isolated: bool, data: st.DataObject
 ) -> None:
-    lanes, story = told
-    speed = data.draw(speeds(lanes))
-    streams, done = Streams(np.array(speed), alone=alone), {}
-    programs: list[Program] = [[] for _ in range(lanes)]
+    ranks, story = drawn
+    speed = data.draw(speeds(ranks))
+    streams, done = Streams(np.array(speed), isolated=isolated), {}
+    programs: list[Program] = [[] for _ in range(ranks)]
     named = {}
     for n, (verb, what) in enumerate(story):
         if verb == "run":
             streams.run("run", np.array(what))
         elif verb == "send":
-            done[n] = streams.send("send", exchange_of(what, lanes))
-            itself = {lane: frozenset([lane]) for lane in what.seconds}
-            named[n] = Transfer(what.seconds, itself) if alone else what
+            done[n] = streams.send("send", transfer_of(what, ranks))
+            itself = {rank: frozenset([rank]) for rank in what.seconds}
+            named[n] = OracleTransfer(what.seconds, itself) if isolated else what
         else:
             streams.wait(done[what])
-        for lane, program in enumerate(programs):
-            run = what[lane] / speed[lane] if verb == "run" else None
+        for rank, program in enumerate(programs):
+            run = what[rank] / speed[rank] if verb == "run" else None
             program.append((verb, {"run": run, "send": n, "wait": what}[verb]))
     expected = play(programs, named)
     assert streams.compute.tolist() == close(expected.finish)

@@ -9,25 +9,25 @@ import pytest
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
 from distca.sim.cluster import cluster
-from distca.sim.lower_bounds import least_bytes, least_s
-from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.lower_bounds import min_bytes, min_step_s
+from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Outcome, simulate
 from distca.sim.sweep import Sizes, best, candidates, tensor_sizes
 
 SMALL = ModelShape("small", 4, 2, 128, layers=3, hidden=512, ffn=2048, vocab_size=32000)
 SCENARIO = Scenario(SMALL, replace(cluster("h200"), gpus=4, gpus_per_node=2), 16384, 4)
-LIKES = {
-    way.name: way
-    for way in (
-        Way("colocated", MeshShape()),
-        Way("head-tail-cp", MeshShape()),
-        Way("wlb", MeshShape()),
-        Way(
+TEMPLATES = {
+    strategy.name: strategy
+    for strategy in (
+        Strategy("colocated", MeshShape()),
+        Strategy("head-tail-cp", MeshShape()),
+        Strategy("wlb", MeshShape()),
+        Strategy(
             "distca", MeshShape(), placement="balanced", tolerance=0.3
         ),  # short documents, few tiles
     )
 }
-EACH = pytest.mark.parametrize("name", LIKES)
+EACH = pytest.mark.parametrize("name", TEMPLATES)
 
 
 @cache
@@ -36,30 +36,32 @@ def batch() -> Batch:
 
 
 @cache
-def exhaustive(name: str) -> dict[Way, Outcome]:
+def exhaustive(name: str) -> dict[Strategy, Outcome]:
     """Every candidate, but for the pipelines that take long to plan."""
-    ways = candidates(SCENARIO, LIKES[name], Sizes())
-    few = [way for way in ways if way.parallel.pp * way.micro_batches <= 4]
-    return {way: simulate(SCENARIO, way, batch()) for way in few}
+    strategies = candidates(SCENARIO, TEMPLATES[name], Sizes())
+    few = [
+        strategy for strategy in strategies if strategy.parallel.pp * strategy.micro_batches <= 4
+    ]
+    return {strategy: simulate(SCENARIO, strategy, batch()) for strategy in few}
 
 
 @EACH
 def test_candidates_make_up_the_gpus_and_divide_the_sequences(name: str) -> None:
-    ways = candidates(SCENARIO, LIKES[name], Sizes())
-    assert len(set(ways)) == len(ways) > 5
-    for way in ways:
-        p = way.parallel
+    strategies = candidates(SCENARIO, TEMPLATES[name], Sizes())
+    assert len(set(strategies)) == len(strategies) > 5
+    for strategy in strategies:
+        p = strategy.parallel
         assert p.num_ranks == 4
         assert p.tp in (1, 2)
         assert p.pp in (1, 2)  # of 3 layers, and 4 would leave no GPU for more
-        if way.disaggregated:
+        if strategy.disaggregated:
             assert p.dp == 1
-            assert way.micro_batches % p.pp == 0
-        elif way.policy == "wlb":
-            assert p.dp * way.micro_batches <= 4
+            assert strategy.micro_batches % p.pp == 0
+        elif strategy.policy == "wlb":
+            assert p.dp * strategy.micro_batches <= 4
         else:
-            assert 4 % (p.dp * way.micro_batches) == 0
-        assert p.cp == 1 or way.policy != "colocated"
+            assert 4 % (p.dp * strategy.micro_batches) == 0
+        assert p.cp == 1 or strategy.policy != "colocated"
 
 
 def test_tensor_parallelism_divides_node_heads_and_feed_forward() -> None:
@@ -74,15 +76,19 @@ def test_tensor_parallelism_divides_node_heads_and_feed_forward() -> None:
 
 def test_given_sizes_are_kept() -> None:
     sizes = Sizes(tp=(1,), pp=(1,), cp=(2,), micro_batches=(2,))
-    for name, like in LIKES.items():
+    for name, template in TEMPLATES.items():
         found = {
-            (way.parallel.sizes, way.micro_batches) for way in candidates(SCENARIO, like, sizes)
+            (strategy.parallel.sizes, strategy.micro_batches)
+            for strategy in candidates(SCENARIO, template, sizes)
         }
         assert found == (set() if name == "colocated" else {((1, 2, 2, 1), 2)})
     served = candidates(
-        SCENARIO, LIKES["distca, balanced"], Sizes(tp=(1,), pp=(1,), servers=(0, 2))
+        SCENARIO, TEMPLATES["distca, balanced"], Sizes(tp=(1,), pp=(1,), servers=(0, 2))
     )
-    assert {(way.parallel.cp, way.parallel.servers) for way in served} == {(4, 0), (2, 2)}
+    assert {(strategy.parallel.cp, strategy.parallel.servers) for strategy in served} == {
+        (4, 0),
+        (2, 2),
+    }
     with pytest.raises(ValueError, match="tp = 0: give 1 or more"):
         Sizes(tp=(0,))
     with pytest.raises(ValueError, match="servers = -2: give 0 or more"):
@@ -91,9 +97,9 @@ def test_given_sizes_are_kept() -> None:
 
 @EACH
 def test_no_step_goes_below_the_least(name: str) -> None:
-    for way, outcome in exhaustive(name).items():
-        assert outcome.step_s >= least_s(SCENARIO, way, batch()), way
-        assert outcome.memory.total >= least_bytes(SCENARIO, way), way
+    for strategy, outcome in exhaustive(name).items():
+        assert outcome.step_s >= min_step_s(SCENARIO, strategy, batch()), strategy
+        assert outcome.memory.total >= min_bytes(SCENARIO, strategy), strategy
 
 
 @EACH
@@ -101,27 +107,29 @@ def test_the_best_of_all_is_found_and_memory_is_kept(name: str) -> None:
     known = exhaustive(name)
     needs = sorted(outcome.memory.total for outcome in known.values())
     for limit in (inf, needs[len(needs) // 2], needs[0]):
-        fitting = {way: one for way, one in known.items() if one.memory.total <= limit}
-        found = best(SCENARIO, LIKES[name], Sizes(), [batch()], limit_bytes=limit)
+        fitting = {strategy: one for strategy, one in known.items() if one.memory.total <= limit}
+        found = best(SCENARIO, TEMPLATES[name], Sizes(), [batch()], limit_bytes=limit)
         assert found.fits
         assert found.summary is not None
         assert found.summary.memory.total <= limit
         assert found.summary.step_s <= min(one.step_s for one in fitting.values())
-        assert found.tried <= len(candidates(SCENARIO, LIKES[name], Sizes()))
+        assert found.tried <= len(candidates(SCENARIO, TEMPLATES[name], Sizes()))
 
 
 def test_much_is_left_out() -> None:
     name = "distca, balanced"
-    shown: list[Way] = []
-    found = best(SCENARIO, LIKES[name], Sizes(), [batch()], limit_bytes=inf, show=shown.append)
-    assert set(shown) == set(candidates(SCENARIO, LIKES[name], Sizes()))
+    shown: list[Strategy] = []
+    found = best(SCENARIO, TEMPLATES[name], Sizes(), [batch()], limit_bytes=inf, show=shown.append)
+    assert set(shown) == set(candidates(SCENARIO, TEMPLATES[name], Sizes()))
     assert found.tried <= len(shown) / 3
 
 
 @EACH
 def test_where_nothing_fits_the_smallest_need_is_told(name: str) -> None:
-    least = min(least_bytes(SCENARIO, way) for way in candidates(SCENARIO, LIKES[name], Sizes()))
-    found = best(SCENARIO, LIKES[name], Sizes(), [batch()], limit_bytes=1.0)
+    least = min(
+        min_bytes(SCENARIO, strategy) for strategy in candidates(SCENARIO, TEMPLATES[name], Sizes())
+    )
+    found = best(SCENARIO, TEMPLATES[name], Sizes(), [batch()], limit_bytes=1.0)
     assert not found.fits
     assert found.summary is not None
     assert least <= found.summary.memory.total <= 1.3 * least
@@ -129,14 +137,14 @@ def test_where_nothing_fits_the_smallest_need_is_told(name: str) -> None:
 
 def test_all_batches_count() -> None:
     batches = list(SCENARIO.batches(3))
-    found = best(SCENARIO, LIKES["wlb"], Sizes(tp=(1,), pp=(1,)), batches, limit_bytes=inf)
+    found = best(SCENARIO, TEMPLATES["wlb"], Sizes(tp=(1,), pp=(1,)), batches, limit_bytes=inf)
     assert found.summary is not None
-    mean = sum(simulate(SCENARIO, found.summary.way, one).step_s for one in batches) / 3
+    mean = sum(simulate(SCENARIO, found.summary.strategy, one).step_s for one in batches) / 3
     assert found.summary.step_s == pytest.approx(mean)
 
 
 def test_sizes_that_do_not_apply_are_said() -> None:
-    found = best(SCENARIO, LIKES["colocated"], Sizes(dp=(3,)), [batch()], limit_bytes=inf)
+    found = best(SCENARIO, TEMPLATES["colocated"], Sizes(dp=(3,)), [batch()], limit_bytes=inf)
     assert (found.summary, found.tried, found.fits) == (None, 0, False)
     assert found.refused.startswith("4 GPUs and 4 sequences do not divide by dp 3, cp 1: tp x pp")
 
@@ -144,6 +152,8 @@ def test_sizes_that_do_not_apply_are_said() -> None:
 def test_what_the_simulator_refuses_is_passed_on() -> None:
     whole = replace(SCENARIO, sequences=1, lengths="fixed:16384")
     sizes = Sizes(tp=(1,), pp=(1,), micro_batches=(2,))
-    found = best(whole, LIKES["distca, balanced"], sizes, list(whole.batches(1)), limit_bytes=inf)
+    found = best(
+        whole, TEMPLATES["distca, balanced"], sizes, list(whole.batches(1)), limit_bytes=inf
+    )
     assert found.summary is None
     assert "documents cannot be split into 4 sets" in found.refused

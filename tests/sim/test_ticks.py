@@ -25,7 +25,7 @@ from distca.planning.spans import as_ints
 from distca.sim.cluster import Link
 from distca.sim.rates import Rates
 from distca.sim.streams import Streams
-from distca.sim.ticks import Ticks, held, seam_elements, stage_elements
+from distca.sim.ticks import micro_batch_tokens, run_ticks, seam_elements, stage_elements
 
 CUTS = {"tile": 4, "min_shard": 4, "tolerance": 0.1}  # so that documents of some tokens are cut
 
@@ -41,7 +41,7 @@ def planned(rates: Rates, lengths: list[int], **choices: Any) -> StepPlan:
         masks=(Mask(),) * rates.shape.layers,
         options=PlanOptions(
             model=rates.shape,
-            ranks_per_node=rates.cluster.lanes_per_node(rates.parallel.tp),
+            ranks_per_node=rates.cluster.ranks_per_node(rates.parallel.tp),
             cost=rates.cost,
             **CUTS,
         ),
@@ -52,8 +52,8 @@ def planned(rates: Rates, lengths: list[int], **choices: Any) -> StepPlan:
 
 
 def ran(rates: Rates, step: StepPlan, **options: Any) -> Streams:
-    streams = Streams(np.ones(rates.lanes), **options)
-    Ticks(rates, step, streams).run()
+    streams = Streams(np.ones(rates.num_ranks), **options)
+    run_ticks(rates, step, streams)
     return streams
 
 
@@ -108,7 +108,7 @@ def test_stages_hand_activations_to_each_other(profile: str) -> None:
     """One micro-batch of 10 tokens on two stages of one layer, attended at home.
 
     Forward: stage 0 takes 30 us and the attention, 160 bytes take 1 + 2.5 us, stage 1 takes 40 us.
-    Backward: 80, the way back, 60. No weights are gathered, as each stage has one worker.
+    Backward: 80, sending back, 60. No weights are gathered, as each stage has one worker.
     """
     rates = rates_of(profile, MeshShape(pp=2), layers=2)
     step = planned(rates, [10], policy="colocated")
@@ -174,12 +174,12 @@ def test_tensor_parallel_ranks_share_the_work_and_gather_tokens(profile: str) ->
 
 
 def test_tensor_parallel_ranks_pass_on_a_part_each(profile: str) -> None:
-    """8 tokens of 8 x 2 bytes are 128, half of them on each rank; nodes hold one lane: 2 + 4 us."""
+    """8 tokens of 8 x 2 bytes are 128, half of them on each rank; nodes hold one rank: 2 + 4 us."""
     rates = replace(halved(profile), parallel=MeshShape(pp=2, tp=2))
-    exchange = rates.passing_on(as_ints([8]), as_ints([0]), as_ints([1]))
-    assert exchange is not None
-    assert exchange.num_bytes == 64
-    assert exchange.seconds.tolist() == close([(2 + 64 / 16) * US] * 2)
+    transfer = rates.send_activations(as_ints([8]), as_ints([0]), as_ints([1]))
+    assert transfer is not None
+    assert transfer.num_bytes == 64
+    assert transfer.seconds.tolist() == close([(2 + 64 / 16) * US] * 2)
 
 
 @pytest.mark.parametrize(("recompute", "expected"), [(False, 2 * 4 + 2), (True, 3 * 4 + 2 * 2)])
@@ -237,14 +237,14 @@ def test_every_byte_of_the_plans_is_sent_and_no_other(profile: str, choice: dict
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_attention_of_all_lanes_is_that_of_all_tasks(profile: str, choice: dict[str, Any]) -> None:
+def test_attention_of_all_ranks_is_that_of_all_tasks(profile: str, choice: dict[str, Any]) -> None:
     """And of all pairs of all documents, at 1 ns forward and 2 ns backward."""
     rates, step = made(profile, choice)
     pairs = sum(n * (n + 1) // 2 for n in UNEVEN) * rates.shape.layers
     for backward, pair_s in ((False, 1e-9), (True, 2e-9)):
         total = 0.0
-        for plan, way in step.passes:
-            if way == backward:
+        for plan, is_backward in step.passes:
+            if is_backward == backward:
                 attention = rates.attention(plan, backward=backward)
                 found = float((attention.local_s + attention.remote_s).sum())
                 work = plan.backward_work_ps if backward else plan.forward_work_ps
@@ -254,7 +254,7 @@ def test_attention_of_all_lanes_is_that_of_all_tasks(profile: str, choice: dict[
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-def test_lanes_are_busy_with_all_tokens_and_all_pairs(profile: str, choice: dict[str, Any]) -> None:
+def test_ranks_are_busy_with_all_tokens_and_all_pairs(profile: str, choice: dict[str, Any]) -> None:
     """3 + 6 us of a token in each layer, 1 + 2 in the head; 1 + 2 ns of each pair in each layer."""
     rates, step = made(profile, choice)
     layers, tokens = rates.shape.layers, sum(UNEVEN)
@@ -269,7 +269,9 @@ def test_lanes_are_busy_with_all_tokens_and_all_pairs(profile: str, choice: dict
 @pytest.mark.parametrize("choice", CHOICES)
 def test_micro_batches_hold_all_tokens(profile: str, choice: dict[str, Any]) -> None:
     _, step = made(profile, choice)
-    assert sum(int(held(step, m).sum()) for m in range(len(step.micro_batches))) == sum(UNEVEN)
+    assert sum(
+        int(micro_batch_tokens(step, m).sum()) for m in range(len(step.micro_batches))
+    ) == sum(UNEVEN)
 
 
 def test_dedicated_servers_do_nothing_but_attention(profile: str) -> None:

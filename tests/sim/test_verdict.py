@@ -9,31 +9,35 @@ import pytest
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
 from distca.sim.cluster import Cluster, Link, cluster
-from distca.sim.scenario import Scenario, Way
+from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import simulate
-from distca.sim.sweep import Found, Sizes, best
+from distca.sim.sweep import Sizes, SweepResult, best
 from distca.sim.verdict import PAYS, Verdict, attention_share, busiest, verdict
 
 SMALL = ModelShape("small", 8, 4, 128, layers=2, hidden=1024, ffn=4096, vocab_size=8192)
 MACHINES = replace(cluster("h200"), gpus=4, gpus_per_node=2)
-LIKES = (
-    Way("colocated", MeshShape()),
-    Way("wlb", MeshShape()),
-    Way("distca", MeshShape(), placement="balanced"),
+TEMPLATES = (
+    Strategy("colocated", MeshShape()),
+    Strategy("wlb", MeshShape()),
+    Strategy("distca", MeshShape(), placement="balanced"),
 )
 
 
 def judge(
-    machines: Cluster, lengths: str, context: int, likes: Sequence[Way] = LIKES, limit: float = inf
+    machines: Cluster,
+    lengths: str,
+    context: int,
+    templates: Sequence[Strategy] = TEMPLATES,
+    limit: float = inf,
 ) -> tuple[Scenario, Verdict]:
     scenario = Scenario(SMALL, machines, context, 8, lengths)
     batches, sizes = list(scenario.batches(1)), Sizes(tp=(1,), pp=(1,))
-    found = [best(scenario, like, sizes, batches, limit_bytes=limit) for like in likes]
+    found = [best(scenario, template, sizes, batches, limit_bytes=limit) for template in templates]
     return scenario, verdict(scenario, found, batches[0])
 
 
 def test_it_pays_for_long_contexts_of_uneven_documents() -> None:
-    _, said = judge(MACHINES, "pretrain", 131072, [LIKES[0], LIKES[2]])
+    _, said = judge(MACHINES, "pretrain", 131072, [TEMPLATES[0], TEMPLATES[2]])
     assert said.pays
     assert said.speed_up is not None
     assert said.speed_up > 1.1
@@ -57,7 +61,7 @@ def test_even_documents_need_no_balance() -> None:
 
 def test_a_slow_network_takes_it_back_and_a_faster_one_is_named() -> None:
     slow = replace(MACHINES, across=Link(0.3e9, 20e-6))
-    scenario, said = judge(slow, "pretrain", 131072, [LIKES[0], LIKES[2]])
+    scenario, said = judge(slow, "pretrain", 131072, [TEMPLATES[0], TEMPLATES[2]])
     assert (said.pays, said.because) == (False, "links")
     needed = said.needed_bytes_per_s
     assert needed is not None
@@ -67,7 +71,9 @@ def test_a_slow_network_takes_it_back_and_a_faster_one_is_named() -> None:
     for factor, pays in ((1.1, True), (1 / 1.1, False)):
         links = replace(slow, across=Link(needed * factor, 20e-6))
         faster = replace(scenario, cluster=links)
-        ours, other = (simulate(faster, one.way, batch).step_s for one in (said.ours, said.other))
+        ours, other = (
+            simulate(faster, one.strategy, batch).step_s for one in (said.ours, said.other)
+        )
         assert (other / ours > PAYS) is pays
 
 
@@ -78,20 +84,22 @@ def test_slow_gpus_of_which_nobody_is_told() -> None:
 
 
 def test_one_side_alone_says_nothing() -> None:
-    _, alone = judge(MACHINES, "pretrain", 16384, LIKES[:1])
+    _, alone = judge(MACHINES, "pretrain", 16384, TEMPLATES[:1])
     assert (alone.pays, alone.speed_up, alone.ours) == (None, None, None)
     _, none = judge(MACHINES, "fixed:4096", 16384, limit=1.0)
     assert none == Verdict(None, None)
-    assert verdict(Scenario(SMALL, MACHINES, 16384, 8), [Found("x", 0)], []) == Verdict(None, None)
+    assert verdict(Scenario(SMALL, MACHINES, 16384, 8), [SweepResult("x", 0)], []) == Verdict(
+        None, None
+    )
 
 
 def test_shares_are_what_they_say() -> None:
     scenario = Scenario(SMALL, MACHINES, 16384, 8, "fixed:16384")
     (batch,) = scenario.batches(1)
-    way = Way("colocated", MeshShape(dp=4))
-    assert busiest(scenario, way, batch) == 1.0
+    strategy = Strategy("colocated", MeshShape(dp=4))
+    assert busiest(scenario, strategy, batch) == 1.0
     long, short = (
-        attention_share(replace(scenario, context=n, lengths=f"fixed:{n}"), way,
+        attention_share(replace(scenario, context=n, lengths=f"fixed:{n}"), strategy,
                         next(replace(scenario, context=n, lengths=f"fixed:{n}").batches(1)))
         for n in (32768, 16384)
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What a run is made of, from its config."""
+"""From a config to the parts of a run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,51 @@ import torch
 
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
+from distca.planning.devices import UNLIMITED, Devices
+from distca.planning.spans import as_ints
 from distca.train.config import Config
 from distca.train.setup import planner_of
 
 
+def planner(parallel: MeshShape, *settings: str) -> StepPlanner:
+    config = Config.read(None, [f"parallel.{setting}" for setting in settings])
+    return planner_of(config, parallel, model_config("debug"), torch.device("cpu"))
+
+
+def devices(parallel: MeshShape, *settings: str) -> Devices:
+    """The devices of a plan of the trainer's planner."""
+    return planner(parallel, *settings).plan(as_ints([300, 200, 100, 50])).slots[0][0][0].devices
+
+
 @pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])
 def test_tasks_are_priced_for_the_device(device: str, cost: str) -> None:
-    planner = planner_of(Config(), MeshShape(), model_config("debug"), torch.device(device))
-    assert planner.plan_options.cost.name == cost
+    mesh, model = MeshShape(), model_config("debug")
+    found = planner_of(Config(), mesh, model, torch.device(device)).plan_options.cost
+    assert not isinstance(found, str)
+    assert found.name == cost
+
+
+def test_plans_know_which_ranks_share_a_node_from_the_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert devices(MeshShape(dp=4)).node.tolist() == [0, 0, 0, 0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert devices(MeshShape(dp=4)).node.tolist() == [0, 0, 1, 1]
+    # Of four ranks on a node, two have the same tensor-parallel index.
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    assert devices(MeshShape(dp=4, tp=2)).node.tolist() == [0, 0, 1, 1]
+    assert devices(MeshShape(dp=4), "ranks_per_node=3").node.tolist() == [0, 0, 0, 1]
+    assert devices(MeshShape(dp=2, servers=2)).node.tolist() == [0, 0, 0, 0]
+
+
+def test_speeds_and_memory_limits_reach_the_plans() -> None:
+    plain = devices(MeshShape(dp=2))
+    assert plain.speed.tolist() == [1.0, 1.0]
+    assert plain.memory_bytes.tolist() == [UNLIMITED] * 2
+    told = devices(MeshShape(dp=2), "speed=[1.0, 0.5]", "attention_memory_gib=0.5")
+    assert told.speed.tolist() == [1.0, 0.5]
+    assert told.memory_bytes.tolist() == [1 << 29] * 2
+    with pytest.raises(ValueError, match="3 speeds for 2 plan ranks: give one for each, or none"):
+        devices(MeshShape(dp=2), "speed=[1, 1, 1]")

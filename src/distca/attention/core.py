@@ -14,7 +14,7 @@ from distca.attention.backends.base import Backend, Traits, kind_of
 from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
-from distca.attention.passes import serve_backward, serve_forward
+from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedLayout, PreparedPlan, TensorSpec
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
@@ -101,9 +101,9 @@ class CoreAttention:
         if error or grad_mode not in served:
             served[grad_mode] = self._join(plan, grad_mode, error)
         for _ in range(layers):
-            serve_forward([served[grad_mode]])
+            ForwardPass.without_rows(served[grad_mode]).combine()
         for _ in range(backward):
-            serve_backward([served[grad_mode]])
+            BackwardPass.without_rows(served[grad_mode]).combine()
 
     def prepare(
         self, spec: TensorSpec, *, forward: Plan | None = None, backward: Plan | None = None

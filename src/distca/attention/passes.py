@@ -37,6 +37,11 @@ class ForwardPass:
         self._exchange = plan.exchange(self._prepared)
         self._exchange.dispatch((q, layout.q), (k, layout.kv), (v, layout.kv))
 
+    @classmethod
+    def without_rows(cls, plan: PreparedPlan) -> ForwardPass:
+        """Takes part in a layer on a rank that has no tokens in it, and only serves."""
+        return cls(plan, *plan.spec.empty())
+
     @torch.no_grad()
     def compute(self) -> None:
         self._result = mine = self._compute_local()
@@ -94,6 +99,13 @@ class BackwardPass:
         q, kv = self._prepared.layout.q, self._prepared.layout.kv
         self._exchange = plan.exchange(self._prepared)
         self._exchange.dispatch(*zip(self._tensors, (q, kv, kv, q, q, q), strict=True))
+
+    @classmethod
+    def without_rows(cls, plan: PreparedPlan) -> BackwardPass:
+        """Takes part in a layer on a rank that has no tokens in it, and only serves."""
+        q, k, v = plan.spec.empty()
+        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        return cls(plan, q, Saved(q, k, v, q, lse))
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -153,31 +165,6 @@ class BackwardPass:
             return plan.backend.backward(
                 grad_out, Saved(*saved), packed, plan.scale, plan.deterministic
             )
-
-
-def serve_forward(halves: Sequence[PreparedPlan]) -> None:
-    """Takes part in one layer on a rank without tokens.
-
-    In the order of the ranks with tokens: all halves are dispatched, then computed in turn.
-    """
-    passes = [ForwardPass(plan, *plan.spec.empty()) for plan in halves]
-    for half in passes:
-        half.compute()
-    for half in passes:
-        half.combine()
-
-
-def serve_backward(halves: Sequence[PreparedPlan]) -> None:
-    """Takes part in the backward of one layer on a rank without tokens; the last half is first."""
-    passes = []
-    for plan in reversed(halves):
-        q, k, v = plan.spec.empty()
-        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-        passes.append(BackwardPass(plan, q, Saved(q, k, v, q, lse)))
-    for half in passes:
-        half.compute()
-    for half in passes:
-        half.combine()
 
 
 class _Sums:

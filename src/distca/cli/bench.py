@@ -238,7 +238,7 @@ def _replay(
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
     from distca.report.training import facts
     from distca.report.watch import Watch
-    from distca.sim.isolated import Case, Seconds, alone, compare
+    from distca.sim.isolated import Case, RankSeconds, compare, simulate_isolated
 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = share_of(model_config(bench.model), bench.tp, bench.layers)
@@ -253,7 +253,7 @@ def _replay(
         step = case.plan()
         record["plan_s"] = time.perf_counter() - began
         model = layers_of(config, device, dtype)
-        sample = alone(case, step).sample(bench.sample, case.seed)
+        sample = simulate_isolated(case, step).sample(bench.sample, case.seed)
     console.print(heading(record), style="bold")
     measured = {}
     with Watch(console, "rank", len(sample)) as watch:
@@ -267,7 +267,7 @@ def _replay(
                 dtype=dtype,
                 backend=backend,
             )
-            measured[rank] = Seconds(*measure(replayed, bench.rounds))
+            measured[rank] = RankSeconds(*measure(replayed, bench.rounds))
             watch(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
     record |= compare(case, step, sample, measured).to_json()
     console.print()

@@ -1,4 +1,4 @@
-"""From simulated ways to plain records: what ``distca.report`` shows and ``--json`` prints."""
+"""Plain records of simulated strategies, for ``distca.report`` and ``--json``."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import Any
 
 from distca.sim.scenario import Scenario
 from distca.sim.simulate import Summary
-from distca.sim.sweep import Found
+from distca.sim.sweep import SweepResult
 from distca.sim.verdict import Verdict
 
 
 def scenario_record(scenario: Scenario, batches: int) -> dict[str, Any]:
-    """What is the same for all numbers of GPUs."""
+    """Returns what is the same for all numbers of GPUs."""
     lengths = scenario.lengths
     return {
         "model": asdict(scenario.model),
@@ -26,34 +26,34 @@ def scenario_record(scenario: Scenario, batches: int) -> dict[str, Any]:
     }
 
 
-def run_record(scenario: Scenario, found: list[Found], verdict: Verdict) -> dict[str, Any]:
-    """One number of GPUs."""
-    base = verdict.other.step_s if verdict.other else None
+def run_record(scenario: Scenario, results: list[SweepResult], verdict: Verdict) -> dict[str, Any]:
+    """Returns the results for one number of GPUs."""
+    base_s = verdict.other.step_s if verdict.other else None
     return {
         "gpus": scenario.cluster.gpus,
         "sequences": scenario.sequences,
         "tokens": scenario.tokens,
         "limit_bytes": limit_bytes(scenario),
-        "ways": [_way_record(one, base) for one in found],
+        "strategies": [_strategy_record(result, base_s) for result in results],
         "verdict": _verdict_record(verdict) | {"known": scenario.cluster.known},
     }
 
 
 def limit_bytes(scenario: Scenario) -> int:
-    """Of a GPU's memory, that a step may use."""
+    """Returns the memory of a GPU that a step may use."""
     return scenario.cluster.usable_bytes
 
 
-def _way_record(found: Found, base_s: float | None) -> dict[str, Any]:
-    if found.summary is None:
-        return {"policy": found.name, "error": found.refused}
-    s = found.summary
+def _strategy_record(result: SweepResult, base_s: float | None) -> dict[str, Any]:
+    if result.summary is None:
+        return {"policy": result.name, "error": result.refused}
+    s = result.summary
     return {
-        "policy": found.name,
-        "disaggregated": s.way.disaggregated,
-        "sizes": asdict(s.way.parallel) | {"micro_batches": s.way.micro_batches},
-        "sizes_said": s.way.sizes,
-        "tried": found.tried,
+        "policy": result.name,
+        "disaggregated": s.strategy.disaggregated,
+        "sizes": asdict(s.strategy.parallel) | {"micro_batches": s.strategy.micro_batches},
+        "sizes_text": s.strategy.sizes,
+        "tried": result.tried,
         "step_s": s.step_s,
         "tokens_per_s": s.tokens_per_s,
         "tflops_per_gpu": s.tflops_per_gpu,
@@ -63,7 +63,7 @@ def _way_record(found: Found, base_s: float | None) -> dict[str, Any]:
         "bytes_per_gpu": s.bytes_per_gpu,
         "memory_bytes": s.memory.total,
         "memory_gib": s.memory.table(),
-        "fits": found.fits,
+        "fits": result.fits,
         "planning_s": s.planning_s,
     }
 
@@ -72,8 +72,8 @@ def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     return {
         "pays": verdict.pays,
         "speed_up": verdict.speed_up,
-        "ours": _brief(verdict.ours),
-        "other": _brief(verdict.other),
+        "ours": _summary_record(verdict.ours),
+        "other": _summary_record(verdict.other),
         "because": verdict.because,
         "attention": verdict.attention,
         "busiest": verdict.busiest,
@@ -81,12 +81,12 @@ def _verdict_record(verdict: Verdict) -> dict[str, Any]:
     }
 
 
-def _brief(summary: Summary | None) -> dict[str, Any] | None:
+def _summary_record(summary: Summary | None) -> dict[str, Any] | None:
     if summary is None:
         return None
     return {
-        "policy": summary.way.name,
-        "sizes": summary.way.sizes,
+        "policy": summary.strategy.name,
+        "sizes": summary.strategy.sizes,
         "idle": summary.idle,
         "exposed": summary.exposed,
     }

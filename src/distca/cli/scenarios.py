@@ -14,7 +14,7 @@ from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
 from distca.sim.cluster import Cluster, Link, cluster
-from distca.sim.scenario import Scenario, Way
+from distca.sim.scenario import Scenario, Strategy
 from distca.sim.sweep import Sizes
 
 POLICIES = ("colocated", "head-tail-cp", "wlb", "distca")
@@ -26,7 +26,7 @@ class Asked:
     """What is simulated: every way on every scenario, one for each number of GPUs."""
 
     scenarios: tuple[Scenario, ...]
-    likes: tuple[Way, ...]  # policies, without sizes
+    likes: tuple[Strategy, ...]  # policies, without sizes
     sizes: Sizes
     sweep: bool
     batches: int
@@ -106,20 +106,22 @@ def cluster_of(settings: Settings) -> Cluster:
     )
 
 
-def _likes(settings: Settings) -> tuple[Way, ...]:
+def _likes(settings: Settings) -> tuple[Strategy, ...]:
     if settings.placement not in ("", "given", "balanced"):
         raise ValueError(f"placement {settings.placement!r} is unknown: choose given or balanced")
     if not 0 <= settings.tolerance < 1:
         raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
     likes = []
     for policy in dict.fromkeys(settings.policy or POLICIES):
-        way = Way(policy, MeshShape(), ping_pong=settings.ping_pong, tolerance=settings.tolerance)
-        if not way.disaggregated:
-            likes.append(way)
+        strategy = Strategy(
+            policy, MeshShape(), ping_pong=settings.ping_pong, tolerance=settings.tolerance
+        )
+        if not strategy.disaggregated:
+            likes.append(strategy)
             continue
         both = ("given", "balanced") if policy == "distca" else ("given",)
         chosen = (settings.placement,) if settings.placement else both
-        likes += [replace(way, placement=placement) for placement in chosen]
+        likes += [replace(strategy, placement=placement) for placement in chosen]
     return tuple(likes)
 
 

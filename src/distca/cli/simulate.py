@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from distca.cli.scenarios import Asked
     from distca.sim.scenario import Scenario
-    from distca.sim.sweep import Found, Show
+    from distca.sim.sweep import Show, SweepResult
     from distca.sim.verdict import Verdict
 
 _SHOW = "What to show"
@@ -70,7 +70,7 @@ def simulate(
     record = scenario_record(asked.scenarios[0], asked.batches)
     record["runs"] = [run_record(run.scenario, run.found, run.verdict) for run in runs]
     for run in record["runs"]:
-        run["verdict"]["said"] = verdict(run)
+        run["verdict"]["text"] = verdict(run)
     written = []
     if trace is not None:
         written += _write_trace(runs[-1], trace)
@@ -99,7 +99,7 @@ class _Run:
     """One number of GPUs."""
 
     scenario: "Scenario"
-    found: "list[Found]"
+    found: "list[SweepResult]"
     verdict: "Verdict"
 
 
@@ -133,29 +133,27 @@ def _simulate(asked: "Asked", console: "Console", quiet: bool) -> list[_Run]:
 def _watching(console: "Console", total: int, quiet: bool) -> "Iterator[Show]":
     """A bar where there is a terminal; in files, only results."""
     if quiet or not console.is_terminal:
-        yield lambda way: None
+        yield lambda strategy: None
         return
     from distca.report.watch import Watch
 
     done = count(1)
     with Watch(console, "simulated", total) as watch:
-        yield lambda way: watch(next(done), f"{way.name}, {way.sizes}")
+        yield lambda one: watch(next(done), f"{one.name}, {one.sizes}")
 
 
 def _write_trace(run: _Run, path: Path) -> list[str]:
-    """The first batch; says which lanes are left out."""
+    """The first batch; says which ranks are left out."""
     from distca.sim.simulate import simulate as step
-    from distca.sim.trace import MOST_LANES, trace
+    from distca.sim.trace import MAX_RANKS, trace
 
     (batch,) = run.scenario.batches(1)
-    chosen = [one.way for one in (run.verdict.ours, run.verdict.other) if one is not None]
-    chosen = chosen or [one.summary.way for one in run.found if one.summary is not None][:1]
-    steps = {way: step(run.scenario, way, batch, record=True).events for way in chosen}
+    chosen = [one.strategy for one in (run.verdict.ours, run.verdict.other) if one is not None]
+    chosen = chosen or [one.summary.strategy for one in run.found if one.summary is not None][:1]
+    steps = {one: step(run.scenario, one, batch, record=True).events for one in chosen}
     path.write_text(json.dumps(trace(steps)))
-    lanes = [
-        way.parallel.num_plan_ranks for way in chosen if way.parallel.num_plan_ranks > MOST_LANES
-    ]
-    return [f"{path} (the first {MOST_LANES} of {lanes[0]} lanes)" if lanes else str(path)]
+    ranks = max(one.parallel.num_plan_ranks for one in chosen)
+    return [f"{path} (the first {MAX_RANKS} of {ranks} ranks)" if ranks > MAX_RANKS else str(path)]
 
 
 def _show(record: dict[str, Any], console: "Console", written: list[str]) -> None:
@@ -170,10 +168,10 @@ def _show(record: dict[str, Any], console: "Console", written: list[str]) -> Non
     several = len(record["runs"]) > 1
     console.print()
     for run in record["runs"]:
-        if said := run["verdict"]["said"]:
+        if text := run["verdict"]["text"]:
             where = f"{run['gpus']:,} GPUs: " if several else ""
             style = "bold green" if run["verdict"]["pays"] else "bold"
-            console.print(f"{where}{said}", style=style)
+            console.print(f"{where}{text}", style=style)
     if written:
         console.print(f"\nwritten: {', '.join(written)}", soft_wrap=True)
 

@@ -1,9 +1,9 @@
-"""One rank of a large plan on one device: its real share of the work, true bytes on a slow link.
+"""Replays one rank of a large plan on one device: its share of the work, with throttled exchanges.
 
-A replay takes a rank's tokens forward and backward through a few layers, as a training step does,
-with an exchange that has no peers
-(``distca.dispatch.transports.throttled``). What does not come from the plan
-is kept out of the time: rows lie on the device already, and layouts are made in a warm-up.
+A replay runs a rank's tokens forward and backward through a few layers, as a training step does,
+with a transport that has no peers and takes as long as a link of a given bandwidth would
+(``distca.dispatch.transports.throttled``). What does not depend on the plan is not measured: rows
+are on the device before the step, and plans are prepared once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan, TensorSpec
+from distca.attention.prepared import TensorSpec
 from distca.data.documents import Batch
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.throttled import ThrottledTransport
@@ -31,18 +31,17 @@ from distca.model.llama import Head, Leaving, Llama, on_meta
 from distca.model.loss import Loss
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import Half, StepPlan
-from distca.planning.plan import Plan
 from distca.planning.spans import expand
-from distca.runtime.batches import Rows, Step
+from distca.runtime.batches import Step, TokenRows
 from distca.runtime.mesh import RankContext
 from distca.runtime.parallelize import check
 from distca.runtime.step import StepRunner
 
-HEAD_START_CYCLES = 10_000_000  # some milliseconds
+HEAD_START_CYCLES = 10_000_000  # a few milliseconds
 
 
 class Measured(NamedTuple):
-    """Seconds of the device: the whole pass, and of it what waited for peers and what attended."""
+    """Device seconds: of the step, of its exposed communication, and of its attention kernels."""
 
     step_s: float
     exposed_s: float
@@ -50,10 +49,10 @@ class Measured(NamedTuple):
 
 
 class Replay:
-    """Forward and backward of one rank; every call is one more round.
+    """Runs forward and backward of one rank; each call is one round.
 
-    model: any of one device, such as ``layers_of`` builds.
-    dtype: of what travels.
+    model: a model on one device, such as one from ``layers_of``.
+    dtype: that of activations and exchanged tensors.
     """
 
     def __init__(
@@ -72,30 +71,35 @@ class Replay:
         if len(step.stages) > 1 or len(step.micro_batches) > 1:
             raise ValueError(
                 f"a plan of {len(step.stages)} stages and {len(step.micro_batches)} micro-batches:"
-                " a replay runs one of each"
+                " a replay supports one of each"
             )
         if not 0 <= rank < workers:
-            raise ValueError(f"rank {rank} of a plan for {workers} workers: choose one of them")
+            raise ValueError(
+                f"rank {rank} of a plan for {workers} workers: choose a rank below {workers}"
+            )
         device = next(model.parameters()).device
-        # What a step asks of its place, without the groups of a world that is not there.
-        place = SimpleNamespace(
-            device=device, parallel=MeshShape(), stage=0, worker=rank, tp_mesh=None, ends=None
+        # The parts of a RankContext that a step uses, without process groups.
+        context = SimpleNamespace(
+            device=device, parallel=MeshShape(), stage=0, worker=rank, tp_mesh=None, tied_group=None
         )
         num_ranks = step.slots[0][0][0].devices.num_ranks
         transports = (ThrottledTransport(rank, num_ranks, bytes_per_s, latency_s) for _ in halves)
-        attentions = tuple(_Prepared(transport, backend) for transport in transports)
+        attentions = tuple(CoreAttention(transport=t, backend=backend) for t in transports)
         self.model = model
         self._device, self._meter = device, Meter()
-        self._runner = StepRunner(cast(RankContext, place), attentions, recompute=True, dtype=dtype)
+        self._runner = StepRunner(
+            cast(RankContext, context), attentions, recompute=True, dtype=dtype
+        )
         rows = {half: _rows(half, rank, model.config.vocab_size, device) for half in halves}
-        self._step = _Held(Batch(()), step, rows)
+        self._step = _OneRankStep(Batch(()), step, rows)
+        self._prepared = self._runner.prepare(step)
 
     def __call__(self) -> Measured:
         if self._device.type == "cuda":
-            # The host gets ahead, as it is in the midst of training: devices do not wait for it.
+            # The host runs ahead of the device, as it does during training.
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         with self._meter.span("step", self._device):
-            self._runner.train(self.model, self._step)
+            self._runner.train(self.model, self._step, self._prepared)
         self.model.zero_grad()
         taken = [attention.meter.take() for attention in self._runner.attentions]
         return Measured(
@@ -105,7 +109,7 @@ class Replay:
 
 
 def measure(replay: Replay, rounds: int) -> Measured:
-    """After a warm-up, in which kernels are compiled and memory is found."""
+    """Returns the medians of some rounds after a warm-up, which compiles kernels."""
     if rounds < 1:
         raise ValueError(f"{rounds} rounds: measure 1 or more")
     replay()
@@ -113,7 +117,7 @@ def measure(replay: Replay, rounds: int) -> Measured:
 
 
 def typical(rounds: Sequence[Measured]) -> Measured:
-    """The median of each figure."""
+    """Returns the median of each figure."""
     return Measured(*map(median, zip(*rounds, strict=True)))
 
 
@@ -121,10 +125,10 @@ def typical(rounds: Sequence[Measured]) -> Measured:
 
 
 def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
-    """A few layers of what one of ``tp`` tensor-parallel ranks holds, as a model of its own.
+    """Returns the config of a few layers as one of ``tp`` tensor-parallel ranks holds them.
 
-    It takes all tokens of its group through its heads and its part of the widths. Norms and
-    residuals are the whole model's, on all tokens, where sequence parallelism would split them.
+    Such a model has the rank's share of heads and widths. Norms and residuals run on all tokens,
+    although sequence parallelism would split them.
     """
     check(config, tp)
     return replace(
@@ -139,9 +143,9 @@ def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
 
 
 def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Llama:
-    """A model without an output head, whole on one device.
+    """Builds a model without an output head on one device.
 
-    The head is the same on every rank, and with the loss it takes longer than a few layers do.
+    The head and the loss are the same on every rank, and take longer than a few layers.
     """
     model = on_meta(config)
     model.in_order[-1].head = _NoHead()
@@ -151,14 +155,14 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
-    """The one that attends: as named, if it can, or the one that ``auto`` comes to."""
+    """Returns the name of the backend that is used; ``auto`` is resolved."""
     q, k, _ = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device).empty()
     masks = {config.mask_of(layer) for layer in range(config.layers)}
     return choose(name, Traits.of(q, k, masks)).name
 
 
 class _NoHead(Head):
-    """Ends in one number, so that there is something to go backward from."""
+    """Returns a scalar in place of a loss, so that there is something to differentiate."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
@@ -168,41 +172,26 @@ class _NoHead(Head):
         return Leaving(x, loss=Loss(total, total.detach()))
 
 
-# -- what is made once ---------------------------------------------------------------------------
+# -- the rows of one rank -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
-class _Held(Step):
-    """A step of which one rank's rows are there already; the other ranks' are never made."""
+class _OneRankStep(Step):
+    """A step that has only the rows of one rank, already on its device."""
 
-    held: Mapping[Half, Rows]
+    rows_of_half: Mapping[Half, TokenRows]
 
-    def rows(self, half: Half, worker: int) -> Rows:
-        return self.held[half]
+    def rows(self, half: Half, worker: int) -> TokenRows:
+        return self.rows_of_half[half]
 
 
-def _rows(half: Half, rank: int, vocab_size: int, device: torch.device) -> Rows:
-    """Random tokens at true positions."""
+def _rows(half: Half, rank: int, vocab_size: int, device: torch.device) -> TokenRows:
+    """Returns random tokens with the positions that the plan gives to a rank."""
     placement = half.placement
     own = np.flatnonzero(placement.worker == rank)
     size = placement.stop[own] - placement.start[own]
     lengths = np.repeat(placement.lengths[placement.document[own]], size)
     tokens = torch.randint(vocab_size, (len(lengths),), device=device)
     positions = torch.from_numpy(expand(placement.start[own], size)).to(device)
-    return Rows(tokens, positions, labels=tokens, lengths=torch.from_numpy(lengths).to(device))
-
-
-class _Prepared(CoreAttention):
-    """Makes its layouts once: in training, hosts make them while devices are still busy."""
-
-    def __init__(self, transport: ThrottledTransport, backend: str) -> None:
-        super().__init__(transport=transport, backend=backend)
-        self._made: dict[tuple[TensorSpec, Plan | None, Plan | None], PreparedPlan] = {}
-
-    def prepare(
-        self, spec: TensorSpec, *, forward: Plan | None = None, backward: Plan | None = None
-    ) -> PreparedPlan:
-        key = (spec, forward, backward)
-        if key not in self._made:
-            self._made[key] = super().prepare(spec, forward=forward, backward=backward)
-        return self._made[key]
+    lengths_of_rows = torch.from_numpy(lengths).to(device)
+    return TokenRows(tokens, positions, labels=tokens, lengths=lengths_of_rows)

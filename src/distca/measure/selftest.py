@@ -73,7 +73,7 @@ def _attention(context: "RankContext", options: Row, in_steps: bool = False) -> 
         **GRAIN,
         **given,
     )
-    attention = CoreAttention(context.attention, control=context.control)
+    attention = CoreAttention(context.attention_group, control=context.attention_cpu_group)
     if context.rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
         return {"passed": True, "error": 0.0, "limit": 0.0}
@@ -198,7 +198,7 @@ def _step(context: "RankContext", ping_pong: bool, micro_batches: int = 1) -> Ro
     assert context.stage is not None
     model = _sharded(context, config, *planner.stages[context.stage])
     total = StepRunner.of(context, halves=1 + ping_pong).train(model, step).cpu()
-    dist.all_reduce(total, group=context.everyone)
+    dist.all_reduce(total, group=context.world_group)
 
     def attend(layer: int, q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
         return dense(q, k, v, masks[layer].reach)
@@ -266,7 +266,7 @@ def _checkpoint(context: "RankContext", folder: Path) -> Row:
     extra = checkpoints.load(folder / "step-00000001")
     state = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())]
     after = [t.detach().to_local() for t in state]
-    dist.barrier(context.everyone)
+    dist.barrier(context.world_group)
     if context.rank == 0:
         rmtree(folder)
     found = exact(list(zip(after, before, strict=True)), 0.0)
@@ -287,9 +287,9 @@ def _bandwidth(context: "RankContext", size: int) -> Row:
     received = torch.empty_like(sent)
     seconds = []
     for _ in range(6):
-        dist.barrier(context.everyone)
+        dist.barrier(context.world_group)
         began = time.perf_counter()
-        dist.all_to_all_single(received, sent, group=context.attention)
+        dist.all_to_all_single(received, sent, group=context.attention_group)
         if context.device.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)

@@ -82,16 +82,16 @@ class Seam(nn.Module):
     def forward(
         self,
         halves: Sequence[Arriving],
-        run: Callable[[Part, int, Arriving], Leaving] | None = None,
+        run: Callable[[Part, Sequence[Arriving]], list[Leaving]] | None = None,
     ) -> list[Leaving]:
-        """All halves of a batch, one after the other.
+        """Runs all halves of a batch, one after the other.
 
-        ``run(part, i, half)`` may do more around ``part(half)`` for half i: take in what was
-        attended, checkpoint the part, dispatch its q, k and v before the next half has its turn.
+        ``run(part, halves)`` calls ``part`` for each half and may do more in between: combine the
+        attention of a half, checkpoint the part, dispatch q, k and v before the next half runs.
         """
         if run is None:
             return [self.part(half) for half in halves]
-        return [run(self.part, i, half) for i, half in enumerate(halves)]
+        return run(self.part, halves)
 
     def part(self, half: Arriving) -> Leaving:
         """One half. To be called inside ``forward``, where parameters are gathered."""

@@ -1,7 +1,6 @@
-"""What a step takes on each rank, from sizes alone.
+"""An estimate of the peak memory of a training step on a rank, from sizes alone.
 
-An estimate of the largest moment: it is there to refuse what cannot fit and to show what takes the
-room, not to be exact to the byte.
+It serves to refuse runs that cannot fit and to show what needs the memory; it is not exact.
 """
 
 from __future__ import annotations
@@ -12,26 +11,26 @@ from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
 
 GIB = 1 << 30
-STATE_BYTES = 16  # of a parameter: itself, its gradient and two moments, float32 each
-LOSS_CHUNK = 2048  # tokens whose logits exist at once, in float32, with their gradient
+STATE_BYTES = 16  # per parameter: weight, gradient and two moments in float32
+LOSS_CHUNK = 2048  # tokens whose logits and their gradients exist at the same time, in float32
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes on a rank."""
+    """Bytes on a rank at the peak of a step."""
 
-    state: int  # weights, gradients, moments: this rank's share
-    gathered: int  # whole weights of the seams at work, and one's gradient
-    activations: int  # what backward needs of this rank's tokens
+    state: int  # this rank's share of weights, gradients and moments
+    gathered: int  # gathered weights and gradients
+    activations: int  # saved for the backward pass
     logits: int
-    exchange: int  # received queries, keys and outputs, twice over
+    exchange: int  # received queries, keys, values and outputs
 
     @property
     def total(self) -> int:
         return self.state + self.gathered + self.activations + self.logits + self.exchange
 
     def table(self) -> dict[str, float]:
-        """GiB by what takes them."""
+        """Returns GiB by purpose."""
         parts = ("state", "gathered", "activations", "logits", "exchange", "total")
         return {name: getattr(self, name) / GIB for name in parts}
 
@@ -48,11 +47,13 @@ def estimate(
     compute_bytes: int = 2,
     reduce_bytes: int = 4,
 ) -> Memory:
-    """``tokens``: of one worker in one micro-batch, both halves together.
+    """Estimates the memory of one worker.
 
-    Of a pipeline, a stage with so many ``layers`` and one end of the model, which holds up to
-    ``in_flight`` micro-batches. Weights that are kept gathered have whole gradients beside them.
-    ``parameters``: of a model without a pipeline, where they are known to the last one.
+    tokens: tokens of the worker in one micro-batch, both halves together.
+    layers: layers of a pipeline stage, which also has one end of the model; all by default.
+    in_flight: micro-batches whose activations the stage holds at the same time.
+    parameters: the exact number of parameters, if known; it is used without a pipeline only.
+    compute_bytes, reduce_bytes: bytes of an element of gathered weights and of their gradients.
     """
     layers = shape.layers if layers is None else layers
     matrices, ends = shape.layer_elements, shape.end_elements
@@ -62,8 +63,8 @@ def estimate(
     if parallel.gathers_once:
         gathered = parameters * (compute_bytes + reduce_bytes)
     qkvo = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    kept = shape.hidden + qkvo  # between seams: x, q, k, v and what was attended
-    inside = 3 * shape.hidden + 3 * shape.ffn  # of a seam, at once or one after the other
+    kept = shape.hidden + qkvo  # between seams: x, q, k, v and the attention output
+    inside = 3 * shape.hidden + 3 * shape.ffn  # inside a seam; with recompute, of one at a time
     held = layers * in_flight
     per_token = (kept * held + inside * (1 if recompute else held)) * compute_bytes
     received = 2 * tokens * (qkvo + shape.heads * shape.head_dim) * compute_bytes

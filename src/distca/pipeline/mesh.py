@@ -1,4 +1,4 @@
-"""The sizes of a mesh: how many ranks lie on each axis, and how many only serve."""
+"""The sizes of the mesh axes, and the number of dedicated servers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ AXES = ("pp", "dp", "cp", "tp")
 
 @dataclass(frozen=True)
 class MeshShape:
-    """Sizes of the axes, and how many ranks only serve."""
+    """The number of ranks on each axis, and the number of dedicated servers.
+
+    keep_weights: weights stay gathered through a step, instead of being gathered again for every
+        micro-batch and direction.
+    """
 
     pp: int = 1
     dp: int = 1
     cp: int = 1
     tp: int = 1
     servers: int = 0
-    keep_weights: bool = False  # gathered through a step, not once for each micro-batch and way
+    keep_weights: bool = False
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -25,8 +29,8 @@ class MeshShape:
                 raise ValueError(f"{axis} = {getattr(self, axis)}: every axis needs 1 or more")
         if self.servers < 0 or self.servers % self.tp:
             raise ValueError(
-                f"servers = {self.servers} with tp = {self.tp}: dedicated servers come in multiples"
-                " of tp, one for each part of the heads"
+                f"servers = {self.servers} with tp = {self.tp}: give a multiple of tp, since each"
+                " tensor-parallel index has servers of its own"
             )
 
     @property
@@ -43,20 +47,21 @@ class MeshShape:
 
     @property
     def num_plan_ranks(self) -> int:
-        """Ranks of one tp index: those of a plan."""
+        """The ranks of a plan: those with one tensor-parallel index."""
         return self.num_ranks // self.tp
 
     @property
     def gathers_once(self) -> bool:
-        """Weights are gathered and gradients reduced once a step, as pipelines always do."""
+        """Whether weights are gathered and gradients reduced once a step; always with pp > 1."""
         return self.keep_weights or self.pp > 1
 
     @property
     def workers_per_stage(self) -> int:
-        """Workers that a batch is placed on: those of one pipeline stage and tp index."""
+        """Workers of one pipeline stage and tensor-parallel index, on which a batch is placed."""
         return self.dp * self.cp
 
     def check(self, world_size: int) -> None:
+        """Raises ValueError if the mesh does not have ``world_size`` ranks."""
         if self.num_ranks != world_size:
             sizes = " x ".join(
                 f"{axis} {size}" for axis, size in zip(AXES, self.sizes, strict=True)

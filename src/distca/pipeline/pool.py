@@ -1,7 +1,7 @@
 """The documents of all pipeline stages in one tick, as one placement over all ranks.
 
-A tick's attention is planned over every rank at once: each stage brings the documents of its
-micro-batch on its own workers, and a stage that brings none has workers free to serve.
+The attention of a tick is planned over all ranks at once: each stage contributes the documents of
+its micro-batch on its own workers, and the workers of a stage without documents are free to serve.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from distca.planning.placement import Placement
 from distca.planning.spans import Ints
 
 
-def pooled(stages: Sequence[Placement | None], workers: int) -> Placement:
-    """Stage s on workers [s * workers, (s + 1) * workers); documents are numbered stage by stage.
+def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placement:
+    """Joins the placements of all stages; None is a stage without documents.
 
-    A worker's rows lie as they did in its stage, so tensors need not move.
+    Stage s is on workers [s * workers, (s + 1) * workers), and documents are numbered stage by
+    stage. The rows of a worker keep their order, so tensors need not move.
     """
     columns: list[list[Ints]] = [[], [], [], [], []]
     documents = 0
@@ -27,8 +28,8 @@ def pooled(stages: Sequence[Placement | None], workers: int) -> Placement:
             continue
         if placement.num_workers != workers:
             raise ValueError(
-                f"stage {stage} lies on {placement.num_workers} workers but stages have {workers}:"
-                " place every micro-batch on as many"
+                f"stage {stage} is placed on {placement.num_workers} workers but every stage has"
+                f" {workers}: place each micro-batch on {workers} workers"
             )
         parts = (
             placement.lengths,
@@ -45,8 +46,8 @@ def pooled(stages: Sequence[Placement | None], workers: int) -> Placement:
     return Placement(lengths, document, start, stop, worker, workers * len(stages))
 
 
-def masks_of(stages: Sequence[Placement | None], masks: Sequence[Mask | None]) -> list[Mask]:
-    """Of each document of the pool: those of its stage's layer."""
+def pool_masks(stages: Sequence[Placement | None], masks: Sequence[Mask | None]) -> list[Mask]:
+    """Returns the mask of each document of the pool: that of its stage's layer."""
     return [
         mask
         for placement, mask in zip(stages, masks, strict=True)

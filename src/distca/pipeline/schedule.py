@@ -1,7 +1,7 @@
-"""Pipeline schedules as data: they print, they parse, and a wrong one says which cell is wrong.
+"""Pipeline schedules as data, which can be printed and parsed; errors name the wrong cell.
 
-A schedule is a row of *ticks*. In a tick all stages go in one direction, so that their attention is
-one pool of tasks; a stage without a micro-batch in a tick only serves the attention of the others.
+A schedule is a sequence of *ticks*. In a tick all stages run in the same direction, so that their
+attention forms one pool of tasks; a stage without a micro-batch only serves the other stages.
 
     tick     0   1   2   3   4   5   6   7   in flight
     phase    F   F   B   F   B   F   B   B
@@ -12,7 +12,7 @@ one pool of tasks; a stage without a micro-batch in a tick only serves the atten
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -27,7 +27,7 @@ _CELL = re.compile(r"\.|[FB][0-9]+")
 
 @dataclass(frozen=True)
 class Tick:
-    """One slot of a schedule: the direction of all stages, and the micro-batch of each."""
+    """One tick of a schedule: the direction of all stages, and the micro-batch of each."""
 
     phase: Phase
     micro_batches: tuple[int | None, ...]  # [stages]; None: the stage only serves
@@ -37,24 +37,23 @@ class Tick:
             raise ValueError(f"the phase of a tick is {self.phase!r}: it must be F or B")
 
     def cell(self, stage: int) -> str:
-        """What the stage does, as it is printed: ``F3``, ``B3``, or ``.`` when it only serves."""
+        """Returns the printed cell of a stage: ``F3``, ``B3``, or ``.`` if it only serves."""
         micro_batch = self.micro_batches[stage]
         return SERVES if micro_batch is None else f"{self.phase}{micro_batch}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Every micro-batch once forward and once backward on every stage, or only forward.
+    """Runs every micro-batch once forward and once backward on every stage, or only forward.
 
-    A stage takes its micro-batches in rising order in both directions, since the runtime keeps
-    those that wait for their backward in a queue.
+    Each stage runs its micro-batches in increasing order in both directions.
     """
 
     ticks: tuple[Tick, ...]
 
     def __post_init__(self) -> None:
         if not self.ticks or not self.ticks[0].micro_batches:
-            raise ValueError("the schedule is empty: it needs a tick or more of a stage or more")
+            raise ValueError("the schedule is empty: give one tick or more with one stage or more")
         for number, tick in enumerate(self.ticks):
             if len(tick.micro_batches) != self.num_stages:
                 raise ValueError(
@@ -66,12 +65,12 @@ class Schedule:
 
     @classmethod
     def aligned(cls, stages: int, micro_batches: int) -> Schedule:
-        """One forward, one backward in turns, with all stages in the same direction.
+        """Returns 1F1B with all stages running in the same direction in every tick.
 
-        Stage s is s forward ticks behind the first and ``stages - 1 - s`` backward ticks behind
-        the last. It holds up to min(micro_batches, 2 (stages - 1 - s) + 1) micro-batches in flight:
-        the price of the alignment, as 1F1B without it holds ``stages - s``. On one stage it is
-        plain accumulation of gradients.
+        Stage s is s forward ticks behind the first stage and ``stages - 1 - s`` backward ticks
+        behind the last. It holds up to min(micro_batches, 2 (stages - 1 - s) + 1) micro-batches in
+        flight, where 1F1B without alignment holds ``stages - s``. With one stage, this is plain
+        gradient accumulation.
         """
         _check_sizes(stages, micro_batches)
         forward = _diagonal(FORWARD, range(stages), micro_batches)
@@ -82,16 +81,16 @@ class Schedule:
 
     @classmethod
     def forward_only(cls, stages: int, micro_batches: int) -> Schedule:
-        """For evaluation: no backward tick, and nothing in flight."""
+        """Returns a schedule for evaluation, without backward ticks and with nothing in flight."""
         _check_sizes(stages, micro_batches)
         return cls(tuple(_diagonal(FORWARD, range(stages), micro_batches)))
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Reads what ``grid`` prints, or just its cells: one line for each stage.
+        """Parses the output of ``grid``, or only its cells with one line for each stage.
 
-        Numbers of ticks and of micro-batches in flight are not read: they follow from the cells,
-        and whoever edits those need not count again. A phase row must agree with the cells.
+        The numbers of ticks and of micro-batches in flight are ignored, since they follow from the
+        cells. A phase row must agree with the cells.
         """
         phases, rows = _read_rows(text)
         return cls(tuple(_read_tick(number, words, phases) for number, words in enumerate(rows)))
@@ -111,38 +110,20 @@ class Schedule:
 
     @cached_property
     def in_flight(self) -> tuple[int, ...]:
-        """[stages] most micro-batches at once between a forward and the end of its backward.
+        """[stages] The most micro-batches whose activations a stage holds at the same time.
 
-        Activations are held for as many. Without backward ticks nothing is held: 0 on every stage.
+        Without backward ticks it is 0 on every stage.
         """
-        most = [0] * self.num_stages
-        for _, stage, held in self._held():
-            most[stage] = max(most[stage], held)
+        held, most = [0] * self.num_stages, [0] * self.num_stages
+        for tick in self.ticks if self.has_backward else ():
+            for stage, micro_batch in enumerate(tick.micro_batches):
+                if micro_batch is not None:
+                    held[stage] += 1 if tick.phase == FORWARD else -1
+                    most[stage] = max(most[stage], held[stage])
         return tuple(most)
 
-    @cached_property
-    def bubble(self) -> float:
-        """The share of cells in which a stage only serves."""
-        idle = sum(tick.micro_batches.count(None) for tick in self.ticks)
-        return idle / (len(self.ticks) * self.num_stages)
-
-    def check_in_flight(self, limits: Sequence[int]) -> None:
-        """Refuses when a stage holds more micro-batches in flight than its limit."""
-        if len(limits) != self.num_stages:
-            raise ValueError(
-                f"{len(limits)} limits of micro-batches in flight for {self.num_stages} stages:"
-                " give one for each stage"
-            )
-        for number, stage, held in self._held():
-            if held > limits[stage]:
-                raise ValueError(
-                    f"tick {number}, stage {stage}: {self.ticks[number].cell(stage)} makes {held}"
-                    f" micro-batches in flight but the limit is {limits[stage]}: go backward"
-                    " sooner, take fewer stages or micro-batches, or raise the limit"
-                )
-
     def grid(self) -> str:
-        """A table with a line for each stage and a column for each tick."""
+        """Returns a table with a line for each stage and a column for each tick."""
         stages = range(self.num_stages)
         rows = [
             ["tick", *map(str, range(len(self.ticks))), "in flight"],
@@ -162,17 +143,8 @@ class Schedule:
     def __str__(self) -> str:
         return self.grid()
 
-    def _held(self) -> Iterator[tuple[int, int, int]]:
-        """(tick, stage, micro-batches in flight there) after each cell; none without backward."""
-        held = [0] * self.num_stages
-        for number, tick in enumerate(self.ticks if self.has_backward else ()):
-            for stage, micro_batch in enumerate(tick.micro_batches):
-                if micro_batch is not None:
-                    held[stage] += 1 if tick.phase == FORWARD else -1
-                    yield number, stage, held[stage]
-
     def _validate(self) -> None:
-        """Walks the ticks in order; ``done`` counts the micro-batches of the ticks before."""
+        """Checks each tick in order; ``done`` counts the micro-batches of earlier ticks."""
         done = {phase: [0] * self.num_stages for phase in (FORWARD, BACKWARD)}
         for number, tick in enumerate(self.ticks):
             for stage in range(self.num_stages):
@@ -182,27 +154,27 @@ class Schedule:
             for stage, micro_batch in enumerate(tick.micro_batches):
                 done[tick.phase][stage] += micro_batch is not None
         if not self.num_micro_batches:
-            raise ValueError("the schedule has no micro-batch: it needs one or more")
+            raise ValueError("the schedule has no micro-batch: give one or more")
         for phase in (FORWARD, BACKWARD) if self.has_backward else (FORWARD,):
             for stage, count in enumerate(done[phase]):
                 if count < self.num_micro_batches:
                     raise ValueError(
                         f"stage {stage} has no {phase}{count} in any of {len(self.ticks)} ticks:"
-                        f" all {self.num_micro_batches} micro-batches must pass every stage,"
+                        f" all {self.num_micro_batches} micro-batches must run on every stage,"
                         " forward and backward, or only forward in a schedule for evaluation"
                     )
 
 
 def _obstacle(tick: Tick, stage: int, done: dict[Phase, list[int]]) -> str | None:
-    """Why the cell cannot run after what is done, or None."""
+    """Returns why a cell cannot run after the earlier ticks, or None if it can."""
     micro_batch = tick.micro_batches[stage]
     if micro_batch is None:
         return None
     due = done[tick.phase][stage]
     if micro_batch != due:
         return (
-            f"comes where {tick.phase}{due} is due: a stage takes micro-batches in rising order,"
-            " without holes, each once forward and once backward"
+            f"is in the place of {tick.phase}{due}: a stage runs all micro-batches in increasing"
+            " order, each once forward and once backward"
         )
     if tick.phase == FORWARD:
         needs = [(FORWARD, stage - 1)] if stage else []
@@ -224,7 +196,7 @@ def _check_sizes(stages: int, micro_batches: int) -> None:
 
 
 def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[Tick]:
-    """All ticks of one direction, each stage ``delays[stage]`` ticks late."""
+    """Returns all ticks of one direction, in which stage s starts after delays[s] ticks."""
     return [
         Tick(phase, tuple(k - d if 0 <= k - d < micro_batches else None for d in delays))
         for k in range(micro_batches + len(delays) - 1)
@@ -232,7 +204,7 @@ def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[T
 
 
 def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
-    """The phase row's words, if there is one, and for each tick the stages' words."""
+    """Returns the words of the phase row, empty without one, and the cells of each tick."""
     phases: list[str] = []
     stages: list[list[str]] = []
     for words in filter(None, map(str.split, text.splitlines())):
@@ -244,8 +216,8 @@ def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
         if words[0] == "stage":
             if words[1:2] != [str(len(stages))]:
                 raise ValueError(
-                    f"the line {' '.join(words[:2])!r} comes where stage {len(stages)} is due:"
-                    " write the stages in order, from 0 on"
+                    f"the line {' '.join(words[:2])!r} is in the place of stage {len(stages)}:"
+                    " write the stages in order, starting with 0"
                 )
             words = words[2:]
         stages.append(words[:-1] if words and words[-1].isdecimal() else words)
@@ -264,12 +236,12 @@ def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
 
 
 def _read_tick(number: int, words: Sequence[str], phases: Sequence[str]) -> Tick:
-    """A tick from its column; its direction is the phase row's, or else its first micro-batch's."""
+    """Parses a column; its direction is that of the phase row, or else of its first micro-batch."""
     for stage, word in enumerate(words):
         if not _CELL.fullmatch(word):
             raise ValueError(
-                f"tick {number}, stage {stage}: {word!r} is no cell: write F or B and the number of"
-                f" a micro-batch, or {SERVES} where the stage only serves"
+                f"tick {number}, stage {stage}: {word!r} is not a cell: write F or B and the"
+                f" number of a micro-batch, or {SERVES} where the stage only serves"
             )
     busy = [word for word in words if word != SERVES]
     if not phases and not busy:
@@ -284,7 +256,7 @@ def _read_tick(number: int, words: Sequence[str], phases: Sequence[str]) -> Tick
         if word != SERVES and word[0] != phase:
             raise ValueError(
                 f"tick {number}, stage {stage}: {word} is in a tick that {witness} makes {phase}:"
-                " all stages of a tick go in one direction"
+                " all stages of a tick run in one direction"
             )
     micro_batches = tuple(None if word == SERVES else int(word[1:]) for word in words)
     return Tick(FORWARD if phase == FORWARD else BACKWARD, micro_batches)

@@ -1,27 +1,28 @@
-"""Which layers a pipeline stage has, and which of them go backward when parts are frozen.
+"""The layers of each pipeline stage, and how far the backward pass reaches when parts are frozen.
 
-The parts of a model of L layers are numbered in the order of the forward: the embedding is 0, what
-comes before the attention of layer l is 2l + 1, what comes after it 2l + 2, the head 2L + 1. All
-that the backward must reach follows from one number, the first part with a parameter that learns.
+The parts of a model of L layers are numbered in the order of the forward pass: the embedding is 0,
+the linear layers before the attention of layer l are 2l + 1, those after it 2l + 2, and the output
+head is 2L + 1. What the backward pass must reach follows from one number: the first part that has a
+trained parameter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-Layers = tuple[int, int]  # [start, stop) of a stage
+Layers = tuple[int, int]  # the layers [start, stop) of a stage
 
 
 def stage_layers(layers: int, stages: int, given: Sequence[int] = ()) -> tuple[Layers, ...]:
-    """[start, stop) of each stage: an even split, or the ``given`` counts of layers.
+    """Returns [start, stop) of each stage: an even split, or the ``given`` numbers of layers.
 
-    Where the split leaves a remainder the earlier stages take it, as the last has the head too.
+    The earlier stages take the remainder of an even split, since the last one also has the head.
     """
     if layers < 1 or stages < 1:
         raise ValueError(f"{layers} layers on {stages} stages: both must be 1 or more")
     if stages > layers:
         raise ValueError(
-            f"{layers} layers on {stages} stages: every stage needs a layer, so take at most"
+            f"{layers} layers on {stages} stages: every stage needs a layer, so use at most"
             f" {layers} stages"
         )
     each, rest = divmod(layers, stages)
@@ -47,15 +48,15 @@ def stage_layers(layers: int, stages: int, given: Sequence[int] = ()) -> tuple[L
 
 
 def backward_layers(stage: Layers, first_trained_part: int) -> int:
-    """How many of the stage's layers, from its last one down, have an attention that goes backward.
+    """Returns how many layers of a stage, counted from its last, run attention backward.
 
-    The attention of layer l does if ``first_trained_part`` is one of those before it, up to 2l + 1.
+    The attention of layer l runs backward if one of the parts 0 to 2l + 1 is trained.
     """
     start, stop = stage
     return max(0, stop - max(start, first_trained_part // 2))
 
 
-def gradient_enters(stage: Layers, first_trained_part: int) -> bool:
-    """Whether the stage sends a gradient to the one before it, as some part before it learns."""
+def sends_gradient(stage: Layers, first_trained_part: int) -> bool:
+    """Returns whether a stage sends a gradient to the stage before it, which has trained parts."""
     start, _ = stage
     return start > 0 and first_trained_part <= 2 * start

@@ -1,4 +1,4 @@
-"""What one optimizer step runs: its micro-batches as they are placed, the plans of each tick."""
+"""The plan of one optimizer step: the placement of its micro-batches and the plans of each tick."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.pipeline.schedule import FORWARD, Schedule
-from distca.pipeline.stages import Layers, backward_layers, gradient_enters
+from distca.pipeline.stages import Layers, backward_layers, sends_gradient
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.spans import Ints
@@ -18,44 +18,53 @@ from distca.planning.spans import Ints
 
 @dataclass(frozen=True, eq=False)
 class Half:
-    """Documents that are placed and planned together; a micro-batch has one, or ping and pong."""
+    """Documents that are placed and planned together.
 
-    members: Ints  # positions in the batch; fillers, which no batch has, are numbered after them
-    placement: Placement  # on the workers of one pipeline stage, the same in each
-    given: Placement  # the same documents before a placer moved them
+    A micro-batch has one half, or two with ping-pong.
+
+    members: the document numbers in the batch, [documents]. Document i of the placement is document
+        members[i] of the batch; documents beyond them are fillers that pad workers to equal sizes.
+    placement: the placement on the workers of one pipeline stage, which is the same in each stage.
+    given: the placement of the same documents before a placer moved them.
+    """
+
+    members: Ints
+    placement: Placement
+    given: Placement
 
 
-Slot = tuple[Plan, ...]  # one attention of all stages at once, for each half
+Slot = tuple[Plan, ...]  # the plans of one attention slot, one for each half
 
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """One optimizer step: micro-batches of one or two halves, through all stages, tick by tick."""
+    """The plans of all attention slots of one optimizer step."""
 
     schedule: Schedule
     micro_batches: tuple[tuple[Half, ...], ...]
     slots: tuple[tuple[Slot, ...], ...]  # of each tick, in order
-    stages: tuple[Layers, ...]
-    first_trained_part: int  # of the model that learns
+    stages: tuple[Layers, ...]  # the layers of each pipeline stage
+    first_trained_part: int  # the first part with a trained parameter (``pipeline.stages``)
 
     @cached_property
     def backward_slots(self) -> tuple[int, ...]:
-        """Slots of a backward tick that each stage takes for layers of its own."""
+        """The number of slots that each stage fills with its own layers in a backward tick."""
         return tuple(backward_layers(stage, self.first_trained_part) for stage in self.stages)
 
-    def gradient_enters(self, stage: int) -> bool:
-        """Whether a stage sends a gradient to the one before it."""
-        return gradient_enters(self.stages[stage], self.first_trained_part)
+    def sends_gradient(self, stage: int) -> bool:
+        """Returns whether a stage sends a gradient to the stage before it."""
+        return sends_gradient(self.stages[stage], self.first_trained_part)
 
     @property
     def passes(self) -> Iterator[tuple[Plan, bool]]:
-        """Every plan as often as it runs, and whether backward."""
+        """Yields every plan as often as it runs, and whether it runs backward."""
         for tick, slots in zip(self.schedule.ticks, self.slots, strict=True):
             for slot in slots:
                 yield from ((plan, tick.phase != FORWARD) for plan in slot)
 
     @property
     def num_bytes(self) -> int:
+        """The bytes that all exchanges of the step send."""
         return sum(
             (plan.backward_traffic if backward else plan.traffic).total
             for plan, backward in self.passes
@@ -63,7 +72,7 @@ class StepPlan:
 
     @property
     def imbalance(self) -> float:
-        """Attention's worst rank over the mean, all passes one after the other."""
+        """Attention seconds of the slowest rank over the mean, each summed over all passes."""
         worst = mean = 0.0
         for plan, backward in self.passes:
             work = plan.backward_work_ps if backward else plan.forward_work_ps
@@ -73,14 +82,14 @@ class StepPlan:
 
     @property
     def imbalance_before(self) -> float:
-        """The same with every task at home."""
+        """The mean imbalance if every task ran at home, weighted by the work of each pass."""
         work = [float(plan.forward_work_ps.sum()) for plan, _ in self.passes]
         before = [plan.imbalance_before for plan, _ in self.passes]
         return float(np.average(before, weights=work)) if sum(work) else 1.0
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly when they hold the same plans."""
+        """A digest that is equal on two ranks if and only if they have the same plans."""
         digest = hashlib.sha256(str(self.schedule).encode())
         for plan, _ in self.passes:
             digest.update(plan.fingerprint.encode())

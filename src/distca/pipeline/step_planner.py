@@ -1,12 +1,12 @@
-"""A global batch -> micro-batches -> halves, each placed once and planned tick by tick.
+"""Plans a global batch: micro-batches, halves, their placement, and a plan for every slot.
 
-Everything here follows from the lengths of the documents, so every rank makes the same plans by
-itself.
+Everything follows from the lengths of the documents, so every rank makes the same plans without
+communication.
 
-The attention of all pipeline stages in one tick is one pool over all ranks of one tp index. A tick
-has as many attention slots as the stage with the most layers to run: in slot n each stage attends
-with its n-th layer, counted from its first layer in forward and from its last one in backward. A
-stage that has no layer left brings no documents to the slot and only serves.
+The attention of all pipeline stages in one tick is one pool over all ranks of one tensor-parallel
+index. A tick has as many attention slots as the stage with the most layers to run: in slot n each
+stage attends with its n-th layer, counted from its first layer in forward and from its last one in
+backward. A stage without a layer left contributes no documents to the slot and only serves.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.packing import by_group, filled, split
-from distca.pipeline.pool import masks_of, pooled
+from distca.pipeline.pool import pool_masks, pool_placements
 from distca.pipeline.schedule import FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
 from distca.pipeline.step_plan import Half, Slot, StepPlan
@@ -34,17 +34,20 @@ from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES, Policy
 from distca.planning.spans import Floats, Ints, as_ints
 
-StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without documents
+StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
+PoolKey = tuple[Phase | None, tuple[int | None, ...], int, StageMasks]
 
 
 @dataclass(frozen=True)
 class StepPlanner:
     """Splits, places and plans the global batches of a training run.
 
-    parallel: the mesh; its servers take the place of ``options.servers``.
+    parallel: the mesh; its servers replace ``options.servers``.
     masks: the mask of each layer.
     options: ``model`` is the whole model; ``speed``, ``ranks_per_node`` and ``memory_bytes`` are
         those of plan ranks, that is, of the ranks with one tensor-parallel index.
+    micro_batches: micro-batches in a step.
+    ping_pong: whether a micro-batch is split into two halves.
     stage_sizes: the number of layers of each pipeline stage; an even split by default.
     first_trained_part: the first part of the model with a trained parameter (``pipeline.stages``).
     """
@@ -59,24 +62,34 @@ class StepPlanner:
     first_trained_part: int = 0
 
     def __post_init__(self) -> None:
-        assert self.stages  # raises for stage sizes that do not fit
-        speed, ranks = self.options.speed, self.parallel.num_plan_ranks
-        if speed is not None and len(speed) != ranks:
+        assert self.stages  # raises ValueError for stage sizes that do not fit
+        if len(self.speed) != self.parallel.num_plan_ranks:
             raise ValueError(
-                f"{len(speed)} speeds for {ranks} ranks of a plan: give one for each, or none"
+                f"{len(self.speed)} speeds for {self.parallel.num_plan_ranks} plan ranks: give one"
+                " for each, or none"
             )
         if self.parallel.pp > 1 and self.policy.scheduler == "all-gather":
             allowed = [name for name, policy in POLICIES.items() if not policy.places_tokens]
             raise ValueError(
-                f"policy {self.policy.name} gathers keys within groups of workers, which the"
-                f" stages of a pipeline cannot share: with pp = {self.parallel.pp} choose one of"
-                f" {', '.join(allowed)}"
+                f"policy {self.policy.name} gathers keys within groups of workers of one stage, but"
+                f" the stages of a pipeline share their attention: with pp = {self.parallel.pp}"
+                f" choose one of {', '.join(allowed)}"
             )
+
+    def for_evaluation(self) -> StepPlanner:
+        """Returns a planner for the same mesh with one micro-batch of one half."""
+        return replace(self, micro_batches=1, ping_pong=False)
 
     @cached_property
     def stages(self) -> tuple[Layers, ...]:
         """The layers [start, stop) of each stage."""
         return stage_layers(len(self.masks), self.parallel.pp, self.stage_sizes)
+
+    @cached_property
+    def speed(self) -> Floats:
+        """The relative speed of each plan rank."""
+        speed = self.options.speed
+        return np.ones(self.parallel.num_plan_ranks) if speed is None else np.asarray(speed)
 
     def plan(self, lengths: Ints, *, train: bool = True) -> StepPlan:
         """Plans one batch of documents, forward and backward or (``train=False``) forward only."""
@@ -102,7 +115,7 @@ class StepPlanner:
 
     @cached_property
     def plan_options(self) -> PlanOptions:
-        """Options of a single plan: the heads of one tp rank, with the cost model read once."""
+        """Options of a single plan: for the heads of one rank, with the cost model read once."""
         shape = self.options.shape.share(self.parallel.tp)
         cost = cost_model(self.options.cost, shape)
         servers = self.parallel.servers // self.parallel.tp
@@ -120,34 +133,27 @@ class StepPlanner:
         )
 
     def _place(self, members: Ints, lengths: Ints) -> Half:
-        """Places documents on the workers of one stage, each with a multiple of tp tokens."""
+        """Places documents on the workers of one stage, with a multiple of tp tokens on each."""
         p = self.parallel
         given = by_group(lengths, p.dp, p.cp, multiple=p.tp)
         if not self.policy.places_tokens:
             return Half(members, given, given)
         widest = max(self.masks, key=lambda mask: mask.reach)
-        speed = self._speed
-        if p.pp > 1:  # every stage has the same placement: a worker counts with its mean speed
-            workers = p.pp * p.workers_per_stage
-            by_stage = speed[:workers].reshape(p.pp, p.workers_per_stage)
-            speed = np.concatenate([by_stage.mean(axis=0), speed[workers:]])
+        # Every stage has the same placement, so a worker counts with its mean speed over stages.
+        workers, servers = np.split(self.speed, [p.pp * p.workers_per_stage])
+        speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
         options = replace(self.plan_options, mask=widest, speed=speed)
         placement = place(given, None, options, placer=self.policy.placer)
         padded = filled(placement, p.tp)
         return Half(members, padded, given if padded is placement else padded)
 
-    @property
-    def _speed(self) -> Floats:
-        speed = self.options.speed
-        return np.ones(self.parallel.num_plan_ranks) if speed is None else np.asarray(speed)
-
 
 class _Pools:
-    """The plans of one step; equal pools are planned once."""
+    """Plans the pools of one step, equal pools only once."""
 
     def __init__(self, planner: StepPlanner, micro_batches: Sequence[Sequence[Half]]) -> None:
         self._planner, self._micro_batches = planner, micro_batches
-        self._plans: dict[tuple[Phase | None, tuple[int | None, ...], int, StageMasks], Plan] = {}
+        self._plans: dict[PoolKey, Plan] = {}
 
     def slots(self, tick: Tick) -> Iterator[Slot]:
         """Yields the plans of each attention slot of a tick, one plan for each half."""
@@ -163,7 +169,7 @@ class _Pools:
             yield tuple(self._plan(tick, half, masks) for half in range(1 + planner.ping_pong))
 
     def _plan(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
-        # Without a pipeline the pool is the same in both directions, and one plan serves both.
+        # Without a pipeline the pool is the same in both directions and needs one plan.
         phase = tick.phase if self._planner.parallel.pp > 1 else None
         key = (phase, tick.micro_batches, half, masks)
         if key not in self._plans:
@@ -181,30 +187,31 @@ class _Pools:
         placed = [None if half is None else half.placement for half in halves]
         given = None
         if planner.policy.places_tokens:
-            given = pooled([None if half is None else half.given for half in halves], workers)
-        # Idle stages serve, also beside dedicated servers.
+            originals = [None if half is None else half.given for half in halves]
+            given = pool_placements(originals, workers)
+        # With dedicated servers, workers serve only while their stage has no micro-batch.
         idle = np.repeat([micro_batch is None for micro_batch in tick.micro_batches], workers)
         serves = np.append(idle | (options.servers == 0), np.ones(options.servers, bool))
         busy_s = np.append(self._linear_s(tick, placed, cost), np.zeros(options.servers))
         one_direction = OneDirectionCost(cost, tick.phase != FORWARD)
         return plan(
-            pooled(placed, workers),
+            pool_placements(placed, workers),
             options,
             scheduler=planner.policy.scheduler,
             given=given,
-            mask=masks_of(placed, masks),
+            mask=pool_masks(placed, masks),
             cost=cost if planner.parallel.pp == 1 else one_direction,
             workers_serve=True,
-            speed=planner._speed * serves,
+            speed=planner.speed * serves,
             busy_s=busy_s,
         )
 
     def _linear_s(self, tick: Tick, placed: Sequence[Placement | None], cost: CostModel) -> Floats:
         """Returns the seconds for which each worker is busy with linear layers during a slot.
 
-        They count only with ping-pong: while one half's linear layers run, the other half's
-        attention can run on the workers that have none. With one half, no attention starts before
-        the linear layers are done.
+        They count only with ping-pong, where the workers of an idle stage can compute the attention
+        of one half while the other workers run the linear layers of the other half. With one half,
+        no attention starts before the linear layers are done.
         """
         planner, parallel = self._planner, self._planner.parallel
         none = np.zeros(parallel.workers_per_stage, np.int64)
@@ -214,8 +221,3 @@ class _Pools:
         flops = planner.options.shape.linear_flops_per_token / parallel.tp
         flops *= 1 if tick.phase == FORWARD else 2
         return np.asarray(tokens * (flops / (cost.linear_tflops * 1e12)), np.float64)
-
-
-def evaluating(planner: StepPlanner) -> StepPlanner:
-    """Returns a planner for the same mesh with one micro-batch of one half."""
-    return replace(planner, micro_batches=1, ping_pong=False)

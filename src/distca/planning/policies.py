@@ -44,6 +44,11 @@ class Policy:
         """Whether tokens may end up elsewhere than they were given."""
         return self.placer != GIVEN
 
+    @property
+    def disaggregated(self) -> bool:
+        """Whether tasks may move to other ranks, beyond fixed groups of workers."""
+        return self.scheduler not in ("home", "all-gather")
+
 
 POLICIES = {
     policy.name: policy

@@ -1,4 +1,4 @@
-"""Replays as people see them. Input is plain records: ``distca bench replay --json``."""
+"""Tables of replays, from the records of ``distca bench replay --json``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from distca.report import units
 
 Record = Mapping[str, Any]
 
-# Columns, most wanted first: a title of one or two lines, and what a rank shows.
+# Columns, the most important first: a title of two lines, and the cell of a rank.
 _COLUMNS: dict[str, Callable[[Record], str]] = {
     "\nrank": lambda row: f"{row['rank']}{'*' if row['calibrates'] else ' '}",
     "step\nmeasured": lambda row: _ms(row["measured"]["step"]),
@@ -30,13 +30,13 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
 }
 CAPTION = (
     "ms of all layers, forward and backward; MB of one layer; fitted: simulated with the factors"
-    " that the ranks with * were measured for, over measured"
+    " that were fitted to the ranks with *, over measured"
 )
 _GAP = 1  # and one more for the box between columns
 
 
 def heading(record: Record) -> str:
-    """What is replayed, in a line."""
+    """Returns a line that says what is replayed."""
     words = [
         f"{units.several(record['ranks'], 'rank')} of tp {record['tp']}",
         f"{_tokens(record['tokens'])} tokens each",
@@ -48,7 +48,7 @@ def heading(record: Record) -> str:
 
 
 def replay_table(record: Record, width: int) -> Table:
-    """Ranks below each other; as many columns as fit into ``width``."""
+    """Returns a table with a row for each rank and the columns that fit ``width``."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.padding = (0, _GAP, 0, 0)
     columns, left = [], width
@@ -66,10 +66,10 @@ def replay_table(record: Record, width: int) -> Table:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """What they come to, as names and values."""
+    """Returns a summary as names and values."""
     link = f"{units.size(record['bytes_per_s'])}/s and {record['latency_s'] * 1e6:g} us"
     factors, raw, fitted = (record[name] for name in ("factors", "raw", "calibrated"))
-    held_out = sum(not row["calibrates"] for row in record["rows"])
+    validated = sum(not row["calibrates"] for row in record["rows"])
     return {
         "device": f"{record['device']}, {record['backend']}, torch {record['torch']}",
         "layers": f"{record['layers']} of {record['model']}, a link of {link}",
@@ -81,9 +81,9 @@ def replay_facts(record: Record) -> dict[str, str]:
         "worst / mean": f"{record['worst_over_mean']:.3f} measured,"
         f" {record['simulated_worst_over_mean']:.3f} simulated of all ranks",
         "factors": f"linear {factors['linear']:.3f}, attention {factors['attention']:.3f}, from"
-        f" {units.several(len(record['rows']) - held_out, 'rank')}",
+        f" {units.several(len(record['rows']) - validated, 'rank')}",
         "error": f"mean {fitted['mean']:.1%}, worst {fitted['worst']:.1%} of"
-        f" {units.several(held_out, 'other rank')};"
+        f" {units.several(validated, 'other rank')};"
         f" without the factors {raw['mean']:.1%}, {raw['worst']:.1%}",
     }
 
@@ -97,5 +97,5 @@ def _over(row: Record, what: str) -> str:
 
 
 def _tokens(count: int) -> str:
-    """131072 -> 128K"""
+    """Formats 131072 as 128K."""
     return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)

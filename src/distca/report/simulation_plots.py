@@ -1,4 +1,4 @@
-"""Simulations as pictures. matplotlib is imported only to draw."""
+"""Plots of simulations, from the records of ``distca simulate --json``."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ from distca.report.plots import AFTER, BEFORE, BOUND
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# More of Okabe and Ito's colours, with a mark of its own for each line.
+# Colours by Okabe and Ito, and a marker for each line.
 LINES = ("#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#222222")
 MARKS = ("o", "s", "^", "v", "D", "P", "X")
-UNFIT = "#BBBBBB"  # what does not fit into memory
+UNFIT = "#BBBBBB"  # for strategies that do not fit into memory
 
 Record = Mapping[str, Any]
 
 
 def draw_simulation(record: Record, path: str | Path) -> None:
-    """Ways side by side on the largest number of GPUs; with several numbers, how each scales."""
+    """Draws all strategies on the largest number of GPUs and, given several, how they scale."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     runs = record["runs"]
     last, several = runs[-1], len(runs) > 1
-    ways = [way for way in last["ways"] if "error" not in way]
-    height = 1.9 + 0.62 * len(ways) + (3.4 if several else 0)
+    strategies = [one for one in last["strategies"] if "error" not in one]
+    height = 1.9 + 0.62 * len(strategies) + (3.4 if several else 0)
     figure = Figure(figsize=(12, max(height, 4.6)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    FigureCanvasAgg(figure)  # needs no display and no global state of pyplot
     grid = figure.add_gridspec(3 if several else 2, 2, height_ratios=(1, 1, 1.5)[: 2 + several])
     axes = [figure.add_subplot(grid[n // 2, n % 2]) for n in range(4)]
-    _bars(axes[0], ways, "Step, seconds", lambda way: way["step_s"], lambda way: _step(way))
-    _bars(axes[1], ways, "Idle, % of all GPUs' time", lambda way: 100 * way["idle"], _percent)
-    _bytes(axes[2], ways, "Sent by a GPU in a step", "bytes_per_gpu")
-    unit = _bytes(axes[3], ways, "Memory of a GPU", "memory_bytes")
+    _bars(axes[0], strategies, "Step, seconds", lambda one: one["step_s"], lambda one: _step(one))
+    _bars(axes[1], strategies, "Idle, % of all GPUs' time", lambda one: 100 * one["idle"], _percent)
+    _bytes(axes[2], strategies, "Sent by a GPU in a step", "bytes_per_gpu")
+    unit = _bytes(axes[3], strategies, "Memory of a GPU", "memory_bytes")
     limit = last["limit_bytes"] / unit
     axes[3].axvline(limit, color=BOUND, linestyle="--", linewidth=1)
     axes[3].set_xlim(right=max(axes[3].get_xlim()[1], 1.12 * limit))
@@ -59,41 +59,49 @@ def _title(record: Record, run: Record) -> str:
 
 def _bars(
     axes: Axes,
-    ways: Sequence[Record],
+    strategies: Sequence[Record],
     title: str,
     value: Callable[[Record], float],
-    said: Callable[[Record], str],
+    label: Callable[[Record], str],
 ) -> None:
-    """One bar for each way, the first on top."""
-    places = range(len(ways))
-    colours = [_colour(way) for way in ways]
-    bars = axes.barh(places, [value(way) for way in ways], 0.62, color=colours)
-    axes.bar_label(bars, [said(way) for way in ways], padding=4, fontsize=9)
-    axes.set_yticks(places, [f"{way['policy']}\n{way['sizes_said']}" for way in ways], fontsize=8)
+    """Draws one bar for each strategy, the first on top."""
+    places = range(len(strategies))
+    colours = [_colour(one) for one in strategies]
+    bars = axes.barh(places, [value(one) for one in strategies], 0.62, color=colours)
+    axes.bar_label(bars, [label(one) for one in strategies], padding=4, fontsize=9)
+    axes.set_yticks(
+        places, [f"{one['policy']}\n{one['sizes_text']}" for one in strategies], fontsize=8
+    )
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(map(value, ways), default=0.0) or 1.0)
+    axes.set_xlim(0, 1.3 * max(map(value, strategies), default=0.0) or 1.0)
     axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="x", alpha=0.25)
     axes.set_axisbelow(True)
 
 
-def _bytes(axes: Axes, ways: Sequence[Record], title: str, key: str) -> float:
-    """In the unit that fits the largest, which is returned."""
-    unit, name = units.scale(max((float(way[key]) for way in ways), default=0.0))
-    _bars(axes, ways, f"{title}, {name}", lambda way: way[key] / unit, lambda w: units.size(w[key]))
+def _bytes(axes: Axes, strategies: Sequence[Record], title: str, key: str) -> float:
+    """Draws bars in the unit that fits the largest value; returns the unit."""
+    unit, name = units.scale(max((float(one[key]) for one in strategies), default=0.0))
+    _bars(
+        axes,
+        strategies,
+        f"{title}, {name}",
+        lambda one: one[key] / unit,
+        lambda w: units.size(w[key]),
+    )
     return unit
 
 
 def _scaling(axes: Axes, runs: Sequence[Record]) -> None:
-    """Tokens per second and GPU over GPUs: flat is perfect."""
-    names = list(dict.fromkeys(way["policy"] for run in runs for way in run["ways"]))
+    """Draws tokens per second and GPU over the number of GPUs; perfect scaling is flat."""
+    names = list(dict.fromkeys(one["policy"] for run in runs for one in run["strategies"]))
     for number, name in enumerate(names):
         points = [
-            (run["gpus"], way["tokens_per_s"] / run["gpus"])
+            (run["gpus"], one["tokens_per_s"] / run["gpus"])
             for run in runs
-            for way in run["ways"]
-            if way["policy"] == name and way.get("fits")
+            for one in run["strategies"]
+            if one["policy"] == name and one.get("fits")
         ]
         if points:
             axes.plot(
@@ -108,23 +116,23 @@ def _scaling(axes: Axes, runs: Sequence[Record]) -> None:
     axes.set_xticks(gpus, [f"{count:,}" for count in gpus])
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("GPUs, with as many tokens for each")
+    axes.set_xlabel("GPUs, with a constant number of tokens per GPU")
     axes.set_title("Tokens per second and GPU", loc="left", fontweight="bold", fontsize=10)
     axes.legend(frameon=False, ncols=min(len(names), 5), loc="lower left", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
 
 
-def _colour(way: Record) -> str:
-    if not way["fits"]:
+def _colour(one: Record) -> str:
+    if not one["fits"]:
         return UNFIT
-    return AFTER if way["disaggregated"] else BEFORE
+    return AFTER if one["disaggregated"] else BEFORE
 
 
-def _step(way: Record) -> str:
-    gain = f" ({units.ratio(way['speed_up'])})" if way["speed_up"] else ""
-    return f"{units.seconds(way['step_s'])}{gain}"
+def _step(one: Record) -> str:
+    gain = f" ({units.ratio(one['speed_up'])})" if one["speed_up"] else ""
+    return f"{units.seconds(one['step_s'])}{gain}"
 
 
-def _percent(way: Record) -> str:
-    return f"{100 * way['idle']:.1f} %"
+def _percent(one: Record) -> str:
+    return f"{100 * one['idle']:.1f} %"

@@ -1,4 +1,4 @@
-"""A step as a rank runs it: the documents of a batch, and the plans that were made for them."""
+"""A step as a rank runs it: a batch of documents and the plans for it."""
 
 from __future__ import annotations
 
@@ -15,29 +15,29 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.spans import Ints
 
 
-class Rows(NamedTuple):
-    """[T] each: one worker's packed tokens."""
+class TokenRows(NamedTuple):
+    """The packed tokens of one worker and half, [T] each."""
 
     tokens: Tensor
-    positions: Tensor  # in their documents
+    positions: Tensor  # of each token in its document
     labels: Tensor
-    lengths: Tensor  # of their documents
+    lengths: Tensor  # of each token's document
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """One optimizer step."""
+    """The batch and the plans of one optimizer step."""
 
     batch: Batch
     plan: StepPlan
 
     @classmethod
     def of(cls, planner: StepPlanner, batch: Batch, *, train: bool = True) -> Step:
-        """``train``: forward and backward; else forward alone, for evaluation."""
+        """Plans a batch, forward and backward or (``train=False``) forward only."""
         return cls(batch, planner.plan(batch.lengths, train=train))
 
-    def rows(self, half: Half, worker: int) -> Rows:
-        """What one worker of a stage holds, packed; fillers are zeros that nobody learns from."""
+    def rows(self, half: Half, worker: int) -> TokenRows:
+        """Packs the tokens of one worker of a stage; fillers are zeros without labels."""
         placement = half.placement
         columns: list[list[Ints]] = [[], [], [], []]
         for shard in np.flatnonzero(placement.worker == worker).tolist():
@@ -57,4 +57,6 @@ class Step:
             for column, values in zip(columns, row, strict=True):
                 column.append(values)
         empty = np.zeros(0, np.int64)
-        return Rows(*(torch.from_numpy(np.concatenate([empty, *column])) for column in columns))
+        return TokenRows(
+            *(torch.from_numpy(np.concatenate([empty, *column])) for column in columns)
+        )

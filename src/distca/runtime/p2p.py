@@ -1,7 +1,8 @@
-"""What passes between pipeline stages: tokens on their way on, gradients on their way back.
+"""Point-to-point communication between pipeline stages: activations forward, gradients backward.
 
-Each rank talks to the same place in the stage before and after. Nobody waits for what it sends
-until the step ends, so a stage goes on with the next tick while the neighbour is still busy.
+Each rank communicates with the rank at its position in the stage before and in the stage after. A
+rank does not wait for what it sends before the step ends, so it can start the next tick while the
+neighbouring stage is still busy.
 """
 
 from __future__ import annotations
@@ -14,49 +15,57 @@ from torch import Tensor
 
 from distca.runtime.mesh import RankContext
 
+NEXT, PREVIOUS = +1, -1
+
 
 class StageP2P:
-    """One step's letters to and from both sides; one for each half."""
+    """Sends and receives the tensors of one step, one tensor for each half of a micro-batch."""
 
     def __init__(self, context: RankContext, dtype: torch.dtype) -> None:
         self._context, self._dtype = context, dtype
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # tensors live until they are gone
+        self._sent: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
 
-    def send_on(self, halves: Sequence[Tensor]) -> None:
-        self._send(halves, +1)
+    def send_activations(self, halves: Sequence[Tensor]) -> None:
+        """Sends activations to the next stage."""
+        self._send(halves, NEXT)
 
-    def take_on(self, sizes: Sequence[int], hidden: int) -> list[Tensor]:
-        """[size, hidden] for each half."""
+    def recv_activations(self, sizes: Sequence[int], hidden: int) -> list[Tensor]:
+        """Receives activations [size, hidden] of each half from the previous stage."""
         device = self._context.device
-        like = [torch.empty(size, hidden, dtype=self._dtype, device=device) for size in sizes]
-        return self._take(like, -1)
+        return self._recv(
+            [torch.empty(size, hidden, dtype=self._dtype, device=device) for size in sizes],
+            PREVIOUS,
+        )
 
-    def send_back(self, gradients: Sequence[Tensor]) -> None:
-        self._send(gradients, -1)
+    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
+        """Sends gradients of received activations to the previous stage."""
+        self._send(gradients, PREVIOUS)
 
-    def take_back(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Gradients of what was sent on."""
-        return self._take([torch.empty_like(half) for half in sent], +1)
+    def recv_gradients(self, sent: Sequence[Tensor]) -> list[Tensor]:
+        """Receives the gradients of activations that were sent to the next stage."""
+        return self._recv([torch.empty_like(half) for half in sent], NEXT)
 
-    def finish(self) -> None:
+    def wait(self) -> None:
+        """Waits until everything is sent."""
         for work, _ in self._sent:
             work.wait()
         self._sent.clear()
 
     def _send(self, tensors: Sequence[Tensor], side: int) -> None:
         for tensor in tensors:
-            letter = tensor.detach().contiguous()
-            work = dist.isend(letter, self._rank(side), group=self._context.pipeline)
+            data = tensor.detach().contiguous()
+            work = dist.isend(data, self._neighbour(side), group=self._context.pipeline_group)
             assert work is not None
-            self._sent.append((work, letter))
+            self._sent.append((work, data))
 
-    def _take(self, tensors: list[Tensor], side: int) -> list[Tensor]:
-        works = [dist.irecv(x, self._rank(side), group=self._context.pipeline) for x in tensors]
+    def _recv(self, tensors: list[Tensor], side: int) -> list[Tensor]:
+        group = self._context.pipeline_group
+        works = [dist.irecv(tensor, self._neighbour(side), group=group) for tensor in tensors]
         for work in works:
             assert work is not None
             work.wait()
         return tensors
 
-    def _rank(self, side: int) -> int:
+    def _neighbour(self, side: int) -> int:
         assert self._context.stage is not None
-        return self._context.of_stage(self._context.stage + side)
+        return self._context.rank_in_stage(self._context.stage + side)

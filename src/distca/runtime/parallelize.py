@@ -1,7 +1,7 @@
-"""A model over the mesh: tensor parallel with sequence parallel, then sharded seam by seam.
+"""Applies tensor and sequence parallelism to a model, then shards it with FSDP2 seam by seam.
 
-Between seams tokens are split over tp (each rank holds T / tp rows of x); inside ``qkv`` and
-``ffn`` they are whole, and heads and widths are split. The rest is local.
+Between seams, tokens are split over tp: each rank holds T / tp rows of x. Inside ``qkv`` and
+``ffn`` a rank has all rows, and heads and widths are split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from distca.runtime.mesh import RankContext
 
 @dataclass(frozen=True)
 class Precision:
-    """Weights are kept in float32; what is computed and what is added up over ranks."""
+    """The dtypes of computation and of gradient reduction; sharded weights are float32."""
 
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
@@ -39,48 +39,56 @@ class Precision:
 def parallelize(
     model: Llama, context: RankContext, precision: Precision, *, compile: bool = False
 ) -> None:
-    """In place, on a model without memory yet (``on_meta``)."""
+    """Parallelizes a model on the meta device (``on_meta``) in place."""
     check(model.config, context.parallel.tp)
     if compile and context.device.type != "cuda":
-        raise ValueError("compile = true on a CPU: it pays on GPUs only; leave it out")
+        raise ValueError(
+            "compile = true works on GPUs only and this rank runs on a CPU: leave it out"
+        )
     if context.tp_mesh is not None:
         _split(model, context.tp_mesh)
     for seam in model.in_order if compile else ():
         for module in filter(None, (seam.before, seam.after)):
-            module.compile()  # before sharding, so that gathering stays outside
+            module.compile()  # before sharding, so that all-gathers stay outside of the graph
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     shard_mesh = context.shard_mesh
     first, *inner, last = model.in_order
-    # A tied embedding belongs to both ends, so they are gathered as one.
+    # A tied embedding belongs to the first and the last seam, so they are one FSDP unit.
     tied = model.config.tied and model.is_whole
     units: list[list[nn.Module]] = [[first, last]] if tied else [[first], [last]]
     units += [[seam] for seam in inner]
     units.append([model])
-    # Kept gathered through the step, for all micro-batches; else let go after each use.
-    keep = False if context.parallel.gathers_once else None
+    # Parameters stay gathered through the step, for all micro-batches, or are freed after each use.
+    reshard_after_forward = False if context.parallel.gathers_once else None
     for unit in units:
-        fully_shard(unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=keep)
+        fully_shard(
+            unit, mesh=shard_mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward
+        )
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed: the loss is divided by the targets of all ranks already.
+            # Gradients are summed, since the loss is already divided by the targets of all ranks.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-            if keep is False:
+            if context.parallel.gathers_once:
                 module.set_reshard_after_backward(False)
 
 
-def last_backward(model: Llama, context: RankContext, last: bool) -> None:
-    """Before a backward. Where weights are kept, gradients are too, whole, up to the ``last`` one
-    of a step; else each backward reduces its own, and only this rank's share is added up."""
+def set_last_backward(model: Llama, context: RankContext, last: bool) -> None:
+    """Tells FSDP before a backward pass whether it is the last one of the step.
+
+    If weights stay gathered through a step, gradients are accumulated unsharded and reduced in the
+    last backward pass. Otherwise each backward pass reduces its own gradients.
+    """
     if context.parallel.gathers_once:
         model.set_requires_gradient_sync(last)  # type: ignore[operator]
         model.set_is_last_backward(last)  # type: ignore[operator]
 
 
 def reshard(model: Llama, context: RankContext) -> None:
-    """After a step: lets go of what was kept gathered.
+    """Frees the parameters that stayed gathered through a step.
 
-    Not in its last backward, where FSDP would gather again what it takes to come next.
+    This is not done in the last backward pass, where FSDP would prefetch, and so gather again, the
+    parameters of the seams that it expects next.
     """
     if context.parallel.gathers_once:
         for module in model.modules():
@@ -88,22 +96,24 @@ def reshard(model: Llama, context: RankContext) -> None:
                 module.reshard()
 
 
-def add_tied(model: Llama, context: RankContext) -> None:
-    """Gradients of a tied embedding that lies in two stages: both get the sum."""
-    if not model.config.tied or model.is_whole or context.ends is None:
+def add_tied_gradients(model: Llama, context: RankContext) -> None:
+    """Adds the gradients of the two copies of a tied embedding in the first and last stage."""
+    if not model.config.tied or model.is_whole or context.tied_group is None:
         return
     name = EMBEDDING if model.start == 0 else model.output_name
     parameter = model.get_parameter(name)
     if parameter.requires_grad:
         assert parameter.grad is not None
-        dist.all_reduce(parameter.grad.to_local(), group=context.ends)  # type: ignore[attr-defined]
+        gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
+        dist.all_reduce(gradient, group=context.tied_group)
 
 
 def check(config: ModelConfig, tp: int) -> None:
+    """Raises ValueError if tensor parallelism cannot split the model evenly."""
     for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
         if size % tp:
             raise ValueError(
-                f"{what} = {size} cannot be split over tp = {tp}: take a tp that divides"
+                f"{what} = {size} cannot be split over tp = {tp}: choose a tp that divides"
                 f" {config.heads} heads, {config.kv_heads} kv heads and ffn {config.ffn}"
             )
 
@@ -111,10 +121,10 @@ def check(config: ModelConfig, tp: int) -> None:
 def _split(model: Llama, mesh: DeviceMesh) -> None:
     rows, whole = Shard(0), Replicate()
     norm = SequenceParallel(sequence_dim=0)
-    heads = SequenceParallel(sequence_dim=1, use_local_output=True)  # a rank's own
+    heads = SequenceParallel(sequence_dim=1, use_local_output=True)  # the heads of one rank
     back = RowwiseParallel(output_layouts=rows)
     plan: dict[str, ParallelStyle] = {
-        # Both ends are split by width, which tp divides; the vocabulary may be odd.
+        # Embedding and head are split by width, since tp need not divide the vocabulary.
         "embed": ColwiseParallel(input_layouts=whole, output_layouts=rows),
         "before.norm": norm,
         "before.qkv": _gathered(rows, None),
@@ -132,11 +142,11 @@ def _split(model: Llama, mesh: DeviceMesh) -> None:
     for seam in model.in_order:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {name: plan[name] for name in plan if name in present})
-    model.tie()  # each module's weight was split on its own
+    model.tie()  # parallelize_module replaced the weights
 
 
 def _gathered(*layouts: Shard | None) -> PrepareModuleInput:
-    """Rows of all ranks, gathered once for all matrices of a module."""
+    """Returns a style that gathers the rows of all ranks once for all matrices of a module."""
     whole = tuple(None if layout is None else Replicate() for layout in layouts)
     return PrepareModuleInput(
         input_layouts=layouts, desired_input_layouts=whole, use_local_output=False

@@ -1,64 +1,59 @@
-"""One step on this rank, tick by tick: its own micro-batches, and the attention of all stages.
+"""Runs one training step on this rank.
 
-In every tick all stages go the same way. A stage with a micro-batch takes it through its layers; in
-each layer's slot all ranks exchange and attend, whoever has no layer left, no micro-batch or no
-model only with what others sent. How many slots a tick has is written in the plan, so no rank
-depends on what another one's autograd happens to visit.
+A **step** is a sequence of ticks, which all ranks go through together (``pipeline.schedule``).
 
-Inside a tick, with two halves:
+In a **tick** every pipeline stage runs one micro-batch through its layers, all stages in the same
+direction. A stage may have no micro-batch, and a dedicated server has no layers at all.
 
-    seam 0     part(ping) dispatch(ping)  part(pong) dispatch(pong)
-    slot 0     compute(ping)  compute(pong)
-    seam 1     combine(ping) part(ping) dispatch(ping)  combine(pong) part(pong) dispatch(pong)
-    ...
+A tick has attention **slots**. In each of them all ranks exchange and compute attention together. A
+rank first runs the slots of its own layers and then serves in the remaining ones. The plan says how
+many slots a tick has, so no rank depends on which autograd nodes another rank executes.
 
-Every exchange but the first and the last is hidden by the other half's compute: what
-``dispatch(ping)`` sends travels during part(pong), what ``dispatch(pong)`` sends during
-compute(ping), and results come home during compute(pong) and during the next part(ping). Backward
-is the same in reverse, since autograd runs the newest node first.
-
-A seam is called once for both halves, so its parameters are gathered once. ``part`` may be
-checkpointed; ``combine`` and ``dispatch`` stand outside of it, or they would exchange twice.
+``pipeline.tick_program`` defines the order of operations inside a tick; ``runtime.tick`` executes
+it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.profiler import record_function
-from torch.utils.checkpoint import checkpoint
 
 from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
-from distca.attention.overlap import AsyncAttention
-from distca.attention.passes import serve_backward, serve_forward
-from distca.attention.prepared import PreparedPlan, TensorSpec
-from distca.model.llama import Arriving, Leaving, Llama, Part, Seam
+from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
-from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
-from distca.pipeline.step_plan import Slot
-from distca.planning.plan import Plan
+from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.step_plan import StepPlan
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
 from distca.runtime.p2p import StageP2P
-from distca.runtime.parallelize import add_tied, last_backward, reshard
+from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
+from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
+from distca.runtime.tick import StageForward, serve
 
 Observe = Callable[[int, Tick], None]
 
 
 @dataclass(frozen=True, eq=False)
 class StepRunner:
-    """What it takes to bring micro-batches through the layers on this rank."""
+    """Runs the steps of a training run on this rank.
+
+    attentions: one for each half, since their exchanges overlap.
+    recompute: recomputes linear layers in the backward pass (activation checkpointing).
+    dtype: that of activations and of q, k and v.
+    observe: called after each tick with its number.
+    """
 
     context: RankContext
-    attentions: tuple[CoreAttention, ...]  # one for each half: their exchanges overlap
-    recompute: bool = False  # checkpoint the parts of seams
-    dtype: torch.dtype = torch.float32  # of what travels
-    observe: Observe | None = None  # called after each tick
+    attentions: tuple[CoreAttention, ...]
+    recompute: bool = False
+    dtype: torch.dtype = torch.float32
+    observe: Observe | None = None
 
     @classmethod
     def of(
@@ -71,10 +66,11 @@ class StepRunner:
         deterministic: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> StepRunner:
+        """Makes a runner with the attention of each half; ``halves`` is 2 with ping-pong."""
         attentions = (
             CoreAttention(
-                context.attention,
-                control=context.control,
+                context.attention_group,
+                control=context.attention_cpu_group,
                 backend=backend,
                 deterministic=deterministic,
             )
@@ -82,211 +78,168 @@ class StepRunner:
         )
         return cls(context, tuple(attentions), recompute, dtype)
 
-    def train(self, model: Llama | None, step: Step) -> Tensor:
-        """Gradients of all micro-batches; this rank's part of the mean loss over all targets.
+    def train(
+        self, model: Llama | None, step: Step, prepared: PreparedTicks | None = None
+    ) -> Tensor:
+        """Computes the gradients of a step; returns this rank's part of the mean loss per target.
 
-        ``model``: this rank's stage, or None where it only serves.
+        model: the stage of this rank; None on a dedicated server.
+        prepared: the prepared plans of the step, if there are any yet (see ``prepare``).
         """
-        run = _Run(self, model, step)
-        run()
+        run = _StepRun(self, model, step, prepared)
+        run.run()
         total = torch.zeros((), device=self.context.device)
         for losses in run.losses.values():
-            total += run.mean(losses).detach()
+            total += run.mean_loss(losses).detach()
         if model is not None:
             reshard(model, self.context)
-            add_tied(model, self.context)
+            add_tied_gradients(model, self.context)
         return total
 
     @torch.no_grad()
     def losses(self, model: Llama | None, step: Step) -> dict[int, list[Loss]]:
-        """Of each micro-batch and half, without gradients; nothing but on the last stage."""
-        run = _Run(self, model, step)
-        run()
+        """Returns the loss of each half by micro-batch, without gradients.
+
+        Only the ranks of the last stage have losses.
+        """
+        run = _StepRun(self, model, step)
+        run.run()
         if model is not None:
             reshard(model, self.context)
         return run.losses
 
-    def own(self, rows: Tensor) -> Tensor:
-        """This rank's share of a worker's rows: tensor parallelism splits them at the loss."""
+    def prepare(self, plan: StepPlan) -> PreparedTicks:
+        """Prepares the plans of a step; raises ValueError if this rank cannot run one of them."""
+        context = self.context
+        return prepare_ticks(plan, self.attentions, context.stage, self.dtype, context.device)
+
+    def tp_share(self, rows: Tensor) -> Tensor:
+        """Returns this rank's share of a worker's rows, which tensor parallelism splits."""
         mesh = self.context.tp_mesh
         return rows if mesh is None else rows.chunk(mesh.size())[mesh.get_local_rank()]
 
 
-@dataclass(frozen=True, eq=False)
-class _Held:
-    """What the backward of a micro-batch starts from, and where its gradient leaves."""
+class _InFlight(NamedTuple):
+    """A micro-batch that waits for its backward: the inputs and outputs of the stage."""
 
-    arriving: list[Arriving]
-    leaving: list[Leaving]
+    inputs: list[Arriving]
+    outputs: list[Leaving]
 
 
-class _Run:
-    """One step under way."""
+class _StepRun:
+    """One step in progress."""
 
-    def __init__(self, runner: StepRunner, model: Llama | None, step: Step) -> None:
-        self.runner, self.model, self.step, self.plan = runner, model, step, step.plan
+    def __init__(
+        self,
+        runner: StepRunner,
+        model: Llama | None,
+        step: Step,
+        prepared: PreparedTicks | None = None,
+    ) -> None:
         self.losses: dict[int, list[Loss]] = {}  # by micro-batch, on the last stage
+        self._runner, self._model, self._step, self._plan = runner, model, step, step.plan
         self._stage = runner.context.stage
-        self._held: dict[int, _Held] = {}
-        self._neighbours = StageP2P(runner.context, runner.dtype)
-        self._ways: dict[tuple[Phase, int, Plan], PreparedPlan] = {}
-        self._agree()
+        self._in_flight: dict[int, _InFlight] = {}
+        self._p2p = StageP2P(runner.context, runner.dtype)
+        self._ticks = self._handshake(prepared)
 
-    def __call__(self) -> None:
-        for number, tick in enumerate(self.plan.schedule.ticks):
-            mine = None if self._stage is None else tick.micro_batches[self._stage]
-            title = "serves" if self._stage is None else tick.cell(self._stage)
-            with record_function(f"tick {number} {tick.phase}: {title}"):
-                go = self._forward if tick.phase == FORWARD else self._backward
-                done = 0 if mine is None else go(mine)
-                for slot in self.plan.slots[number][done:]:
-                    self._serve(tick.phase, slot)
-            if self.runner.observe is not None:
-                self.runner.observe(number, tick)
-        self._neighbours.finish()
+    def run(self) -> None:
+        """Runs all ticks."""
+        for number, (tick, slots) in enumerate(
+            zip(self._plan.schedule.ticks, self._ticks, strict=True)
+        ):
+            cell = "serves" if self._stage is None else tick.cell(self._stage)
+            with record_function(f"tick {number} {tick.phase}: {cell}"):
+                self._run_tick(tick, slots)
+            if self._runner.observe is not None:
+                self._runner.observe(number, tick)
+        self._p2p.wait()
 
-    def mean(self, losses: Sequence[Loss]) -> Tensor:
-        """One number for both halves, so that they take turns in backward too."""
-        targets = max(self.step.batch.num_targets, 1)  # a batch of prompts alone has none
+    def mean_loss(self, losses: Sequence[Loss]) -> Tensor:
+        """Returns one scalar for all halves, from which their backwards run interleaved."""
+        targets = max(self._step.batch.num_targets, 1)  # a batch may have prompts only
         return torch.stack([loss.total for loss in losses]).sum() / targets
 
-    def layer(self, micro_batch: int, layer: int, half: int) -> PreparedPlan:
-        """Of this stage, there and back; one with nothing to learn from below does not go back."""
-        assert self.model is not None
-        assert self._stage is not None
-        plan = self._slots(FORWARD, micro_batch)[layer - self.model.start][half]
-        there, number = self._way(FORWARD, half, plan), self.model.stop - 1 - layer
-        if not self.plan.schedule.has_backward or number >= self.plan.backward_slots[self._stage]:
-            return there
-        plan = self._slots(BACKWARD, micro_batch)[number][half]
-        return replace(there, backward=self._way(BACKWARD, half, plan).backward)
-
-    def _slots(self, phase: Phase, micro_batch: int) -> Sequence[Slot]:
-        """Of the tick in which a micro-batch goes through this stage."""
-        assert self._stage is not None
-        for tick, slots in zip(self.plan.schedule.ticks, self.plan.slots, strict=True):
-            if (tick.phase, tick.micro_batches[self._stage]) == (phase, micro_batch):
-                return slots
-        raise AssertionError(f"no tick takes {phase}{micro_batch} through stage {self._stage}")
-
-    def _agree(self) -> None:
-        """With all ranks, once a step: on all plans, and that everybody can run them."""
+    def _handshake(self, prepared: PreparedTicks | None) -> PreparedTicks:
+        """Prepares all plans; checks once that every rank has the same ones and can run them."""
         error = ""
-        try:
-            for tick, slots in zip(self.plan.schedule.ticks, self.plan.slots, strict=True):
-                for slot in slots:
-                    for half, plan in enumerate(slot):
-                        self._way(tick.phase, half, plan)
-        except ValueError as refused:
-            error = str(refused)
+        if prepared is None:
+            try:
+                prepared = self._runner.prepare(self._plan)
+            except ValueError as problem:
+                error = str(problem)
         mine = Handshake(
-            plan=self.plan.fingerprint,
-            dtype=str(self.runner.dtype).removeprefix("torch."),
+            plan=self._plan.fingerprint,
+            dtype=str(self._runner.dtype).removeprefix("torch."),
             grad_mode=torch.is_grad_enabled(),
             error=error,
         )
-        agree(self.runner.attentions[0].transport, mine)
+        agree(self._runner.attentions[0].transport, mine)
+        assert prepared is not None  # otherwise there was an error
+        return prepared
 
-    def _way(self, phase: Phase, half: int, plan: Plan) -> PreparedPlan:
-        """This rank's part of a plan in one direction."""
-        key = (phase, half, plan)
-        if key not in self._ways:
-            shape, dtype, context = plan.shape, self.runner.dtype, self.runner.context
-            spec = TensorSpec(shape.heads, shape.kv_heads, shape.head_dim, dtype, context.device)
-            direction = "forward" if phase == FORWARD else "backward"
-            self._ways[key] = self.runner.attentions[half].prepare(spec, **{direction: plan})
-        return self._ways[key]
+    def _run_tick(self, tick: Tick, slots: Sequence[PreparedSlot]) -> None:
+        """Runs this stage's micro-batch, if it has one, and serves in the remaining slots."""
+        own = 0
+        if self._stage is not None and (m := tick.micro_batches[self._stage]) is not None:
+            if tick.phase == FORWARD:
+                start, stop = self._plan.stages[self._stage]
+                own = stop - start
+                self._forward(m, slots[:own])
+            else:
+                own = self._plan.backward_slots[self._stage]
+                self._backward(m)
+        serve(slots[own:], tick.phase)
 
-    def _serve(self, phase: Phase, slot: Slot) -> None:
-        halves = [self._way(phase, half, plan) for half, plan in enumerate(slot)]
-        (serve_forward if phase == FORWARD else serve_backward)(halves)
-
-    def _forward(self, micro_batch: int) -> int:
-        """Through this stage's layers; how many slots of the tick that took."""
-        assert self.model is not None
-        arriving = self._arriving(micro_batch)
-        leaving = self.model(arriving, _Walk(self, micro_batch))
-        if leaving[0].loss is not None:
-            self.losses[micro_batch] = [half.loss for half in leaving if half.loss is not None]
+    def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> None:
+        assert self._model is not None
+        inputs = self._inputs(micro_batch)
+        outputs = self._model(inputs, StageForward(slots, recompute=self._runner.recompute))
+        if outputs[0].loss is not None:
+            self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
         else:
-            self._neighbours.send_on([half.x for half in leaving])
-        if self.plan.schedule.has_backward:
-            self._held[micro_batch] = _Held(arriving, leaving)
-        return self.model.stop - self.model.start
+            self._p2p.send_activations([half.x for half in outputs])
+        if self._plan.schedule.has_backward:
+            self._in_flight[micro_batch] = _InFlight(inputs, outputs)
 
-    def _arriving(self, micro_batch: int) -> list[Arriving]:
-        assert self.model is not None
-        context, device = self.runner.context, self.runner.context.device
-        arriving = []
-        for half in self.plan.micro_batches[micro_batch]:
-            rows = self.step.rows(half, context.worker)
+    def _inputs(self, micro_batch: int) -> list[Arriving]:
+        """Returns the inputs of this stage: token ids, or activations of the previous stage."""
+        assert self._model is not None
+        context, device = self._runner.context, self._runner.context.device
+        inputs = []
+        for half in self._plan.micro_batches[micro_batch]:
+            rows = self._step.rows(half, context.worker)
             tokens, positions = (t.to(device, non_blocking=True) for t in rows[:2])
-            labels = self.runner.own(rows.labels).to(device, non_blocking=True)
-            arriving.append(Arriving(tokens, positions, labels=labels))
-        if self._stage:
-            sizes = [len(half.x) // context.parallel.tp for half in arriving]
-            found = self._neighbours.take_on(sizes, self.model.config.hidden)
-            learns = self.plan.schedule.has_backward and self.plan.gradient_enters(self._stage)
-            arriving = [
-                half._replace(x=x.requires_grad_(learns))
-                for half, x in zip(arriving, found, strict=True)
-            ]
-        return arriving
+            labels = self._runner.tp_share(rows.labels).to(device, non_blocking=True)
+            inputs.append(Arriving(tokens, positions, labels=labels))
+        if not self._stage:
+            return inputs
+        sizes = [len(half.x) // context.parallel.tp for half in inputs]
+        received = self._p2p.recv_activations(sizes, self._model.config.hidden)
+        with_gradient = self._plan.schedule.has_backward and self._plan.sends_gradient(self._stage)
+        return [
+            half._replace(x=x.requires_grad_(with_gradient))
+            for half, x in zip(inputs, received, strict=True)
+        ]
 
-    def _backward(self, micro_batch: int) -> int:
-        assert self.model is not None
+    def _backward(self, micro_batch: int) -> None:
+        assert self._model is not None
         assert self._stage is not None
-        held, stage = self._held.pop(micro_batch), self._stage
-        last = micro_batch + 1 == self.plan.schedule.num_micro_batches
-        last_backward(self.model, self.runner.context, last)
+        inputs, outputs = self._in_flight.pop(micro_batch)
+        last = micro_batch + 1 == self._plan.schedule.num_micro_batches
+        set_last_backward(self._model, self._runner.context, last)
+        gradients = None
         if micro_batch in self.losses:
-            ends, grads = [self.mean(self.losses[micro_batch])], None
+            roots = [self.mean_loss(self.losses[micro_batch])]
         else:
-            ends, grads = [half.x for half in held.leaving], None
-            if self.plan.gradient_enters(stage + 1):
-                grads = self._neighbours.take_back(ends)
-        if any(end.requires_grad for end in ends):
-            torch.autograd.backward(ends, grads)
-        if self.plan.gradient_enters(stage):
-            self._neighbours.send_back([_grad(half.x) for half in held.arriving])
-        return self.plan.backward_slots[stage]
+            roots = [half.x for half in outputs]
+            if self._plan.sends_gradient(self._stage + 1):
+                gradients = self._p2p.recv_gradients(roots)
+        if any(root.requires_grad for root in roots):
+            torch.autograd.backward(roots, gradients)
+        if self._plan.sends_gradient(self._stage):
+            self._p2p.send_gradients([_gradient(half.x) for half in inputs])
 
 
-def _grad(x: Tensor) -> Tensor:
+def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
-
-
-class _Walk:
-    """One pass: calls every seam once, with all halves, and attends in between."""
-
-    def __init__(self, run: _Run, micro_batch: int) -> None:
-        self._run, self._micro_batch = run, micro_batch
-        self._pending: dict[int, AsyncAttention] = {}
-
-    def __call__(self, seams: Sequence[Seam], arriving: list[Arriving]) -> list[Leaving]:
-        leaving: list[Leaving] = []
-        for seam in seams:
-            leaving = seam(arriving, partial(self._cross, seam.number))
-            for pending in self._pending.values():
-                pending.compute()
-            arriving = [
-                before._replace(x=after.x) for before, after in zip(arriving, leaving, strict=True)
-            ]
-        return leaving
-
-    def _cross(self, layer: int, part: Part, number: int, arriving: Arriving) -> Leaving:
-        """One half through one seam. What it returns holds q, k and v: FSDP waits for their
-        gradients to gather the seam again."""
-        if number in self._pending:
-            arriving = arriving._replace(attended=self._pending.pop(number).combine())
-        leaving = self._recomputed(part, arriving)
-        if leaving.qkv is not None:
-            plan = self._run.layer(self._micro_batch, layer, number)
-            self._pending[number] = AsyncAttention(plan, *leaving.qkv)
-        return leaving
-
-    def _recomputed(self, part: Part, arriving: Arriving) -> Leaving:
-        if not self._run.runner.recompute or not torch.is_grad_enabled():
-            return part(arriving)
-        leaving: Leaving = checkpoint(part, arriving, use_reentrant=False)
-        return leaving

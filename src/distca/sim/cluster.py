@@ -1,7 +1,8 @@
-"""The machines: nodes of GPUs, the links inside and between them, and what is not ideal.
+"""Clusters: nodes of GPUs, links inside and between nodes, slow GPUs and jitter.
 
-A *lane* is one rank of a plan: the GPUs of one tensor-parallel group, which do the same thing at
-the same time, each with its part of the heads. Lanes lie on nodes in order.
+The simulator follows plan ranks. A plan rank stands for the GPUs of one tensor-parallel group,
+which do the same thing at the same time, each with its share of the heads. Plan ranks are assigned
+to nodes in order.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from distca.planning.spans import Floats, Ints
 
 @dataclass(frozen=True)
 class Link:
-    """A GPU's port: so many bytes a second each way, after a while."""
+    """The network port of a GPU: its bandwidth in each direction, and its latency."""
 
     bytes_per_s: float
     latency_s: float = 0.0
@@ -30,27 +31,29 @@ class Link:
             )
 
     def seconds(self, num_bytes: Floats) -> Floats:
-        """0 where nothing is sent."""
+        """Returns the seconds to send so many bytes; 0 where nothing is sent."""
         taken = self.latency_s + num_bytes / self.bytes_per_s
         return np.where(num_bytes > 0, taken, 0.0)
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """``jitter`` and ``link_jitter`` are standard deviations of every kernel's and every exchange's
-    seconds, relative to them; ``slow`` gives GPUs a speed other than 1."""
+    """GPUs, nodes and links.
+
+    jitter, link_jitter: relative standard deviations of the seconds of kernels and of transfers.
+    """
 
     name: str
     gpus: int
     gpus_per_node: int
     memory_bytes: int
-    inside: Link
-    across: Link
-    profile: str = "h200"  # kernels and linear layers: a shipped profile or a file
-    slow: Mapping[int, float] = field(default_factory=dict)
+    inside: Link  # of a GPU to its own node
+    across: Link  # of a GPU to other nodes
+    profile: str = "h200"  # a shipped profile of kernels, or the path of a file
+    slow: Mapping[int, float] = field(default_factory=dict)  # speeds of GPUs other than 1
     jitter: float = 0.0
     link_jitter: float = 0.0
-    known: bool = True  # the planner is told the speeds of slow GPUs
+    known: bool = True  # whether the planner knows the speeds of slow GPUs
 
     def __post_init__(self) -> None:
         if self.gpus < 1 or self.gpus_per_node < 1:
@@ -69,10 +72,11 @@ class Cluster:
 
     @property
     def usable_bytes(self) -> int:
-        """Of a GPU's memory; kernels, collectives and gaps take the rest."""
+        """Memory of a GPU for a step; kernels, collectives and fragmentation need the rest."""
         return int(0.95 * self.memory_bytes)
 
     def check(self, parallel: MeshShape) -> None:
+        """Raises ValueError if a mesh does not fit this cluster."""
         parallel.check(self.gpus)
         if self.gpus_per_node % parallel.tp and self.gpus > self.gpus_per_node:
             raise ValueError(
@@ -80,15 +84,16 @@ class Cluster:
                 " stays inside a node, so choose a divisor"
             )
 
-    def lanes_per_node(self, tp: int) -> int:
+    def ranks_per_node(self, tp: int) -> int:
+        """Returns how many plan ranks share a node."""
         return max(self.gpus_per_node // tp, 1)
 
     def node(self, num_plan_ranks: int, tp: int) -> Ints:
-        """[lanes]"""
-        return np.arange(num_plan_ranks, dtype=np.int64) // self.lanes_per_node(tp)
+        """Returns the node of each plan rank."""
+        return np.arange(num_plan_ranks, dtype=np.int64) // self.ranks_per_node(tp)
 
     def speed(self, num_plan_ranks: int, tp: int) -> Floats:
-        """[lanes] of the slowest of a lane's GPUs, which the others wait for."""
+        """Returns the speed of each plan rank: that of the slowest GPU of its group."""
         speed = np.ones(num_plan_ranks * tp)
         for gpu, value in self.slow.items():
             speed[gpu] = value
@@ -96,8 +101,12 @@ class Cluster:
         return slowest
 
     def group_link(self, members: int, per_node: int) -> Link:
-        """Of a ring of neighbours: what a node lacks comes in once, over the ports of all members
-        there. A group that does not divide a node may lie across two, with one port between."""
+        """Returns the effective link of a ring collective of neighbouring plan ranks.
+
+        In a group that fills whole nodes, the data from other nodes enters a node once, over the
+        ports of all its members. Any other group larger than a node's share has one port between
+        two nodes.
+        """
         if per_node % members == 0 or self.gpus <= self.gpus_per_node:
             return self.inside
         together = per_node if members % per_node == 0 else 1
@@ -107,13 +116,13 @@ class Cluster:
 
 GB = 10**9
 PRESETS = {
-    # NVLink as all-gathers reach it (of 450 GB/s), and 400 Gb/s a GPU across nodes.
+    # NVLink at the bandwidth that all-gathers reach (of 450 GB/s), 400 Gb/s per GPU across nodes.
     "h200": Cluster("h200", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(50e9, 20e-6), profile="h200"),
-    # The kernels of FlashAttention 2, about what published systems ran on.
+    # The kernels of FlashAttention 2, with which published systems were measured.
     "h200-flash": Cluster(
         "h200-flash", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(50e9, 20e-6), profile="h200-flash"
     ),
-    # The same cards on 100 Gb/s a node.
+    # The same GPUs with 100 Gb/s per node.
     "h200-ethernet": Cluster(
         "h200-ethernet", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(1.5625e9, 50e-6), profile="h200"
     ),
@@ -121,6 +130,7 @@ PRESETS = {
 
 
 def cluster(name: str) -> Cluster:
+    """Returns a preset by name."""
     try:
         return PRESETS[name]
     except KeyError:

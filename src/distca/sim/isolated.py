@@ -1,7 +1,7 @@
-"""Ranks of a plan one by one, as a replay on one device runs them, and how the two compare.
+"""Simulates isolated ranks, as a replay on one device runs them, and compares the two.
 
-A rank by itself has partners that are always ready and one port for all that it sends and takes.
-It runs a few layers without an output head; no weights travel, and none are updated.
+The partners of an isolated rank are always ready. It runs a few layers without an output head,
+without communication of weights and gradients, and without an optimizer step.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from distca.planning.spans import Floats, Ints
 from distca.sim.cluster import Cluster, Link
 from distca.sim.rates import Attention, Rates
 from distca.sim.streams import Streams
-from distca.sim.ticks import Ticks, held
+from distca.sim.ticks import micro_batch_tokens, run_ticks
 
-RANDOM = "random"  # why a rank was chosen, if for nothing else
+RANDOM = "random"  # the reason of ranks that are chosen at random
 
 
 @dataclass(frozen=True)
 class Case:
-    """A large plan, of which single ranks are looked at."""
+    """A large plan whose ranks are simulated and replayed one by one."""
 
-    shape: ModelShape  # as many layers as are run, and what one tensor-parallel rank has of them
-    masks: tuple[Mask, ...]  # by layer
+    shape: ModelShape  # the layers that are run, as one tensor-parallel rank holds them
+    masks: tuple[Mask, ...]  # of each layer
     ranks: int
-    lengths: str  # a distribution
-    context: int  # of the longest document
-    tokens: int  # of a rank
-    link: Link  # of a rank
+    lengths: str  # a distribution of document lengths
+    context: int  # tokens of the longest document
+    tokens: int  # of each rank
+    link: Link  # of each rank
     cost: str
     placement: str = "given"
     ping_pong: bool = True
     seed: int = 0
-    element_bytes: int = BYTES_PER_ELEMENT  # of what travels
+    element_bytes: int = BYTES_PER_ELEMENT  # of exchanged tensors
 
     def __post_init__(self) -> None:
         for what in ("ranks", "context", "tokens"):
@@ -58,8 +58,8 @@ class Case:
         if self.context > self.ranks * self.tokens:
             raise ValueError(
                 f"a context of {self.context} tokens on {self.ranks} ranks x {self.tokens} tokens:"
-                " all ranks together must hold the longest document; take a smaller context, or"
-                " more of either"
+                " all ranks together must hold the longest document; give a smaller context, or"
+                " more ranks or tokens"
             )
         if self.placement not in PLACEMENTS:
             raise ValueError(
@@ -67,7 +67,7 @@ class Case:
             )
 
     def plan(self) -> StepPlan:
-        """Documents in order over all ranks, if ``placement`` is given."""
+        """Draws a batch and plans it; with placement ``given``, documents are packed in order."""
         drawn = distribution(self.lengths, self.context)
         planner = StepPlanner(
             parallel=MeshShape(cp=self.ranks),
@@ -81,18 +81,18 @@ class Case:
 
 @dataclass(frozen=True)
 class Factors:
-    """How many times as long as the cost model says things really take."""
+    """Measured seconds over those of the cost model, of linear layers and of attention."""
 
     linear: float = 1.0
     attention: float = 1.0
 
 
-AS_PRICED = Factors()
+UNCALIBRATED = Factors()
 
 
 @dataclass(frozen=True)
-class Seconds:
-    """Of one rank: all, what waits for what is under way, and what attends."""
+class RankSeconds:
+    """Seconds of one rank: of the step, of its exposed communication, and of its attention."""
 
     step: float
     exposed: float
@@ -100,98 +100,101 @@ class Seconds:
 
     @property
     def linear(self) -> float:
-        """All the rest."""
+        """Seconds of everything else."""
         return self.step - self.exposed - self.attention
 
 
 @dataclass(frozen=True, eq=False)
-class Alone:
-    """Every rank of a plan by itself, [ranks] each."""
+class IsolatedRanks:
+    """All ranks of a plan, each simulated as an isolated rank; arrays are [ranks]."""
 
     step_s: Floats
     exposed_s: Floats
     attention_s: Floats
     tokens: Ints
-    sent: Floats  # bytes of a layer, there and back, forward and backward
+    sent: Floats  # bytes of the exchanges of one layer, forward and backward
     received: Floats
 
-    def seconds(self, rank: int) -> Seconds:
+    def seconds(self, rank: int) -> RankSeconds:
         arrays = (self.step_s, self.exposed_s, self.attention_s)
-        return Seconds(*(float(each[rank]) for each in arrays))
+        return RankSeconds(*(float(each[rank]) for each in arrays))
 
     @property
     def worst_over_mean(self) -> float:
+        """Seconds of the slowest rank over the mean."""
         return float(self.step_s.max() / self.step_s.mean())
 
     def sample(self, count: int, seed: int = 0) -> dict[int, str]:
-        """Ranks, each with why it was chosen: those at the ends of what is known, then any."""
+        """Chooses ranks, with the reason of each: first the extreme ones, then random ones."""
         if min(count, len(self.step_s)) < 2:
             raise ValueError(
-                f"a sample of {count} of {len(self.step_s)} ranks: take 2 or more, as some"
-                " calibrate and the others are held to it"
+                f"a sample of {count} of {len(self.step_s)} ranks: give 2 or more, since some are"
+                " for calibration and the others for validation"
             )
-        ends = {
+        extremes = {
             "most traffic": np.argmax(np.maximum(self.sent, self.received)),
             "most attention": np.argmax(self.attention_s),
             "slowest": np.argmax(self.step_s),
             "fastest": np.argmin(self.step_s),
         }
         chosen: dict[int, str] = {}
-        for why, rank in ends.items():
+        for why, rank in extremes.items():
             chosen.setdefault(int(rank), why)
         for rank in np.random.default_rng(seed).permutation(len(self.step_s)).tolist():
             chosen.setdefault(rank, RANDOM)
         return dict(list(chosen.items())[:count])
 
 
-def alone(case: Case, step: StepPlan, factors: Factors = AS_PRICED) -> Alone:
-    """Simulates all ranks of the case's plan."""
-    # Nodes of one rank, so that all bytes go over one kind of link.
+def simulate_isolated(case: Case, step: StepPlan, factors: Factors = UNCALIBRATED) -> IsolatedRanks:
+    """Simulates every rank of the case's plan as an isolated rank."""
+    # Nodes have one rank, so that all bytes go over one kind of link.
     link = replace(
         case.link, bytes_per_s=case.link.bytes_per_s * BYTES_PER_ELEMENT / case.element_bytes
     )
-    cluster = Cluster("alone", case.ranks, 1, 0, inside=link, across=link, profile=case.cost)
-    shape = replace(case.shape, vocab_size=0)  # without a head
-    rates = _Rates(shape, cluster, MeshShape(cp=case.ranks), recompute=True, factors=factors)
-    streams = Streams(np.ones(case.ranks), alone=True, record=True)
-    Ticks(rates, step, streams).run()
+    cluster = Cluster("isolated", case.ranks, 1, 0, inside=link, across=link, profile=case.cost)
+    shape = replace(case.shape, vocab_size=0)  # without an output head
+    rates = _IsolatedRates(
+        shape, cluster, MeshShape(cp=case.ranks), recompute=True, factors=factors
+    )
+    streams = Streams(np.ones(case.ranks), isolated=True, record=True)
+    run_ticks(rates, step, streams)
     attended = [e.stop - e.start for e in streams.events or () if e.what.startswith("attention")]
     traffic = [
         plan.backward_traffic if backward else plan.traffic for plan, backward in step.passes
     ]
-    times = case.element_bytes / BYTES_PER_ELEMENT / case.shape.layers
-    return Alone(
+    scale = case.element_bytes / BYTES_PER_ELEMENT / case.shape.layers
+    return IsolatedRanks(
         step_s=streams.compute,
         exposed_s=streams.waited,
         attention_s=np.sum(attended, axis=0),
-        tokens=held(step, 0),
-        sent=np.sum([one.send for one in traffic], axis=0) * times,
-        received=np.sum([one.recv for one in traffic], axis=0) * times,
+        tokens=micro_batch_tokens(step, 0),
+        sent=np.sum([one.send for one in traffic], axis=0) * scale,
+        received=np.sum([one.recv for one in traffic], axis=0) * scale,
     )
 
 
 @dataclass(frozen=True)
-class _Rates(Rates):
-    """Corrected; no weights travel, and none are updated."""
+class _IsolatedRates(Rates):
+    """Calibrated rates without communication of weights and without an optimizer step."""
 
-    factors: Factors = AS_PRICED
+    factors: Factors = UNCALIBRATED
 
     @cached_property
     def cost(self) -> CostModel:
-        """By a profile, or not: without an optimizer a replay needs no more of one."""
+        """Any cost model, since without an optimizer step no profile is needed."""
         return cost_model(self.cluster.profile, self.share)
 
     def attention(self, plan: Plan, *, backward: bool) -> Attention:
-        found, times = super().attention(plan, backward=backward), self.factors.attention
-        return replace(found, local_s=found.local_s * times, remote_s=found.remote_s * times)
+        found, factor = super().attention(plan, backward=backward), self.factors.attention
+        return replace(found, local_s=found.local_s * factor, remote_s=found.remote_s * factor)
 
-    def _linear(self, tokens: Floats, elements: float, exchanges: int, backward: bool) -> Floats:
-        return super()._linear(tokens, elements, exchanges, backward) * self.factors.linear
+    def _linear(self, tokens: Floats, elements: float, collectives: int, backward: bool) -> Floats:
+        return super()._linear(tokens, elements, collectives, backward) * self.factors.linear
 
-    def gathering(self, elements: int) -> None:
+    def gather_weights(self, elements: int) -> None:
         return None
 
-    def reducing(self, elements: int) -> None:
+    def reduce_gradients(self, elements: int) -> None:
         return None
 
     @property
@@ -199,51 +202,55 @@ class _Rates(Rates):
         return 0.0
 
 
-# -- against what was measured -------------------------------------------------------------------
+# -- comparison with a replay ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Row:
-    """One rank."""
+class RankComparison:
+    """One rank, replayed and simulated."""
 
     rank: int
-    why: str  # it was chosen
-    calibrates: bool  # and is then not held against the simulation
+    why: str  # the reason for which it was chosen
+    calibrates: bool  # used to fit the factors, and not to state the error
     tokens: int
-    sent_bytes: float  # of a layer
+    sent_bytes: float  # of one layer
     received_bytes: float
-    measured: Seconds
-    simulated: Seconds
-    calibrated: Seconds  # simulated with the factors
+    measured: RankSeconds
+    simulated: RankSeconds
+    calibrated: RankSeconds  # simulated with the fitted factors
 
 
 @dataclass(frozen=True)
-class Error:
-    """Of simulated step times, relative to measured ones."""
+class RelativeError:
+    """The error of simulated step times relative to measured ones."""
 
     mean: float
     worst: float
 
     @classmethod
-    def of(cls, pairs: Iterable[tuple[Seconds, Seconds]]) -> Error:
-        """(simulated, measured)"""
-        off = [abs(said.step / true.step - 1) for said, true in pairs]
-        return cls(fmean(off), max(off))
+    def of(cls, pairs: Iterable[tuple[RankSeconds, RankSeconds]]) -> RelativeError:
+        """Makes it from pairs of simulated and measured seconds."""
+        errors = [abs(simulated.step / measured.step - 1) for simulated, measured in pairs]
+        return cls(fmean(errors), max(errors))
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sampled ranks of a plan. Means are over those that were drawn at random, if there are any."""
+    """Sampled ranks of a plan, replayed and simulated.
 
-    rows: tuple[Row, ...]
+    Errors are stated on ranks that are not used to fit the factors. Means are over the ranks that
+    were chosen at random, if there are any.
+    """
+
+    rows: tuple[RankComparison, ...]
     factors: Factors
-    raw: Error  # of ranks that did not calibrate, simulated as priced
-    calibrated: Error  # likewise, with the factors
-    step_s: float  # measured, mean
-    exposed_s: float
-    worst_over_mean: float  # measured, of all that were sampled over the mean
-    simulated_worst_over_mean: float  # of all ranks of the plan
-    imbalance_before: float  # of attention alone, as planned
+    raw: RelativeError  # without the factors
+    calibrated: RelativeError  # with the factors
+    step_s: float  # measured mean
+    exposed_s: float  # measured mean
+    worst_over_mean: float  # measured, of the slowest sampled rank
+    simulated_worst_over_mean: float  # over all ranks of the plan
+    imbalance_before: float  # of attention, as planned
     imbalance: float
 
     def to_json(self) -> dict[str, Any]:
@@ -251,15 +258,15 @@ class Comparison:
 
 
 def compare(
-    case: Case, step: StepPlan, sample: Mapping[int, str], measured: Mapping[int, Seconds]
+    case: Case, step: StepPlan, sample: Mapping[int, str], measured: Mapping[int, RankSeconds]
 ) -> Comparison:
-    """The last third of the sample calibrates; the others, extremes first, are held to it."""
-    raw, ranks = alone(case, step), list(sample)
+    """Fits factors to the last third of the sample, and compares the others with them."""
+    raw, ranks = simulate_isolated(case, step), list(sample)
     calibrating = ranks[-max(len(ranks) // 3, 1) :]
     factors = fit([(raw.seconds(rank), measured[rank]) for rank in calibrating])
-    corrected = alone(case, step, factors)
+    corrected = simulate_isolated(case, step, factors)
     rows = tuple(
-        Row(
+        RankComparison(
             rank=rank,
             why=why,
             calibrates=rank in calibrating,
@@ -272,16 +279,16 @@ def compare(
         )
         for rank, why in sample.items()
     )
-    held_out = [row for row in rows if not row.calibrates]
-    usual = [row.measured for row in rows if row.why == RANDOM] or list(measured.values())
-    mean = fmean(one.step for one in usual)
+    validation = [row for row in rows if not row.calibrates]
+    typical = [row.measured for row in rows if row.why == RANDOM] or list(measured.values())
+    mean = fmean(one.step for one in typical)
     return Comparison(
         rows=rows,
         factors=factors,
-        raw=Error.of((row.simulated, row.measured) for row in held_out),
-        calibrated=Error.of((row.calibrated, row.measured) for row in held_out),
+        raw=RelativeError.of((row.simulated, row.measured) for row in validation),
+        calibrated=RelativeError.of((row.calibrated, row.measured) for row in validation),
         step_s=mean,
-        exposed_s=fmean(one.exposed for one in usual),
+        exposed_s=fmean(one.exposed for one in typical),
         worst_over_mean=max(row.measured.step for row in rows) / mean,
         simulated_worst_over_mean=raw.worst_over_mean,
         imbalance_before=step.imbalance_before,
@@ -289,20 +296,19 @@ def compare(
     )
 
 
-def fit(pairs: Sequence[tuple[Seconds, Seconds]]) -> Factors:
-    """Least squares over (simulated, measured), attention and the rest each by itself.
+def fit(pairs: Sequence[tuple[RankSeconds, RankSeconds]]) -> Factors:
+    """Fits factors to pairs of simulated and measured seconds by least squares.
 
-    Not both at once from whole steps: a balanced plan gives all ranks about the same of both.
+    Attention and linear layers are fitted separately. Whole steps could not tell them apart, since
+    a balanced plan gives all ranks about the same amount of both.
     """
 
-    def times(said: list[float], true: list[float]) -> float:
-        squares = float(np.dot(said, said))
-        found = float(np.dot(said, true)) / squares if squares else 1.0
-        return found if found > 0 else 1.0  # noise of tiny runs
+    def factor(simulated: list[float], measured: list[float]) -> float:
+        squares = float(np.dot(simulated, simulated))
+        found = float(np.dot(simulated, measured)) / squares if squares else 1.0
+        return found if found > 0 else 1.0  # tiny runs are noisy
 
     return Factors(
-        linear=times([said.linear for said, _ in pairs], [true.linear for _, true in pairs]),
-        attention=times(
-            [said.attention for said, _ in pairs], [true.attention for _, true in pairs]
-        ),
+        linear=factor([a.linear for a, _ in pairs], [b.linear for _, b in pairs]),
+        attention=factor([a.attention for a, _ in pairs], [b.attention for _, b in pairs]),
     )

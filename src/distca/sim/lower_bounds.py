@@ -1,4 +1,4 @@
-"""What a step needs at any rate, without a plan: so that a search may leave out what cannot win."""
+"""Lower bounds of a step's time and memory without a plan, with which a search can be pruned."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from distca.planning.costs.base import PS
 from distca.planning.masks import Mask, pairs
 from distca.planning.spans import as_ints
 from distca.sim.rates import Rates
-from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.scenario import Batch, Scenario, Strategy
 
 
-def least_bytes(scenario: Scenario, way: Way) -> int:
-    """What a GPU needs at any rate: with even tokens, and nothing received."""
-    p, model = way.parallel, scenario.model
-    tokens = scenario.tokens // (p.workers_per_stage * way.micro_batches)
+def min_bytes(scenario: Scenario, strategy: Strategy) -> int:
+    """Returns a lower bound of the memory of a GPU: with even tokens, and nothing received."""
+    p, model = strategy.parallel, scenario.model
+    tokens = scenario.tokens // (p.workers_per_stage * strategy.micro_batches)
     needed = estimate(
         model,
         p,
         tokens,
         recompute=scenario.recompute,
         layers=model.layers // p.pp,
-        in_flight=min(p.pp, way.micro_batches),
+        in_flight=min(p.pp, strategy.micro_batches),
     )
     return needed.total - needed.exchange
 
 
-def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
-    """What a step takes at any rate: with even tokens and attention, and links that are free but
-    for the gathers of context parallelism, which nothing hides.
+def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
+    """Returns a lower bound of the seconds of a step.
 
-    Linear layers wait while a pipeline fills and drains; idle stages may attend meanwhile where
-    attention is pooled.
+    Tokens and attention are even, and communication takes no time but for the all-gathers of
+    context parallelism, which nothing hides. While a pipeline fills and drains, linear layers of
+    idle stages wait; they can compute attention if it is pooled.
     """
-    p, count = way.parallel, way.micro_batches
+    p, count = strategy.parallel, strategy.micro_batches
     rates = Rates(scenario.model, scenario.cluster, p, scenario.recompute)
     tokens = np.array([scenario.tokens / (p.workers_per_stage * count)])
     layer, head = (
@@ -47,14 +47,16 @@ def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
     )
     per_stage = scenario.model.layers // p.pp
     steady = count * (per_stage * layer + head)
-    # WLB's micro-batches are of different sizes, so that a small one may fill the pipeline.
-    filled = steady if way.policy == "wlb" else steady + (scenario.model.layers - per_stage) * layer
+    # The micro-batches of WLB differ in size, so the smallest one may fill the pipeline.
+    filled = (
+        steady if strategy.policy == "wlb" else steady + (scenario.model.layers - per_stage) * layer
+    )
     attention = attention_s(scenario, rates, batch) / p.num_plan_ranks
     fastest = max([1.0, *scenario.cluster.slow.values()])
     if p.servers:
         serving = p.servers // p.tp if p.pp == 1 else p.num_plan_ranks
         attending = [filled, attention * p.num_plan_ranks / serving]
-    elif way.disaggregated:
+    elif strategy.disaggregated:
         attending = [filled, steady + attention]
     else:
         gathered = tokens[0] * (p.cp - 1) * rates.share.kv_bytes
@@ -64,7 +66,7 @@ def least_s(scenario: Scenario, way: Way, batch: Batch) -> float:
 
 
 def attention_s(scenario: Scenario, rates: Rates, batch: Batch) -> float:
-    """Of all documents and layers, both ways, at the kernels' best rate, one lane after another."""
+    """Returns the seconds of all attention, forward and backward, on one rank at the best rate."""
     lengths = as_ints(np.concatenate(batch))
     reach = as_ints(np.full(len(lengths), Mask.parse(scenario.mask).reach))
     seen = float(pairs(np.zeros_like(lengths), lengths, lengths, reach).sum())

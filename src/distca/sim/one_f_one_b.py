@@ -1,6 +1,6 @@
-"""The usual pipeline in time: every group of workers by itself, one forward, one backward.
+"""The time of a 1F1B pipeline, in which each group of workers runs independently.
 
-Groups meet when the step ends. Arrays are [stages, micro_batches, groups].
+Groups synchronize at the end of the step. Arrays are [stages, micro_batches, groups].
 """
 
 from __future__ import annotations
@@ -15,20 +15,24 @@ from distca.planning.spans import Floats
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """When each micro-batch begins and ends on each stage, both ways."""
+    """When each micro-batch starts and stops on each stage, forward and backward."""
 
     start: dict[Phase, Floats]
     stop: dict[Phase, Floats]
 
     @property
     def end(self) -> Floats:
-        """[stages, groups]"""
+        """When each stage of each group is done, [stages, groups]."""
         ends: Floats = self.stop[BACKWARD].max(axis=1)
         return ends
 
 
-def one_f_one_b(forward: Floats, backward: Floats, passing: Floats) -> Timeline:
-    """``passing``: [stages - 1, micro_batches, groups] seconds to the next stage, or back."""
+def one_f_one_b(forward: Floats, backward: Floats, p2p: Floats) -> Timeline:
+    """Returns when each micro-batch runs on each stage.
+
+    forward, backward: seconds of each micro-batch on each stage.
+    p2p: [stages - 1, micro_batches, groups] seconds of sending to the next stage, or back.
+    """
     stages, micro_batches, groups = forward.shape
     taken = {FORWARD: forward, BACKWARD: backward}
     start: dict[Phase, Floats] = {}
@@ -47,7 +51,7 @@ def one_f_one_b(forward: Floats, backward: Floats, passing: Floats) -> Timeline:
                     break
                 border = stage - 1 if phase == FORWARD else stage
                 if 0 <= border < stages - 1:
-                    ready = ready + passing[border, m]
+                    ready = ready + p2p[border, m]
                 begin = np.maximum(free[stage], ready)
                 start[phase][stage, m] = begin
                 free[stage] = stop[phase][stage, m] = begin + taken[phase][stage, m]
@@ -56,7 +60,7 @@ def one_f_one_b(forward: Floats, backward: Floats, passing: Floats) -> Timeline:
 
 
 def order(stage: int, stages: int, micro_batches: int) -> list[tuple[Phase, int]]:
-    """What a stage does, one after the other: as many forwards ahead as stages lie behind it."""
+    """Returns the cells of a stage in order: first as many forwards as stages come after it."""
     ahead = min(stages - 1 - stage, micro_batches)
     cells: list[tuple[Phase, int]] = [(FORWARD, m) for m in range(ahead)]
     for m in range(micro_batches - ahead):
@@ -65,13 +69,14 @@ def order(stage: int, stages: int, micro_batches: int) -> list[tuple[Phase, int]
 
 
 def in_flight(stage: int, stages: int, micro_batches: int) -> int:
+    """Returns the most micro-batches whose activations a stage holds at the same time."""
     return min(stages - stage, micro_batches)
 
 
 def _ready(
     stop: dict[Phase, Floats], phase: Phase, stage: int, micro_batch: int, stages: int
 ) -> Floats:
-    """When its input is there; NaN if that is not known yet."""
+    """Returns when the input of a micro-batch is ready; NaN if that is not known yet."""
     if phase == FORWARD:
         if stage == 0:
             return np.zeros(stop[FORWARD].shape[2])

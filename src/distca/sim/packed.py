@@ -1,9 +1,9 @@
-"""What others do, in time: packed data and context parallelism, with 1F1B where there are stages.
+"""The time of a step without disaggregation: packed data and context parallelism, with 1F1B.
 
-A *bin* is what a group of ``cp`` workers takes through its layers at once: one micro-batch of one
-group. Bins do not depend on each other, so all of them run as lanes side by side; then each group's
-bins follow one another through its stages. Groups meet at the end of the step only: weights stay
-gathered through it, and are reduced once.
+A *bin* is one micro-batch of one group of ``cp`` workers. Bins do not depend on each other, so all
+of them are simulated side by side on virtual ranks; then the bins of a group follow one another
+through its stages. Groups synchronize only at the end of the step: weights stay gathered, and
+gradients are reduced once.
 """
 
 from __future__ import annotations
@@ -20,27 +20,32 @@ from distca.planning.models import BYTES_PER_ELEMENT
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
-from distca.planning.policies import policy_of
+from distca.planning.policies import POLICIES, policy_of
 from distca.planning.spans import Floats, Ints, as_ints
-from distca.sim.crossing import cross
 from distca.sim.one_f_one_b import Timeline, one_f_one_b
 from distca.sim.rates import Rates
 from distca.sim.streams import Event, Streams
+from distca.sim.tick import run_tick
 from distca.sim.ticks import stage_elements
 
-SEQUENCES = ("colocated", "head-tail-cp", "per-document-cp")  # keep sequences as they came
+# Policies that keep the documents of a sequence together.
+KEEP_SEQUENCES = tuple(
+    name
+    for name, policy in POLICIES.items()
+    if not policy.disaggregated and policy.placer != "variable-length"
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Packed:
-    """Bins, placed and planned: bin b lies on virtual workers [b * cp, (b + 1) * cp)."""
+class PackedPlan:
+    """The plan of all bins of a step; bin b is on virtual workers [b * cp, (b + 1) * cp)."""
 
     plan: Plan
-    order: Ints  # [micro_batches, groups] the bin of each
+    order: Ints  # [micro_batches, groups] the bin of each micro-batch and group
 
     @property
     def tokens(self) -> Ints:
-        """[bins]"""
+        """The tokens of each bin, [bins]."""
         cp = self.plan.gather or 1
         total: Ints = self.plan.placement.tokens.reshape(-1, cp).sum(axis=1)
         return total
@@ -53,21 +58,24 @@ def pack(
     micro_batches: int,
     *,
     mask: str = "causal",
-) -> Packed:
-    """sequences: lengths of the documents in each, in order of arrival."""
+) -> PackedPlan:
+    """Packs sequences into bins, and plans their attention.
+
+    sequences: the lengths of the documents in each sequence, in order of arrival.
+    """
     p, lengths = rates.parallel, as_ints(np.concatenate(sequences))
     bins = p.dp * micro_batches
-    if len(sequences) % bins and policy in SEQUENCES:
+    if len(sequences) % bins and policy in KEEP_SEQUENCES:
         raise ValueError(
             f"{len(sequences)} sequences over dp {p.dp} x {micro_batches} micro-batches: they must"
-            " divide evenly, so take a smaller dp and a larger cp, or other micro-batches"
+            " divide evenly, so choose a smaller dp and a larger cp, or other micro-batches"
         )
     if len(lengths) < bins:
         raise ValueError(
             f"{len(lengths)} documents for dp {p.dp} x {micro_batches} micro-batches: each needs"
-            " one or more, so take a smaller dp, or fewer micro-batches"
+            " one or more, so choose a smaller dp, or fewer micro-batches"
         )
-    each = len(sequences) // bins if policy in SEQUENCES else 0
+    each = len(sequences) // bins if policy in KEEP_SEQUENCES else 0
     counts = [len(sequence) for sequence in sequences]
     owner = np.repeat(np.arange(len(sequences)) // max(each, 1), counts) if each else lengths * 0
     number = np.arange(len(lengths), dtype=np.int64)
@@ -77,38 +85,44 @@ def pack(
     options = PlanOptions(model=rates.share, cost=rates.cost, cp=p.cp, mask=mask)
     made = place_and_plan(given, policy_of(policy), options)
     order = np.arange(bins).reshape(micro_batches, p.dp)
-    if policy not in SEQUENCES:  # bins of about the same work run beside each other
+    if policy not in KEEP_SEQUENCES:  # bins with about the same work run at the same time
         work = (made.forward_work_ps + made.backward_work_ps).reshape(bins, p.cp).sum(axis=1)
         order = np.argsort(work, kind="stable").reshape(micro_batches, p.dp)
-        order[1::2] = order[1::2, ::-1]  # and who had the lightest gets the heaviest next
-    return Packed(made, as_ints(order))
+        order[1::2] = order[
+            1::2, ::-1
+        ]  # the group with the lightest bin gets the heaviest one next
+    return PackedPlan(made, as_ints(order))
 
 
 class PackedStep:
-    """One step of packed bins."""
+    """One step of packed bins.
 
-    def __init__(self, rates: Rates, packed: Packed, *, seed: int = 0) -> None:
+    busy: [stages, workers of a stage] seconds of computing, known after ``run``.
+    num_bytes: bytes that are sent, known after ``run`` and ``weights_and_optimizer_s``.
+    """
+
+    def __init__(self, rates: Rates, packed: PackedPlan, *, seed: int = 0) -> None:
         self._rates, self._packed, self._seed = rates, packed, seed
         p = rates.parallel
         bins = packed.order.size
-        # All bins at once, on lanes of their own: a mesh of as many groups as there are bins.
+        # A mesh with as many groups as there are bins, so that all bins run at once.
         self._virtual = replace(rates, parallel=replace(p, pp=1, dp=bins, servers=0))
         self.busy = np.zeros((p.pp, p.dp * p.cp))
         self.num_bytes = 0
 
     def run(self) -> Timeline:
-        """Of all groups; ``busy`` and ``num_bytes`` are known after it."""
+        """Returns when each micro-batch runs on each stage and group."""
         p, s = self._rates.parallel, self._rates.shape
         stages = stage_layers(s.layers, p.pp)
         shape = (p.pp, *self._packed.order.shape)
         taken: dict[Phase, Floats] = {FORWARD: np.zeros(shape), BACKWARD: np.zeros(shape)}
         for stage, (start, stop) in enumerate(stages):
             for phase, found in taken.items():
-                found[stage] = self._through(stage, stop - start, phase)
-        return one_f_one_b(taken[FORWARD], taken[BACKWARD], self._passing())
+                found[stage] = self._stage_s(stage, stop - start, phase)
+        return one_f_one_b(taken[FORWARD], taken[BACKWARD], self._p2p_s())
 
-    def _passing(self) -> Floats:
-        """Seconds of activations, or of their gradients, from stage to stage."""
+    def _p2p_s(self) -> Floats:
+        """Returns seconds of sending activations, or their gradients, between stages."""
         p, cluster = self._rates.parallel, self._rates.cluster
         tokens = self._packed.plan.placement.tokens.reshape(-1, p.cp)[self._packed.order]
         num_bytes = tokens * (self._rates.shape.hidden * BYTES_PER_ELEMENT) // p.tp
@@ -118,33 +132,33 @@ class PackedStep:
         near = (node[1:] == node[:-1]).all(axis=2)[:, None]  # [borders, 1, groups]
         return np.where(near, cluster.inside.seconds(most), cluster.across.seconds(most))
 
-    def ends(self, timeline: Timeline) -> float:
-        """What gathering and reducing the weights adds to the step, and changing them.
+    def weights_and_optimizer_s(self, timeline: Timeline) -> float:
+        """Returns the seconds that weights, gradients and the optimizer add to the step.
 
-        They run layer by layer under the first forward and the last backward: one layer's part
-        shows, or what takes longer than those do.
+        Weights are gathered layer by layer during the first forward, and gradients reduced during
+        the last backward. The share of one layer is exposed, or what these passes do not hide.
         """
         rates, elements = self._rates, stage_elements(self._rates)
-        layer = rates.shape.layer_elements / max(elements, 1)  # its part of them
+        share_of_layer = rates.shape.layer_elements / max(elements, 1)
         added = float(self.optimizer_s.max())
-        for exchange, phase, m in (
-            (rates.gathering(elements), FORWARD, 0),
-            (rates.reducing(elements), BACKWARD, -1),
+        for transfer, phase, m in (
+            (rates.gather_weights(elements), FORWARD, 0),
+            (rates.reduce_gradients(elements), BACKWARD, -1),
         ):
-            if exchange is not None:
-                under = float((timeline.stop[phase] - timeline.start[phase])[:, m].min())
-                seconds = float(exchange.seconds.max())
-                added += max(seconds * layer, seconds - under)
-                self.num_bytes += exchange.num_bytes
+            if transfer is not None:
+                hidden = float((timeline.stop[phase] - timeline.start[phase])[:, m].min())
+                seconds = float(transfer.seconds.max())
+                added += max(seconds * share_of_layer, seconds - hidden)
+                self.num_bytes += transfer.num_bytes
         return added
 
     @property
     def optimizer_s(self) -> Floats:
-        """[lanes]"""
+        """Seconds of the optimizer step on each rank."""
         return self._rates.optimizer_s / self._speed.reshape(-1)
 
-    def _through(self, stage: int, layers: int, phase: Phase) -> Floats:
-        """Seconds of every bin through one stage, [micro_batches, groups]."""
+    def _stage_s(self, stage: int, layers: int, phase: Phase) -> Floats:
+        """Returns the seconds of every bin on one stage, [micro_batches, groups]."""
         rates, plan, order = self._virtual, self._packed.plan, self._packed.order
         streams = self._streams(stage, phase)
         tokens = plan.placement.tokens.astype(np.float64)
@@ -153,11 +167,11 @@ class PackedStep:
         before = rates.before(tokens, backward=backward)
         after = rates.after(tokens, backward=backward)
         enter, leave = (after, before) if backward else (before, after)
-        parts = [[enter], *([leave + enter] for _ in range(layers - 1)), [leave]]
+        linear_s = [[enter], *([leave + enter] for _ in range(layers - 1)), [leave]]
         if stage + 1 == self._rates.parallel.pp:
             end = 0 if backward else layers
-            parts[end] = [parts[end][0] + rates.head(tokens, backward=backward)]
-        cross(streams, parts, [[attention]] * layers)
+            linear_s[end] = [linear_s[end][0] + rates.head(tokens, backward=backward)]
+        run_tick(streams, phase, linear_s, [[attention]] * layers)
         cp = self._rates.parallel.cp
         self.num_bytes += streams.num_bytes
         busy = streams.busy.reshape(-1, cp)[order]  # [micro_batches, groups, cp]
@@ -167,12 +181,12 @@ class PackedStep:
 
     @property
     def _speed(self) -> Floats:
-        """[stages, groups, cp]"""
+        """The speed of each rank, [stages, groups, cp]."""
         p = self._rates.parallel
         return self._rates.cluster.speed(p.num_plan_ranks, p.tp).reshape(p.pp, p.dp, p.cp)
 
     def _streams(self, stage: int, phase: Phase) -> Streams:
-        """Virtual workers are as fast as those of the group that takes their bin."""
+        """Returns streams of virtual workers, as fast as those of the group that runs their bin."""
         cluster, order = self._rates.cluster, self._packed.order
         speed = np.ones((order.size, self._rates.parallel.cp))
         speed[order] = self._speed[stage]
@@ -185,7 +199,7 @@ class PackedStep:
 
 
 def events(timeline: Timeline, cp: int) -> list[Event]:
-    """The timeline as events of all lanes, stage by stage."""
+    """Returns the timeline as events of all ranks, stage by stage."""
     stages, micro_batches, groups = timeline.start[FORWARD].shape
     found = []
     for phase in (FORWARD, BACKWARD):

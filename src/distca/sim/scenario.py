@@ -1,4 +1,4 @@
-"""What is asked of the simulator: a model, machines, data, and ways to train on them."""
+"""The inputs of the simulator: scenarios (model, cluster and data) and strategies to train."""
 
 from __future__ import annotations
 
@@ -14,22 +14,20 @@ from distca.planning.policies import POLICIES
 from distca.planning.spans import Ints
 from distca.sim.cluster import Cluster
 
-DISAGGREGATED = ("distca", "greedy")
-
-Batch = list[Ints]  # sequences of ``context`` tokens: the lengths of their documents
+Batch = list[Ints]  # for each sequence of ``context`` tokens, the lengths of its documents
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The same global batches for every way to train."""
+    """A model, a cluster and data: global batches that are the same for every strategy."""
 
     model: ModelShape
     cluster: Cluster
     context: int
-    sequences: int  # of ``context`` tokens, in a global batch
-    lengths: str | Ints = "pretrain"  # a distribution, or documents in order of arrival
+    sequences: int  # of ``context`` tokens in a global batch
+    lengths: str | Ints = "pretrain"  # a distribution, or document lengths in order of arrival
     mask: str = "causal"
-    recompute: bool = True  # of everything but attention, in backward
+    recompute: bool = True  # of everything but attention in the backward pass
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,10 +37,11 @@ class Scenario:
 
     @property
     def tokens(self) -> int:
+        """The tokens of a global batch."""
         return self.context * self.sequences
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """Documents in order; what is left of one at the end of a sequence begins the next."""
+        """Yields global batches; documents are cut at the end of a sequence."""
         needed = self.tokens * count
         if isinstance(self.lengths, str):
             lengths = distribution(self.lengths, self.context).batch(needed, self.seed)
@@ -65,15 +64,18 @@ class Scenario:
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way to train: a policy with its sizes."""
+class Strategy:
+    """One way to train: a policy with the sizes of its mesh, micro-batches and ping-pong.
+
+    placement, ping_pong, tolerance: options of the disaggregated policies.
+    """
 
     policy: str
     parallel: MeshShape
     micro_batches: int = 1
-    placement: str = "given"  # or balanced; for the disaggregated policies
-    ping_pong: bool = True  # likewise
-    tolerance: float = 0.02  # likewise
+    placement: str = "given"
+    ping_pong: bool = True
+    tolerance: float = 0.02
 
     def __post_init__(self) -> None:
         if self.policy not in POLICIES:
@@ -81,19 +83,20 @@ class Way:
                 f"policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}"
             )
         if self.parallel.servers and self.policy != "distca":
-            raise ValueError(f"policy {self.policy} knows no dedicated servers: leave them out")
+            raise ValueError(f"policy {self.policy} has no dedicated servers: leave them out")
         if self.policy == "colocated" and self.parallel.cp > 1:
             raise ValueError(
                 f"policy colocated with cp = {self.parallel.cp}: every sequence stays on one"
-                " worker, so take cp = 1"
+                " worker, so set cp = 1"
             )
 
     @property
     def disaggregated(self) -> bool:
-        return self.policy in DISAGGREGATED
+        return POLICIES[self.policy].disaggregated
 
     @property
     def name(self) -> str:
+        """The policy and its options."""
         if not self.disaggregated:
             return self.policy
         words = [self.policy, self.placement]
@@ -105,6 +108,7 @@ class Way:
 
     @property
     def sizes(self) -> str:
+        """The sizes of the mesh and the number of micro-batches, in words."""
         p = self.parallel
         axes = zip(("pp", "dp", "cp", "tp"), p.sizes, strict=True)
         words = [f"{axis} {size}" for axis, size in axes if size > 1] or ["1 GPU"]

@@ -1,4 +1,4 @@
-"""A step of one way to train, in time, bytes and memory."""
+"""Simulates a training step of one strategy: its time, bytes and memory."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.traffic import memory_bytes
 from distca.sim.cluster import Cluster, Link
 from distca.sim.one_f_one_b import in_flight
-from distca.sim.packed import Packed, PackedStep, events, pack
+from distca.sim.packed import PackedPlan, PackedStep, events, pack
 from distca.sim.rates import Rates
-from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.streams import Event, Streams
-from distca.sim.ticks import Ticks, held, stage_elements
+from distca.sim.ticks import micro_batch_tokens, run_ticks, stage_elements
 
-FREE = Link(1e30)
-Planned = StepPlan | Packed
+NO_COST_LINK = Link(1e30)
+Planned = StepPlan | PackedPlan
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """One step."""
+    """The result of one simulated step."""
 
     step_s: float
-    free_s: float  # the same step if no exchange between nodes took any time
-    busy_s: Floats  # [lanes] seconds of computing
-    num_bytes: int  # sent by all lanes to others, weights and gradients too
+    free_s: float  # of the same step if communication between nodes took no time
+    busy_s: Floats  # [ranks] seconds of computing
+    num_bytes: int  # sent by all GPUs, including weights and gradients
     tokens: int
-    flops: float  # of the model, without what is recomputed
+    flops: float  # of the model, without recomputation
     memory: Memory  # of the worker that needs most
     planning_s: float
     planned: Planned
@@ -49,42 +49,43 @@ class Outcome:
 
     @property
     def idle(self) -> float:
-        """The share of all lanes' time in which they compute nothing."""
+        """The fraction of all ranks' time in which they compute nothing."""
         return 1.0 - float(self.busy_s.mean()) / self.step_s
 
     @property
     def exposed(self) -> float:
-        """The share of the step that faster links would save."""
+        """The fraction of the step that infinitely fast links between nodes would save."""
         return 1.0 - self.free_s / self.step_s
 
 
 def simulate(
     scenario: Scenario,
-    way: Way,
+    strategy: Strategy,
     batch: Batch,
     *,
     planned: Planned | None = None,
     record: bool = False,
     seed: int = 0,
 ) -> Outcome:
-    """``planned``: of the same way and batch, on other links or with other weights kept.
+    """Simulates one step.
 
-    ``record``: keep the events of every lane, for a timeline.
+    planned: plans of the same strategy and batch, made for other links or another keep_weights.
+    record: keeps the events of every rank, for a timeline.
     """
-    scenario.cluster.check(way.parallel)
-    rates = Rates(scenario.model, scenario.cluster, way.parallel, scenario.recompute)
-    if way.disaggregated:
-        assert not isinstance(planned, Packed)
-        return _disaggregated(scenario, way, rates, batch, planned, record, seed)
+    scenario.cluster.check(strategy.parallel)
+    rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
+    if strategy.disaggregated:
+        assert not isinstance(planned, PackedPlan)
+        return _disaggregated(scenario, strategy, rates, batch, planned, record, seed)
     assert not isinstance(planned, StepPlan)
-    return _packed(scenario, way, rates, batch, planned, record, seed)
+    return _packed(scenario, strategy, rates, batch, planned, record, seed)
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Means over batches; ``fits``: into the memory of the cluster's GPUs."""
+    """Means over batches, and the largest memory of all batches."""
 
-    way: Way
+    strategy: Strategy
     step_s: float
     tokens_per_s: float
     tflops_per_gpu: float
@@ -92,20 +93,22 @@ class Summary:
     exposed: float
     bytes_per_gpu: float
     memory: Memory
-    fits: bool
+    fits: bool  # into the memory of the cluster's GPUs
     planning_s: float
 
     @classmethod
-    def of(cls, scenario: Scenario, way: Way, batches: Iterable[Batch]) -> Summary:
-        outcomes = [simulate(scenario, way, batch, seed=n) for n, batch in enumerate(batches)]
-        return cls.mean(scenario, way, outcomes)
+    def of(cls, scenario: Scenario, strategy: Strategy, batches: Iterable[Batch]) -> Summary:
+        """Simulates a strategy on some batches."""
+        outcomes = [simulate(scenario, strategy, batch, seed=n) for n, batch in enumerate(batches)]
+        return cls.mean(scenario, strategy, outcomes)
 
     @classmethod
-    def mean(cls, scenario: Scenario, way: Way, outcomes: Sequence[Outcome]) -> Summary:
+    def mean(cls, scenario: Scenario, strategy: Strategy, outcomes: Sequence[Outcome]) -> Summary:
+        """Summarizes the simulated steps of a strategy."""
         gpus, step_s = scenario.cluster.gpus, fmean(o.step_s for o in outcomes)
         memory = max((o.memory for o in outcomes), key=lambda memory: memory.total)
         return cls(
-            way=way,
+            strategy=strategy,
             step_s=step_s,
             tokens_per_s=fmean(o.tokens for o in outcomes) / step_s,
             tflops_per_gpu=fmean(o.flops for o in outcomes) / step_s / gpus / 1e12,
@@ -120,31 +123,32 @@ class Summary:
 
 def _disaggregated(
     scenario: Scenario,
-    way: Way,
+    strategy: Strategy,
     rates: Rates,
     batch: Batch,
     planned: StepPlan | None,
     record: bool,
     seed: int,
 ) -> Outcome:
-    p, cluster, lengths = way.parallel, scenario.cluster, as_ints(np.concatenate(batch))
+    p, cluster, lengths = strategy.parallel, scenario.cluster, as_ints(np.concatenate(batch))
     speed = cluster.speed(p.num_plan_ranks, p.tp)
-    told = cluster.slow and cluster.known and way.policy == "distca"  # greedy knows no speeds
+    # The greedy scheduler does not take speeds into account.
+    knows_speeds = cluster.slow and cluster.known and strategy.policy == "distca"
     options = PlanOptions(
         model=scenario.model,
         cost=rates.cost,
-        tolerance=way.tolerance,
-        speed=speed if told else None,
-        ranks_per_node=cluster.lanes_per_node(p.tp),
+        tolerance=strategy.tolerance,
+        speed=speed if knows_speeds else None,
+        ranks_per_node=cluster.ranks_per_node(p.tp),
         search_orders=1,
     )
     planner = StepPlanner(
         parallel=p,
         masks=(Mask.parse(scenario.mask),) * scenario.model.layers,
         options=options,
-        policy=policy_of(way.policy, way.placement),
-        micro_batches=way.micro_batches,
-        ping_pong=way.ping_pong,
+        policy=policy_of(strategy.policy, strategy.placement),
+        micro_batches=strategy.micro_batches,
+        ping_pong=strategy.ping_pong,
     )
     began = time.perf_counter()
     step = planned or planner.plan(lengths)
@@ -152,13 +156,13 @@ def _disaggregated(
 
     def run(rates: Rates) -> Streams:
         streams = _streams(rates.cluster, speed, record, seed)
-        Ticks(rates, step, streams).run()
+        run_ticks(rates, step, streams)
         return streams
 
     streams = run(rates)
     return Outcome(
         step_s=float(streams.compute.max()),
-        free_s=float(run(_free(rates)).compute.max()),
+        free_s=float(run(_without_links(rates)).compute.max()),
         busy_s=streams.busy,
         num_bytes=streams.num_bytes * p.tp,
         tokens=int(lengths.sum()),
@@ -172,27 +176,29 @@ def _disaggregated(
 
 def _packed(
     scenario: Scenario,
-    way: Way,
+    strategy: Strategy,
     rates: Rates,
     batch: Batch,
-    planned: Packed | None,
+    planned: PackedPlan | None,
     record: bool,
     seed: int,
 ) -> Outcome:
-    p, lengths = way.parallel, as_ints(np.concatenate(batch))
+    p, lengths = strategy.parallel, as_ints(np.concatenate(batch))
     began = time.perf_counter()
-    packed = planned or pack(rates, batch, way.policy, way.micro_batches, mask=scenario.mask)
+    packed = planned or pack(
+        rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask
+    )
     planning_s = time.perf_counter() - began
 
     def run(rates: Rates) -> tuple[PackedStep, float]:
         step = PackedStep(rates, packed, seed=seed)
         timeline = step.run()
-        return step, float(timeline.end.max()) + step.ends(timeline)
+        return step, float(timeline.end.max()) + step.weights_and_optimizer_s(timeline)
 
     step, step_s = run(rates)
     return Outcome(
         step_s=step_s,
-        free_s=run(_free(rates))[1],
+        free_s=run(_without_links(rates))[1],
         busy_s=step.busy.reshape(-1) + step.optimizer_s,
         num_bytes=step.num_bytes * p.tp,
         tokens=int(lengths.sum()),
@@ -209,12 +215,13 @@ def _streams(cluster: Cluster, speed: Floats, record: bool, seed: int) -> Stream
     return Streams(speed, jitter=jitter, link_jitter=link_jitter, record=record, seed=seed)
 
 
-def _free(rates: Rates) -> Rates:
-    return replace(rates, cluster=replace(rates.cluster, across=FREE))
+def _without_links(rates: Rates) -> Rates:
+    """Returns rates with which communication between nodes takes no time."""
+    return replace(rates, cluster=replace(rates.cluster, across=NO_COST_LINK))
 
 
 def _flops(scenario: Scenario, lengths: Ints) -> float:
-    """Forward and backward; only pairs that the mask shows."""
+    """Returns FLOPs of forward and backward, counting only the pairs inside the mask."""
     model = scenario.model
     reach = np.full(len(lengths), Mask.parse(scenario.mask).reach)
     seen = float(pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach)).sum())
@@ -223,10 +230,13 @@ def _flops(scenario: Scenario, lengths: Ints) -> float:
 
 
 def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
-    """Of the stage that needs most: its fullest worker, with what exchanges bring to one at their
-    peak. Dedicated servers hold nothing else, and need less."""
+    """Returns the memory of the worker that needs most.
+
+    It includes the most that a slot's exchanges bring to a worker. Dedicated servers have no
+    weights and activations, and need less.
+    """
     p = rates.parallel
-    tokens = max(int(held(step, m).max()) for m in range(len(step.micro_batches)))
+    tokens = max(int(micro_batch_tokens(step, m).max()) for m in range(len(step.micro_batches)))
     received, known, workers = 0, set(), p.pp * p.workers_per_stage
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         for slot in slots:
@@ -246,17 +256,17 @@ def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
 
 
 def _received(rates: Rates, plan: Plan, forward: bool) -> Ints:
-    """[lanes] Bytes that one layer brings to each, beside its own."""
+    """Returns the bytes that each rank receives in one layer."""
     tasks = plan.forward if forward else plan.backward
-    used = memory_bytes(tasks, plan.placement, plan.shape, rates.lanes)
-    own = np.zeros(rates.lanes, np.int64)
+    used = memory_bytes(tasks, plan.placement, plan.shape, rates.num_ranks)
+    own = np.zeros(rates.num_ranks, np.int64)
     weight = 2 * plan.shape.q_bytes + plan.shape.kv_bytes
     own[: plan.placement.num_workers] = plan.placement.tokens * weight
     return used - own
 
 
-def _packed_memory(rates: Rates, packed: Packed) -> Memory:
-    """Weights stay gathered; so do the keys of a context-parallel group, in every layer."""
+def _packed_memory(rates: Rates, packed: PackedPlan) -> Memory:
+    """Returns the memory of the worker that needs most, with gathered weights, keys and values."""
     p, micro_batches = rates.parallel, len(packed.order)
     tokens = int(packed.plan.placement.tokens.max())
     sizes = []
@@ -269,9 +279,3 @@ def _packed_memory(rates: Rates, packed: Packed) -> Memory:
         weights = stage_elements(rates) * (2 + 4) // p.tp
         sizes.append(replace(size, gathered=weights, exchange=gathered_keys))
     return max(sizes, key=lambda memory: memory.total)
-
-
-def compare(scenario: Scenario, ways: Sequence[Way], count: int) -> list[Summary]:
-    """All ways on the same batches."""
-    batches = list(scenario.batches(count))
-    return [Summary.of(scenario, way, batches) for way in ways]

@@ -1,7 +1,7 @@
-"""Time on every lane at once: a compute stream, a port, and exchanges between lanes.
+"""The time on all plan ranks at once: a compute stream and a network port for each.
 
-A lane computes one thing after the other and sends one thing after the other; both go on side by
-side. Arrays have one entry for each lane, so one line of a program runs on all of them.
+A rank computes one kernel after another and sends one transfer after another; computation and
+communication overlap. Arrays have one entry for each rank, so one call advances all of them.
 """
 
 from __future__ import annotations
@@ -16,37 +16,38 @@ from distca.sim.cluster import Cluster
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
-    """Lanes that send to each other, and how long each one's port needs for its part."""
+class Transfer:
+    """Communication between ranks; on each of them it ends when all its partners are done."""
 
-    seconds: Floats  # [lanes]
-    partner: Ints  # of lane 0, of lane 1, ...; each lane is a partner of itself
-    first: Ints  # [lanes] where a lane's partners begin
-    num_bytes: int
+    seconds: Floats  # [ranks] for which the port of each rank is busy
+    partner: Ints  # the partners of rank 0, of rank 1, ...; each rank is a partner of itself
+    first: Ints  # [ranks] the index of each rank's first partner
+    num_bytes: int  # sent by all ranks
 
     @classmethod
     def between(
-        cls, source: Ints, target: Ints, num_bytes: Ints, cluster: Cluster, tp: int, lanes: int
-    ) -> Exchange | None:
-        """Point to point, at the ports of both ends; None where nothing is sent."""
+        cls, source: Ints, target: Ints, num_bytes: Ints, cluster: Cluster, tp: int, ranks: int
+    ) -> Transfer | None:
+        """Returns point-to-point communication between ranks; None if nothing is sent."""
         sent = num_bytes > 0
         if not sent.any():
             return None
         source, target, num_bytes = source[sent], target[sent], num_bytes[sent]
-        node = cluster.node(lanes, tp)
+        node = cluster.node(ranks, tp)
         near = node[source] == node[target]
-        seconds = np.zeros(lanes)
+        seconds = np.zeros(ranks)
         for link, chosen in ((cluster.inside, near), (cluster.across, ~near)):
             for end in (source, target):
-                load = count(end[chosen], num_bytes[chosen], lanes)
+                load = count(end[chosen], num_bytes[chosen], ranks)
                 seconds = np.maximum(seconds, link.seconds(load))
-        return cls(seconds, *_partners(source, target, lanes), int(num_bytes.sum()))
+        return cls(seconds, *_partners(source, target, ranks), int(num_bytes.sum()))
 
     @classmethod
-    def within(cls, group: Ints, seconds: Floats, num_bytes: int) -> Exchange:
-        """A collective of all lanes with the same number in ``group``; -1 takes no part."""
-        lanes = np.arange(len(group))
-        own = group.max(initial=-1) + 1 + lanes  # a group of one for each lane without a part
+    def within(cls, group: Ints, seconds: Floats, num_bytes: int) -> Transfer:
+        """Returns a collective of the ranks with equal numbers in ``group``; -1 is no group."""
+        own = (
+            group.max(initial=-1) + 1 + np.arange(len(group))
+        )  # a group of its own for each rank without one
         number = np.where(group >= 0, group, own)
         order, count = np.argsort(number, kind="stable"), np.bincount(number)
         size = count[number]
@@ -56,27 +57,27 @@ class Exchange:
         return cls(np.where(group >= 0, seconds, 0.0), partner, first, num_bytes)
 
     def latest(self, times: Floats) -> Floats:
-        """The last of a lane's partners."""
+        """Returns the latest of the partners' times on each rank."""
         result: Floats = np.maximum.reduceat(times[self.partner], self.first)
         return result
 
 
-def count(lane: Ints, weight: Ints | Floats, lanes: int) -> Floats:
-    """Sums of ``weight`` on every lane."""
-    return np.bincount(lane, weight, minlength=lanes).astype(np.float64)
+def count(rank: Ints, weight: Ints | Floats, ranks: int) -> Floats:
+    """Returns the sum of ``weight`` on each rank."""
+    return np.bincount(rank, weight, minlength=ranks).astype(np.float64)
 
 
-def _partners(source: Ints, target: Ints, lanes: int) -> tuple[Ints, Ints]:
-    own = np.arange(lanes, dtype=np.int64)
-    pairs = np.unique(np.concatenate([source * lanes + target, target * lanes + source,
-                                      own * lanes + own]))  # fmt: skip
-    lane, partner = np.divmod(pairs, lanes)
-    return partner, np.searchsorted(lane, own)
+def _partners(source: Ints, target: Ints, ranks: int) -> tuple[Ints, Ints]:
+    own = np.arange(ranks, dtype=np.int64)
+    pairs = np.unique(np.concatenate([source * ranks + target, target * ranks + source,
+                                      own * ranks + own]))  # fmt: skip
+    rank, partner = np.divmod(pairs, ranks)
+    return partner, np.searchsorted(rank, own)
 
 
 @dataclass(frozen=True, eq=False)
 class Event:
-    """Something on a stream of every lane; where start and stop are equal, nothing happened."""
+    """An operation on a stream of every rank; none on ranks where start and stop are equal."""
 
     stream: str
     what: str
@@ -85,9 +86,10 @@ class Event:
 
 
 class Streams:
-    """A program's time on all lanes.
+    """The streams of all plan ranks.
 
-    alone: every lane by itself, as if its partners were always ready; what a replay measures.
+    isolated: simulates every rank as if its partners were always ready, as a replay measures it.
+    record: keeps an event for every operation.
     """
 
     def __init__(
@@ -96,55 +98,55 @@ class Streams:
         *,
         jitter: float = 0.0,
         link_jitter: float = 0.0,
-        alone: bool = False,
+        isolated: bool = False,
         record: bool = False,
         seed: int | Sequence[int] = 0,
     ) -> None:
-        lanes = len(speed)
-        self.compute = np.zeros(lanes)  # when each compute stream is free
-        self.port = np.zeros(lanes)
-        self.busy = np.zeros(lanes)  # seconds of computing
-        self.waited = np.zeros(lanes)  # seconds of waiting for exchanges
+        ranks = len(speed)
+        self.compute = np.zeros(ranks)  # when each compute stream is free
+        self.port = np.zeros(ranks)
+        self.busy = np.zeros(ranks)  # seconds of computing
+        self.waited = np.zeros(ranks)  # seconds of waiting for transfers
         self.num_bytes = 0
         self.events: list[Event] | None = [] if record else None
-        self._alone, self._speed = alone, speed
+        self._isolated, self._speed = isolated, speed
         self._jitter, self._link_jitter = jitter, link_jitter
         self._draw = np.random.default_rng(seed)
 
     def run(self, what: str, seconds: Floats) -> None:
-        """A kernel, or several; lanes without one have 0 seconds."""
+        """Runs kernels on the compute stream, 0 seconds on ranks without any."""
         start = self.compute
-        taken = self._shaken(seconds / self._speed, self._jitter)
+        taken = self._with_jitter(seconds / self._speed, self._jitter)
         self.compute = start + taken
         self.busy = self.busy + taken
-        self._note("compute", what, start, self.compute)
+        self._record("compute", what, start, self.compute)
 
-    def send(self, what: str, exchange: Exchange | None) -> Floats:
-        """Starts when the compute stream gets there and the port is free; when it is done."""
-        if exchange is None:
+    def send(self, what: str, transfer: Transfer | None) -> Floats:
+        """Starts a transfer when compute stream and port are free; returns when it is done."""
+        if transfer is None:
             return self.compute
         begin = np.maximum(self.compute, self.port)
-        taken = self._shaken(exchange.seconds, self._link_jitter)
-        done = begin + taken if self._alone else exchange.latest(begin + taken)
-        takes_part = exchange.seconds > 0
+        taken = self._with_jitter(transfer.seconds, self._link_jitter)
+        done = begin + taken if self._isolated else transfer.latest(begin + taken)
+        takes_part = transfer.seconds > 0
         self.port = np.where(takes_part, done, self.port)
-        self.num_bytes += exchange.num_bytes
-        self._note("port", what, np.where(takes_part, begin, done), done)
+        self.num_bytes += transfer.num_bytes
+        self._record("port", what, np.where(takes_part, begin, done), done)
         return np.where(takes_part, done, self.compute)
 
     def wait(self, done: Floats) -> None:
-        """The compute stream goes on when something has arrived."""
+        """Blocks the compute stream of each rank until a time."""
         after = np.maximum(self.compute, done)
         self.waited = self.waited + (after - self.compute)
         self.compute = after
 
-    def _shaken(self, seconds: Floats, jitter: float) -> Floats:
+    def _with_jitter(self, seconds: Floats, jitter: float) -> Floats:
         if not jitter:
             return seconds
-        # Never below a third of the usual.
+        # Never less than a third of the mean.
         factor = np.maximum(1 + jitter * self._draw.standard_normal(len(seconds)), 1 / 3)
         return seconds * factor
 
-    def _note(self, stream: str, what: str, start: Floats, stop: Floats) -> None:
+    def _record(self, stream: str, what: str, start: Floats, stop: Floats) -> None:
         if self.events is not None:
             self.events.append(Event(stream, what, start, stop))

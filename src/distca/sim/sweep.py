@@ -1,9 +1,9 @@
-"""Which sizes are best: all that apply to a policy, tried on the same batches under a memory limit.
+"""Finds the best sizes of a policy on given batches under a memory limit.
 
-1. ``candidates`` lists the sizes of a policy's ways.
-2. ``best`` drops those that cannot fit, and tries the others on one batch, the most promising
-   first; what cannot be faster than what was found, or hardly can, is left out.
-3. The fastest few then run on all batches.
+1. ``candidates`` lists the strategies of a policy, one for each combination of sizes.
+2. ``best`` drops those that cannot fit and simulates the others on one batch, the most promising
+   first. Strategies that cannot be faster than one already simulated, or hardly can, are skipped.
+3. The fastest few are then simulated on all batches.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from dataclasses import dataclass, replace
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
 from distca.sim.cluster import Cluster
-from distca.sim.lower_bounds import least_bytes, least_s
-from distca.sim.packed import SEQUENCES
-from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.lower_bounds import min_bytes, min_step_s
+from distca.sim.packed import KEEP_SEQUENCES
+from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Outcome, Summary, simulate
 
 STAGES = (1, 2, 4, 8)
-TIMES_STAGES = (1, 2, 4)  # micro-batches of a disaggregated pipeline, for each stage
-MOST_MICRO_BATCHES = 8  # of a disaggregated step without a pipeline: only memory asks for them
-# After one batch: so near to the best, and so many of them, run on all. Where attention is not
-# disaggregated, how even it is depends on the batch, so that more is left open.
+MICRO_BATCHES_PER_STAGE = (1, 2, 4)  # in a disaggregated pipeline
+MAX_MICRO_BATCHES = 8  # of a disaggregated step without a pipeline, where they only save memory
+# After one batch, strategies within CLOSE times the best, at most FINALISTS, run on all batches, by
+# whether they are disaggregated. Without disaggregation the balance depends on the batch.
 CLOSE, FINALISTS = {True: 1.01, False: 1.15}, {True: 3, False: 12}
-FAR = 1.3  # times the best: a pipeline so slow is not tried with other micro-batches
-HIDDEN = 0.05  # of a step: with so little exposed, gathering weights less often wins nothing
-TENSOR_PARALLEL = 8  # as published comparisons have it
+FAR = 1.3  # a pipeline this many times slower than the best is not tried with other micro-batches
+HIDDEN = 0.05  # with less of a step exposed, gathering weights less often gains nothing
+TENSOR_PARALLEL = 8  # the most in published comparisons
 
-Show = Callable[[Way], None]
+Show = Callable[[Strategy], None]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is tried; where nothing is given, all that applies."""
+    """The sizes to try on each axis; an empty tuple stands for all that apply."""
 
     tp: tuple[int, ...] = ()
     pp: tuple[int, ...] = ()
     dp: tuple[int, ...] = ()
     cp: tuple[int, ...] = ()
     micro_batches: tuple[int, ...] = ()
-    servers: tuple[int, ...] = (0,)  # GPUs that only serve; of policy distca
+    servers: tuple[int, ...] = (0,)  # numbers of dedicated servers, for policy distca
 
     def __post_init__(self) -> None:
         for what in ("tp", "pp", "dp", "cp", "micro_batches"):
@@ -51,112 +51,115 @@ class Sizes:
             raise ValueError(f"servers = {min(self.servers)}: give 0 or more")
 
     def as_published(self, model: ModelShape, cluster: Cluster) -> Sizes:
-        """The widest tensor parallelism up to 8 and no pipeline, unless they are given."""
+        """Returns the largest tensor parallelism up to 8 and no pipeline, unless they are given."""
         widths = [tp for tp in tensor_sizes(model, cluster) if tp <= TENSOR_PARALLEL]
         return replace(self, tp=self.tp or (max(widths),), pp=self.pp or (1,))
 
 
 @dataclass(frozen=True)
-class Found:
-    """The best of a policy's ways; where none fits, the one that needs least."""
+class SweepResult:
+    """The best strategy of a policy; if none fits, the one that needs the least memory."""
 
     name: str
-    tried: int  # ways that were simulated
-    summary: Summary | None = None  # None where no way can run at all
+    tried: int  # simulated strategies
+    summary: Summary | None = None  # None if no strategy can run at all
     fits: bool = False
-    refused: str = ""  # why none can
+    refused: str = ""  # why none can run
 
 
 def tensor_sizes(model: ModelShape, cluster: Cluster) -> list[int]:
-    """Powers of two that divide a node, the heads and the feed-forward."""
+    """Returns the powers of two that divide a node, the heads and the feed-forward width."""
     powers = (1 << n for n in range(cluster.gpus_per_node.bit_length()))
     parts = (cluster.gpus_per_node, cluster.gpus, model.heads, model.kv_heads, model.ffn)
     return [tp for tp in powers if not any(part % tp for part in parts)]
 
 
-def candidates(scenario: Scenario, like: Way, sizes: Sizes) -> list[Way]:
-    """All ways to train as ``like`` does, in other sizes."""
+def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Strategy]:
+    """Returns ``template`` with every combination of sizes that applies."""
     model, cluster = scenario.model, scenario.cluster
     found = []
     for tp in sizes.tp or tensor_sizes(model, cluster):
         for pp in sizes.pp or STAGES:
-            for servers in sizes.servers if like.policy == "distca" else (0,):
-                lanes, rest = divmod(cluster.gpus - servers, tp * pp)
-                if rest or lanes < 1 or servers % tp or pp > model.layers:
+            for servers in sizes.servers if template.policy == "distca" else (0,):
+                workers, rest = divmod(cluster.gpus - servers, tp * pp)
+                if rest or workers < 1 or servers % tp or pp > model.layers:
                     continue
-                for cp in _context_sizes(like, lanes, sizes):
-                    parallel = MeshShape(pp, lanes // cp, cp, tp, servers)
-                    for micro_batches in _micro_batches(scenario, like, parallel, sizes):
-                        found.append(replace(like, parallel=parallel, micro_batches=micro_batches))
-    return [with_weights for way in found for with_weights in _kept(way)]
+                for cp in _context_sizes(template, workers, sizes):
+                    parallel = MeshShape(pp, workers // cp, cp, tp, servers)
+                    found += [
+                        replace(template, parallel=parallel, micro_batches=count)
+                        for count in _micro_batches(scenario, template, parallel, sizes)
+                    ]
+    return [chosen for strategy in found for chosen in _weight_choices(strategy)]
 
 
-def _context_sizes(like: Way, lanes: int, sizes: Sizes) -> Iterable[int]:
-    """Divisors of the lanes. Disaggregated, documents lie in order over all workers."""
-    divisors = [cp for cp in range(1, lanes + 1) if lanes % cp == 0]
-    if like.policy == "colocated":
+def _context_sizes(template: Strategy, workers: int, sizes: Sizes) -> Iterable[int]:
+    """Returns divisors of the workers of a stage; all workers with disaggregation."""
+    divisors = [cp for cp in range(1, workers + 1) if workers % cp == 0]
+    if template.policy == "colocated":
         divisors = [1]
-    elif like.disaggregated and not (sizes.cp or sizes.dp):
-        divisors = [lanes]
+    elif template.disaggregated and not (sizes.cp or sizes.dp):
+        divisors = [workers]
     return [
         cp
         for cp in divisors
-        if cp in (sizes.cp or divisors) and lanes // cp in (sizes.dp or (lanes // cp,))
+        if cp in (sizes.cp or divisors) and workers // cp in (sizes.dp or (workers // cp,))
     ]
 
 
 def _micro_batches(
-    scenario: Scenario, like: Way, parallel: MeshShape, sizes: Sizes
+    scenario: Scenario, template: Strategy, parallel: MeshShape, sizes: Sizes
 ) -> Iterable[int]:
     if sizes.micro_batches:
         return sizes.micro_batches
     sequences, pp, dp = scenario.sequences, parallel.pp, parallel.dp
-    if like.disaggregated:
-        powers = [1 << n for n in range(MOST_MICRO_BATCHES.bit_length())]
-        wished = powers if pp == 1 else [times * pp for times in TIMES_STAGES]
-        return [count for count in wished if count == 1 or count <= sequences]
-    if like.policy in SEQUENCES:
+    if template.disaggregated:
+        powers = [1 << n for n in range(MAX_MICRO_BATCHES.bit_length())]
+        counts = powers if pp == 1 else [each * pp for each in MICRO_BATCHES_PER_STAGE]
+        return [count for count in counts if count == 1 or count <= sequences]
+    if template.policy in KEEP_SEQUENCES:
         return [count for count in range(1, sequences // dp + 1) if sequences % (dp * count) == 0]
     return [1 << n for n in range((sequences // dp).bit_length())]
 
 
-def _kept(way: Way) -> list[Way]:
-    """Weights may stay gathered, where there is room for them; a pipeline's always do."""
-    if not way.disaggregated or way.parallel.pp > 1:
-        return [way]
+def _weight_choices(strategy: Strategy) -> list[Strategy]:
+    """Returns a strategy with and without weights that stay gathered, if there is a choice."""
+    if not strategy.disaggregated or strategy.parallel.pp > 1:
+        return [strategy]
     return [
-        replace(way, parallel=replace(way.parallel, keep_weights=keep)) for keep in (False, True)
+        replace(strategy, parallel=replace(strategy.parallel, keep_weights=keep))
+        for keep in (False, True)
     ]
 
 
 def best(
     scenario: Scenario,
-    like: Way,
+    template: Strategy,
     sizes: Sizes,
     batches: Sequence[Batch],
     *,
     limit_bytes: float,
-    show: Show = lambda way: None,
-) -> Found:
-    """Of the ``candidates`` of one policy. ``show`` is told each in turn, left out or not."""
-    ways = candidates(scenario, like, sizes)
-    if not ways:
-        return Found(like.name, 0, refused=_none_applies(scenario, like, sizes))
+    show: Show = lambda strategy: None,
+) -> SweepResult:
+    """Finds the best of the ``candidates``; ``show`` is called with each, simulated or not."""
+    strategies = candidates(scenario, template, sizes)
+    if not strategies:
+        return SweepResult(template.name, 0, refused=_none_applies(scenario, template, sizes))
     search = _Search(scenario, batches, limit_bytes)
-    for way in sorted(ways, key=lambda way: (search.least_s(way), way.micro_batches)):
-        show(way)
-        search.consider(way)
+    for strategy in sorted(strategies, key=lambda one: (search.min_step_s(one), one.micro_batches)):
+        show(strategy)
+        search.consider(strategy)
     if not search.tried:
-        search.try_smallest(ways)
-    winner = search.winner(CLOSE[like.disaggregated], FINALISTS[like.disaggregated])
+        search.try_smallest(strategies)
+    winner = search.winner(CLOSE[template.disaggregated], FINALISTS[template.disaggregated])
     if winner is None:
-        return Found(like.name, len(search.tried), refused=search.refused)
+        return SweepResult(template.name, len(search.tried), refused=search.refused)
     fits = winner.memory.total <= limit_bytes
-    return Found(winner.way.name, len(search.tried), winner, fits)
+    return SweepResult(winner.strategy.name, len(search.tried), winner, fits)
 
 
-def _none_applies(scenario: Scenario, like: Way, sizes: Sizes) -> str:
-    if like.policy == "colocated":
+def _none_applies(scenario: Scenario, template: Strategy, sizes: Sizes) -> str:
+    if template.policy == "colocated":
         sizes = replace(sizes, cp=(1,))
     given = [
         f"{what.replace('_', '-')} {' or '.join(map(str, chosen))}"
@@ -165,116 +168,116 @@ def _none_applies(scenario: Scenario, like: Way, sizes: Sizes) -> str:
     ]
     return (
         f"{scenario.cluster.gpus} GPUs and {scenario.sequences} sequences do not divide by"
-        f" {', '.join(given) or 'any sizes'}: tp x pp x dp x cp must make up the GPUs less the"
-        " servers, and dp x micro-batches divide the sequences"
+        f" {', '.join(given) or 'any sizes'}: tp x pp x dp x cp must be the number of GPUs less the"
+        " servers, and dp x micro-batches must divide the sequences"
     )
 
 
 class _Search:
-    """Ways on the first batch, then the best of them on all."""
+    """Simulates strategies on the first batch, and then the best of them on all batches."""
 
     def __init__(self, scenario: Scenario, batches: Sequence[Batch], limit_bytes: float) -> None:
         self._scenario, self._batches, self._limit = scenario, batches, limit_bytes
-        self.tried: list[tuple[Way, Outcome]] = []
-        self.refused = ""  # what the simulator said last
+        self.tried: list[tuple[Strategy, Outcome]] = []
+        self.refused = ""  # the simulator's last error
 
     @property
-    def fitting(self) -> list[tuple[Way, Outcome]]:
-        """Fastest first."""
+    def fitting(self) -> list[tuple[Strategy, Outcome]]:
+        """The strategies that fit into memory, fastest first."""
         fit = [one for one in self.tried if one[1].memory.total <= self._limit]
         return sorted(fit, key=lambda one: one[1].step_s)
 
-    def least_s(self, way: Way) -> float:
-        return least_s(self._scenario, way, self._batches[0])
+    def min_step_s(self, strategy: Strategy) -> float:
+        return min_step_s(self._scenario, strategy, self._batches[0])
 
-    def consider(self, way: Way) -> None:
-        """Tries it, unless it cannot fit, or cannot be faster than one that does."""
-        if least_bytes(self._scenario, way) > self._limit:
+    def consider(self, strategy: Strategy) -> None:
+        """Simulates a strategy unless it cannot fit, or cannot be faster than one that does."""
+        if min_bytes(self._scenario, strategy) > self._limit:
             return
-        fitting, least = self.fitting, self.least_s(way)
+        fitting, bound_s = self.fitting, self.min_step_s(strategy)
         for other, outcome in fitting:
             far = outcome.step_s > FAR * fitting[0][1].step_s
             if (
-                outcome.step_s < least
-                or _only_smaller(way, other)
-                or (far and _same_pipeline(way, other))
-                or (outcome.exposed < HIDDEN and _fewer_gathers(way, other))
+                outcome.step_s < bound_s
+                or _only_saves_memory(strategy, other)
+                or (far and _same_pipeline(strategy, other))
+                or (outcome.exposed < HIDDEN and _fewer_gathers(strategy, other))
             ):
                 return
-        self._try(way)
+        self._try(strategy)
 
-    def try_smallest(self, ways: Sequence[Way]) -> None:
-        """The one that needs least of those that can run at all."""
-        for way in sorted(ways, key=lambda way: least_bytes(self._scenario, way)):
+    def try_smallest(self, strategies: Sequence[Strategy]) -> None:
+        """Simulates the strategy with the smallest need of memory that can run at all."""
+        for strategy in sorted(strategies, key=lambda one: min_bytes(self._scenario, one)):
             if not self.tried:
-                self._try(way)
+                self._try(strategy)
 
-    def _try(self, way: Way) -> None:
+    def _try(self, strategy: Strategy) -> None:
         planned = None
-        if self.tried and _other_weights(way, self.tried[-1][0]):
+        if self.tried and _same_plans(strategy, self.tried[-1][0]):
             planned = self.tried[-1][1].planned
         try:
-            outcome = simulate(self._scenario, way, self._batches[0], planned=planned)
+            outcome = simulate(self._scenario, strategy, self._batches[0], planned=planned)
         except ValueError as error:
             self.refused = str(error)
         else:
-            self.tried.append((way, outcome))
+            self.tried.append((strategy, outcome))
 
     def winner(self, close: float, most: int) -> Summary | None:
-        """On all batches; where none fits, the one that needs least."""
+        """Returns the fastest on all batches; if none fits, the one that needs least memory."""
         finalists: list[Summary] = []
-        for way, outcome in self.fitting:
+        for strategy, outcome in self.fitting:
             late = outcome.step_s > close * self.fitting[0][1].step_s
             if finalists and (late or len(finalists) == most):
                 break
-            summary = self._mean(way, outcome)
+            summary = self._mean(strategy, outcome)
             if summary is not None and summary.memory.total <= self._limit:
                 finalists.append(summary)
         if finalists:
             return min(finalists, key=lambda one: one.step_s)
-        by_need = sorted(self.tried, key=lambda one: one[1].memory.total)
-        known = (self._mean(way, outcome) for way, outcome in by_need)
-        return next((summary for summary in known if summary is not None), None)
+        by_memory = sorted(self.tried, key=lambda one: one[1].memory.total)
+        summaries = (self._mean(strategy, outcome) for strategy, outcome in by_memory)
+        return next((summary for summary in summaries if summary is not None), None)
 
-    def _mean(self, way: Way, first: Outcome) -> Summary | None:
-        """None where another batch cannot run so."""
+    def _mean(self, strategy: Strategy, first: Outcome) -> Summary | None:
+        """Simulates the other batches; returns None if the strategy cannot run one of them."""
         try:
             others = [
-                simulate(self._scenario, way, batch, seed=number)
+                simulate(self._scenario, strategy, batch, seed=number)
                 for number, batch in enumerate(self._batches[1:], 1)
             ]
         except ValueError as error:
             self.refused = str(error)
             return None
-        return Summary.mean(self._scenario, way, [first, *others])
+        return Summary.mean(self._scenario, strategy, [first, *others])
 
 
-def _other_weights(way: Way, other: Way) -> bool:
-    """Whether all but the weights that are kept is the same, plans too."""
+def _same_plans(strategy: Strategy, other: Strategy) -> bool:
+    """Returns whether two strategies differ at most in ``keep_weights``."""
     keep = other.parallel.keep_weights
-    return replace(way, parallel=replace(way.parallel, keep_weights=keep)) == other
+    return replace(strategy, parallel=replace(strategy.parallel, keep_weights=keep)) == other
 
 
-def _same_pipeline(way: Way, other: Way) -> bool:
-    """Disaggregated, with other micro-batches."""
-    pipeline = way.disaggregated and way.parallel.pp > 1
-    return pipeline and replace(way, micro_batches=other.micro_batches) == other
+def _same_pipeline(strategy: Strategy, other: Strategy) -> bool:
+    """Returns whether two disaggregated pipelines differ at most in their micro-batches."""
+    pipeline = strategy.disaggregated and strategy.parallel.pp > 1
+    return pipeline and replace(strategy, micro_batches=other.micro_batches) == other
 
 
-def _only_smaller(way: Way, other: Way) -> bool:
-    """Whether a way differs from another only in what saves memory and takes time."""
-    saves = way.micro_batches >= other.micro_batches
-    saves &= way.parallel.keep_weights <= other.parallel.keep_weights
-    return saves and _without_pipeline(way, other)
+def _only_saves_memory(strategy: Strategy, other: Strategy) -> bool:
+    """Returns whether a strategy differs from another only in what saves memory, not time."""
+    saves = strategy.micro_batches >= other.micro_batches
+    saves &= strategy.parallel.keep_weights <= other.parallel.keep_weights
+    return saves and _without_pipeline(strategy, other)
 
 
-def _fewer_gathers(way: Way, other: Way) -> bool:
-    """Whether all it could win is that weights, with more micro-batches, are gathered less."""
-    return way.micro_batches > other.micro_batches and _without_pipeline(way, other)
+def _fewer_gathers(strategy: Strategy, other: Strategy) -> bool:
+    """Returns whether a strategy could only gain from gathering weights less often."""
+    return strategy.micro_batches > other.micro_batches and _without_pipeline(strategy, other)
 
 
-def _without_pipeline(way: Way, other: Way) -> bool:
-    """Disaggregated ways without stages that are the same but for micro-batches and weights."""
-    if not way.disaggregated or way.parallel.pp > 1:
+def _without_pipeline(strategy: Strategy, other: Strategy) -> bool:
+    """Returns whether two disaggregated strategies without a pipeline have the same mesh."""
+    if not strategy.disaggregated or strategy.parallel.pp > 1:
         return False
-    return _other_weights(replace(way, micro_batches=other.micro_batches), other)
+    return _same_plans(replace(strategy, micro_batches=other.micro_batches), other)

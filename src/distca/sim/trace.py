@@ -1,4 +1,4 @@
-"""Simulated steps as timelines, for ui.perfetto.dev or chrome://tracing."""
+"""Timelines of simulated steps for ui.perfetto.dev or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -7,53 +7,54 @@ from typing import Any
 
 import numpy as np
 
-from distca.sim.scenario import Way
+from distca.sim.scenario import Strategy
 from distca.sim.streams import Event
 
-MOST_LANES = 64  # of a step; a viewer shows no more at once
+MAX_RANKS = 64  # of a step; a viewer cannot show more at once
 STREAMS = ("compute", "port")
 US = 1e6
 
-Steps = Mapping[Way, tuple[Event, ...]]  # events of simulated ways: ``simulate(..., record=True)``
+Steps = Mapping[Strategy, tuple[Event, ...]]  # recorded by ``simulate(..., record=True)``
 
 
 def trace(steps: Steps) -> dict[str, Any]:
-    """Every lane is a process, with a thread for what it computes and one for what it sends.
+    """Returns a trace with a process for each plan rank and a thread for each of its streams.
 
-    A lane is the GPUs of one tensor-parallel group, which do the same at the same time.
+    A plan rank stands for the GPUs of one tensor-parallel group, which do the same thing at the
+    same time.
     """
     events = []
-    for number, (way, recorded) in enumerate(steps.items()):
-        first = number * MOST_LANES
-        events += list(_names(way, first))
+    for number, (strategy, recorded) in enumerate(steps.items()):
+        first = number * MAX_RANKS
+        events += list(_names(strategy, first))
         for event in recorded:
             events += list(_shown(event, first))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _names(way: Way, first: int) -> Iterator[dict[str, Any]]:
-    p = way.parallel
-    for lane in range(min(p.num_plan_ranks, MOST_LANES)):
-        stage = lane // p.workers_per_stage
+def _names(strategy: Strategy, first: int) -> Iterator[dict[str, Any]]:
+    p = strategy.parallel
+    for rank in range(min(p.num_plan_ranks, MAX_RANKS)):
+        stage = rank // p.workers_per_stage
         role = "serves" if stage >= p.pp else f"stage {stage}" if p.pp > 1 else ""
-        label = {"name": f"{way.name}: lane {lane}" + (f", {role}" if role else "")}
-        process = {"ph": "M", "pid": first + lane}
+        label = {"name": f"{strategy.name}: rank {rank}" + (f", {role}" if role else "")}
+        process = {"ph": "M", "pid": first + rank}
         yield process | {"name": "process_name", "args": label}
-        yield process | {"name": "process_sort_index", "args": {"sort_index": first + lane}}
+        yield process | {"name": "process_sort_index", "args": {"sort_index": first + rank}}
         for thread, stream in enumerate(STREAMS):
             yield process | {"name": "thread_name", "tid": thread, "args": {"name": stream}}
 
 
 def _shown(event: Event, first: int) -> Iterator[dict[str, Any]]:
-    """Of the lanes on which something happened."""
-    start, stop = event.start[:MOST_LANES], event.stop[:MOST_LANES]
+    """Yields the event on each rank on which it took time."""
+    start, stop = event.start[:MAX_RANKS], event.stop[:MAX_RANKS]
     thread = STREAMS.index(event.stream)
-    for lane in np.flatnonzero(stop > start).tolist():
+    for rank in np.flatnonzero(stop > start).tolist():
         yield {
             "ph": "X",
             "name": event.what,
-            "pid": first + lane,
+            "pid": first + rank,
             "tid": thread,
-            "ts": float(start[lane]) * US,
-            "dur": float(stop[lane] - start[lane]) * US,
+            "ts": float(start[rank]) * US,
+            "dur": float(stop[rank] - start[rank]) * US,
         }

@@ -1,4 +1,4 @@
-"""Whether disaggregation pays: the best of its ways against the best of the others, and why not."""
+"""Whether disaggregation pays: its best strategy against the best of the others, and why not."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from distca.sim.cluster import Link
 from distca.sim.lower_bounds import attention_s
 from distca.sim.packed import pack
 from distca.sim.rates import Rates
-from distca.sim.scenario import Batch, Scenario, Way
+from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Summary, simulate
-from distca.sim.sweep import Found
+from distca.sim.sweep import SweepResult
 
-PAYS = 1.02  # times as fast; less is within what a simulation can tell
-LITTLE_ATTENTION = 0.15  # of the work: below it, evening it out cannot bring much
-IDLE = 0.1  # of all GPUs' time: more is worth a reason
-EVEN = 1.05  # the busiest worker's attention over the mean
-NEAR = 1.05  # bandwidths are sought to so much
+PAYS = 1.02  # the smallest speed-up that pays; less is within the error of a simulation
+LITTLE_ATTENTION = 0.15  # the fraction of the work below which balancing attention gains little
+IDLE = 0.1  # the fraction of all GPUs' time above which being idle is a reason
+EVEN = 1.05  # attention of the busiest worker over the mean, up to which there is balance already
+BANDWIDTH_FACTOR = 1.05  # the precision of the search for a bandwidth
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """``ours`` and ``other``: the fastest that fit, disaggregated and not."""
+    """Whether disaggregation pays, and why not."""
 
-    ours: Summary | None
-    other: Summary | None
-    attention: float = 0.0  # its share of the work
-    busiest: float = 1.0  # the other's busiest worker: its attention over the mean
-    because: str = ""  # it does not pay: links, slow GPUs, little attention, ...
-    needed_bytes_per_s: float | None = None  # links between nodes with which it would pay
+    ours: Summary | None  # the fastest strategy with disaggregation that fits into memory
+    other: Summary | None  # the fastest one without
+    attention: float = 0.0  # the fraction of attention in the work
+    busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
+    because: str = ""  # why it does not pay: one of the reasons in ``verdict``
+    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would pay
 
     @property
     def speed_up(self) -> float | None:
@@ -45,45 +45,45 @@ class Verdict:
         return None if self.speed_up is None else self.speed_up > PAYS
 
 
-def verdict(scenario: Scenario, found: Sequence[Found], batch: Batch) -> Verdict:
-    """``batch``: one of those that were simulated, to look for reasons."""
-    ours = _fastest(found, disaggregated=True)
-    other = _fastest(found, disaggregated=False)
+def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) -> Verdict:
+    """Compares the best strategies; ``batch`` is a simulated one, to find reasons."""
+    ours = _fastest(results, disaggregated=True)
+    other = _fastest(results, disaggregated=False)
     if ours is None or other is None:
         return Verdict(ours, other)
-    said = Verdict(
+    result = Verdict(
         ours,
         other,
-        attention=attention_share(scenario, ours.way, batch),
-        busiest=busiest(scenario, other.way, batch),
+        attention=attention_share(scenario, ours.strategy, batch),
+        busiest=busiest(scenario, other.strategy, batch),
     )
-    if said.pays:
-        return said
+    if result.pays:
+        return result
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
     if other.step_s / free_s > PAYS:
-        needed = needed_bandwidth(scenario, ours.way, other.way, batch)
+        needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batch)
     reasons = {
         "links": needed is not None or ours.exposed > IDLE,
         "slow": bool(scenario.cluster.slow) and ours.idle > IDLE,
-        "attention": said.attention < LITTLE_ATTENTION,
-        "even": said.busiest < EVEN,
+        "attention": result.attention < LITTLE_ATTENTION,
+        "even": result.busiest < EVEN,
         "little": other.idle < IDLE,
         "idle": True,
     }
     because = next(name for name, holds in reasons.items() if holds)
-    return replace(said, because=because, needed_bytes_per_s=needed)
+    return replace(result, because=because, needed_bytes_per_s=needed)
 
 
-def _fastest(found: Sequence[Found], *, disaggregated: bool) -> Summary | None:
-    known = [one.summary for one in found if one.summary is not None and one.fits]
-    same = [one for one in known if one.way.disaggregated == disaggregated]
+def _fastest(results: Sequence[SweepResult], *, disaggregated: bool) -> Summary | None:
+    summaries = [one.summary for one in results if one.summary is not None and one.fits]
+    same = [one for one in summaries if one.strategy.disaggregated == disaggregated]
     return min(same, key=lambda one: one.step_s, default=None)
 
 
-def attention_share(scenario: Scenario, way: Way, batch: Batch) -> float:
-    """Of the seconds that all lanes compute, at the kernels' best rate."""
-    rates = Rates(scenario.model, scenario.cluster, way.parallel, scenario.recompute)
+def attention_share(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
+    """Returns the fraction of attention in the seconds of computing, at the kernels' best rate."""
+    rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
     attention = attention_s(scenario, rates, batch)
     tokens = np.array([float(scenario.tokens)])
     linear = sum(
@@ -98,30 +98,32 @@ def attention_share(scenario: Scenario, way: Way, batch: Batch) -> float:
     return attention / (attention + linear)
 
 
-def busiest(scenario: Scenario, way: Way, batch: Batch) -> float:
-    """A packed way's busiest worker: its attention in a step over the mean of all."""
-    rates = Rates(scenario.model, scenario.cluster, way.parallel, scenario.recompute)
-    packed = pack(rates, batch, way.policy, way.micro_batches, mask=scenario.mask)
+def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
+    """Returns attention of the busiest worker over the mean, without disaggregation."""
+    rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
+    packed = pack(rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask)
     work: Ints = packed.plan.forward_work_ps + packed.plan.backward_work_ps
-    of_worker = work.reshape(-1, way.parallel.cp)[packed.order].sum(axis=0)  # [groups, cp]
+    of_worker = work.reshape(-1, strategy.parallel.cp)[packed.order].sum(axis=0)  # [groups, cp]
     return float(of_worker.max() / of_worker.mean())
 
 
-def needed_bandwidth(scenario: Scenario, ours: Way, other: Way, batch: Batch) -> float | None:
-    """Bytes a second between nodes from which it would pay; None if it takes more than a node's."""
+def needed_bandwidth(
+    scenario: Scenario, ours: Strategy, other: Strategy, batch: Batch
+) -> float | None:
+    """Returns the bandwidth between nodes from which it would pay; None above that inside."""
 
-    known = {way: simulate(scenario, way, batch).planned for way in (ours, other)}
+    plans = {strategy: simulate(scenario, strategy, batch).planned for strategy in (ours, other)}
 
     def pays(bytes_per_s: float) -> bool:
         link = Link(bytes_per_s, scenario.cluster.across.latency_s)
         faster = replace(scenario, cluster=replace(scenario.cluster, across=link))
-        a, b = (simulate(faster, way, batch, planned=plans).step_s for way, plans in known.items())
+        a, b = (simulate(faster, one, batch, planned=plan).step_s for one, plan in plans.items())
         return b / a > PAYS
 
     low, high = scenario.cluster.across.bytes_per_s, scenario.cluster.inside.bytes_per_s
     if low >= high or not pays(high):
         return None
-    while high / low > NEAR:
+    while high / low > BANDWIDTH_FACTOR:
         middle = float(np.sqrt(low * high))
         low, high = (low, middle) if pays(middle) else (middle, high)
     return high

@@ -44,10 +44,10 @@ class Checkpoints:
         *,
         keep: int,
     ) -> None:
-        assert context.saving is not None, "a rank that only serves has nothing to save"
+        assert context.checkpoint_group is not None, "a rank that only serves has nothing to save"
         self._folders = StepFolders(folder, keep)
-        self._model, self._optimizer, self._group = model, optimizer, context.saving
-        self._leads = dist.get_rank(context.saving) == 0
+        self._model, self._optimizer, self._group = model, optimizer, context.checkpoint_group
+        self._leads = dist.get_rank(context.checkpoint_group) == 0
         # Copies everything before a save returns, into memory that the next save uses again.
         self._stager = DefaultStager(
             StagingOptions(

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distca.data.documents import IGNORE, Batch
 from distca.model.llama import Llama
-from distca.pipeline.step_planner import StepPlanner, evaluating
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.spans import Floats
 from distca.runtime.batches import Step
 from distca.runtime.step import StepRunner
@@ -29,12 +29,12 @@ def evaluate(
     """Mean loss per target; on all ranks, servers too, which have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
-        step = Step.of(evaluating(planner), batch, train=False)
+        step = Step.of(planner.for_evaluation(), batch, train=False)
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
                 rows = step.rows(half, runner.context.worker)
-                targets = runner.own(rows.labels) != IGNORE
-                lengths = runner.own(rows.lengths)[targets]
+                targets = runner.tp_share(rows.labels) != IGNORE
+                lengths = runner.tp_share(rows.lengths)[targets]
                 bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()
                 np.add.at(sums, bucket, loss.each.cpu()[targets].double().numpy())
                 np.add.at(counts, bucket, 1)
@@ -43,7 +43,7 @@ def evaluate(
 
 def _means(sums: Floats, counts: Floats, runner: StepRunner) -> dict[str, float]:
     both = torch.from_numpy(np.stack([sums, counts]))
-    dist.all_reduce(both, group=runner.context.everyone)
+    dist.all_reduce(both, group=runner.context.world_group)
     sums, counts = both.numpy()
     result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
     for name, total, count in zip(bucket_names(), sums, counts, strict=True):

@@ -27,7 +27,7 @@ from distca.pipeline.memory import Memory
 from distca.pipeline.mesh import MeshShape
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
-from distca.runtime.prefetch import Ahead, Prepared
+from distca.runtime.prefetch import Prefetched, Prefetcher
 from distca.runtime.step import StepRunner
 from distca.train import setup
 from distca.train.checkpoints import Checkpoints
@@ -67,7 +67,7 @@ class Trainer:
         self.first_step = 0
         self._stop = False
         self.model: Llama | None = None
-        if not self.context.serves_only:
+        if not self.context.only_serves:
             self._build()
         self._agree_on_start()
 
@@ -75,11 +75,11 @@ class Trainer:
         """All steps that are left; on rank 0, the records of those that were taken."""
         train, taken = self.config.train, []
         records = self._open_records()
-        ahead = Ahead(self.loader, self.planner)
+        batches = Prefetcher(self.loader, self.planner)
         with _on_sigterm(self._ask_to_stop):
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
-                    record = self._step(step, ahead.next())
+                    record = self._step(step, batches.next())
                 last = step + 1 == train.steps or record["stopped"]
                 if train.eval_every and ((step + 1) % train.eval_every == 0 or last):
                     record |= self.evaluate()
@@ -93,7 +93,7 @@ class Trainer:
                     self._save(step + 1)
                 if record["stopped"]:
                     break
-            ahead.close()
+            batches.close()
             if self.model is not None:
                 self.checkpoints.wait()  # a signal must not end it either
         if records is not None:
@@ -136,7 +136,7 @@ class Trainer:
         found: list[Any] = [None]
         if self.model is not None and self.config.resume and (path := self.checkpoints.newest()):
             found = [self.checkpoints.load(path)]
-        dist.broadcast_object_list(found, src=0, group=self.context.everyone)
+        dist.broadcast_object_list(found, src=0, group=self.context.world_group)
         if found[0] is not None:
             self.first_step = found[0]["step"]
             self.loader.restore(found[0]["loader"])
@@ -149,18 +149,18 @@ class Trainer:
         self.config.save(self.folder / "config.json")
         return Records(self.folder, self.first_step)
 
-    def _step(self, step: int, prepared: Prepared) -> Record:
+    def _step(self, step: int, fetched: Prefetched) -> Record:
         start = time.perf_counter()
-        self._loader_state = prepared.loader_state
-        loss = float(self.runner.train(self.model, prepared.step))
+        self._loader_state = fetched.loader_state
+        loss = float(self.runner.train(self.model, fetched.step))
         norm = 0.0 if self.model is None else self._change(step)
         taken = time.perf_counter() - start
-        return self._record(step, prepared, loss, norm, taken)
+        return self._record(step, fetched, loss, norm, taken)
 
     def _change(self, step: int) -> float:
         """The weights, by their gradients; the norm of all of them."""
         assert self.model is not None
-        norm = clip(self.model, self.config.train.clip, self.context.pipeline)
+        norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.train)
         self.optimizer.step()
@@ -168,7 +168,7 @@ class Trainer:
         return norm
 
     def _record(
-        self, step: int, prepared: Prepared, loss: float, norm: float, taken: float
+        self, step: int, fetched: Prefetched, loss: float, norm: float, taken: float
     ) -> Record:
         spent = [attention.meter.take() for attention in self.runner.attentions]
         attention, exposed = (
@@ -176,13 +176,13 @@ class Trainer:
         )
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         mine = torch.tensor(
-            [loss, norm, taken, attention, exposed, prepared.waited_s, memory, float(self._stop)],
+            [loss, norm, taken, attention, exposed, fetched.waited_s, memory, float(self._stop)],
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine, group=self.context.everyone)
+        dist.all_gather(everyone, mine, group=self.context.world_group)
         losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
-        batch, plan = prepared.step.batch, prepared.step.plan
+        batch, plan = fetched.step.batch, fetched.step.plan
         flops = step_flops(self.model_config, batch.lengths)
         wall, peak = float(seconds.max()), peak_flops(self.device)
         rate = flops / wall / len(everyone)
@@ -201,7 +201,7 @@ class Trainer:
             "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
             "bytes": plan.num_bytes,
             "exposed_s": float(exposures.max()),
-            "planning_s": prepared.planning_s,
+            "planning_s": fetched.planning_s,
             "planning_waited_s": float(waits.max()),
             "memory_bytes": int(bytes_.max()),
             "stopped": bool(stops.max()),
@@ -210,7 +210,7 @@ class Trainer:
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         if step != self.config.train.trace:
             return nullcontext()
-        return tracing(self.folder / "traces", self.context.everyone)
+        return tracing(self.folder / "traces", self.context.world_group)
 
     def _save(self, step: int) -> None:
         if self.model is not None:

@@ -1,4 +1,4 @@
-"""One pass through layers: by hand, and against the simulator that goes event by event."""
+"""One tick: by hand, and against a simulator that goes event by event."""
 
 from __future__ import annotations
 
@@ -8,54 +8,55 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sim.draws import Draw, close, exchange_of, kernels, transfers
-from sim.oracle import Attended, Pass, Transfer, play, programs_of
+from sim.draws import Draw, close, kernels, transfer_of, transfers
+from sim.oracle import Attended, OracleTransfer, Pass, play, programs_of
 
-from distca.sim.crossing import Weights, cross
+from distca.pipeline.schedule import BACKWARD, FORWARD
 from distca.sim.rates import Attention
-from distca.sim.streams import Exchange, Streams
+from distca.sim.streams import Streams, Transfer
+from distca.sim.tick import Weights, run_tick
 
 
-def crossed(one: Pass, lanes: int = 2, **options: bool) -> Streams:
-    """What ``cross`` makes of a pass."""
+def ran(one: Pass, ranks: int = 2, **options: bool) -> Streams:
+    """What ``run_tick`` makes of a pass, as a forward tick."""
 
-    def exchange(transfer: Transfer | None) -> Exchange | None:
-        return None if transfer is None else exchange_of(transfer, lanes)
+    def same(transfer: OracleTransfer | None) -> Transfer | None:
+        return None if transfer is None else transfer_of(transfer, ranks)
 
-    streams = Streams(np.ones(lanes), **options)
+    streams = Streams(np.ones(ranks), **options)
     parts = [[np.array(part) for part in halves] for halves in one.parts]
     slots = [
-        [Attention(np.array(a.own), np.array(a.remote), exchange(a.out), exchange(a.back))
+        [Attention(np.array(a.own), np.array(a.remote), same(a.out), same(a.back))
          for a in halves]
         for halves in one.attention
     ]  # fmt: skip
     weights = None
     if one.gathering:
-        gathering, reducing = ([exchange(t) for t in ts] for ts in (one.gathering, one.reducing))
+        gathering, reducing = ([same(t) for t in ts] for ts in (one.gathering, one.reducing))
         weights = Weights(streams, gathering, reducing)
-    cross(streams, parts, slots, weights)
+    run_tick(streams, FORWARD, parts, slots, weights)
     return streams
 
 
-def all_of(*seconds: float) -> Transfer:
-    """Every lane with every other; so many seconds at each port."""
+def all_of(*seconds: float) -> OracleTransfer:
+    """Every rank with every other; so many seconds at each port."""
     everyone = frozenset(range(len(seconds)))
-    return Transfer(dict(enumerate(seconds)), dict.fromkeys(everyone, everyone))
+    return OracleTransfer(dict(enumerate(seconds)), dict.fromkeys(everyone, everyone))
 
 
-def same(*seconds: float) -> list[list[list[float]]]:
-    """Parts of two lanes that are alike, one for each seam, in one half."""
+def equal_parts(*seconds: float) -> list[list[list[float]]]:
+    """Parts of two ranks that are alike, one for each seam, in one half."""
     return [[[s, s]] for s in seconds]
 
 
 # -- by hand, in microseconds --------------------------------------------------------------------
 
 
-def test_one_layer_on_two_lanes_that_are_alike() -> None:
+def test_one_layer_on_two_ranks_that_are_alike() -> None:
     """Computing 0-10, dispatch 10-15, own attention 10-13, the other 15-22, return 22-26, and the
     last part 26-32."""
     attended = Attended([3, 3], [7, 7], all_of(5, 5), all_of(4, 4))
-    streams = crossed(Pass(same(10, 6), [[attended]]))
+    streams = ran(Pass(equal_parts(10, 6), [[attended]]))
     assert streams.compute.tolist() == [32, 32]
     assert streams.busy.tolist() == [10 + 3 + 7 + 6] * 2
     assert streams.waited.tolist() == [(15 - 13) + (26 - 22)] * 2
@@ -64,25 +65,25 @@ def test_one_layer_on_two_lanes_that_are_alike() -> None:
 def test_own_attention_hides_the_dispatch() -> None:
     """Own attention 10-18 is longer than the dispatch 10-15, so nobody waits for that."""
     attended = Attended([8, 8], [7, 7], all_of(5, 5), all_of(4, 4))
-    streams = crossed(Pass(same(10, 6), [[attended]]))
+    streams = ran(Pass(equal_parts(10, 6), [[attended]]))
     assert streams.compute.tolist() == [10 + 8 + 7 + 4 + 6] * 2
     assert streams.waited.tolist() == [4, 4]
 
 
-def test_a_lane_waits_for_the_slower_one() -> None:
-    """Lane 0 sends from 10 on, lane 1 from 14 on: both have it at 19. Lane 0 attends 19-20 and
-    lane 1 19-28, so returns end at 28 + 4 = 32 on both. The last part: 6, and 2."""
+def test_a_rank_waits_for_the_slower_one() -> None:
+    """Rank 0 sends from 10 on, rank 1 from 14 on: both have it at 19. Rank 0 attends 19-20 and
+    rank 1 19-28, so returns end at 28 + 4 = 32 on both. The last part: 6, and 2."""
     attended = Attended([0, 0], [1, 9], all_of(5, 5), all_of(4, 4))
-    streams = crossed(Pass([[[10, 14]], [[6, 2]]], [[attended]]))
+    streams = ran(Pass([[[10, 14]], [[6, 2]]], [[attended]]))
     assert streams.compute.tolist() == [38, 34]
 
 
 def test_what_moves_one_way_holds_only_those_who_take_part() -> None:
-    """Lanes 0 and 1 exchange; lane 2 computes for itself: 10 + 3 + 6."""
+    """Ranks 0 and 1 exchange; rank 2 computes for itself: 10 + 3 + 6."""
     both = frozenset((0, 1))
-    transfer = Transfer({0: 5, 1: 5}, {0: both, 1: both})
+    transfer = OracleTransfer({0: 5, 1: 5}, {0: both, 1: both})
     attended = Attended([3, 3, 3], [7, 7, 0], transfer, transfer)
-    streams = crossed(Pass([[[10] * 3], [[6] * 3]], [[attended]]), lanes=3)
+    streams = ran(Pass([[[10] * 3], [[6] * 3]], [[attended]]), ranks=3)
     assert streams.compute.tolist() == [15 + 7 + 5 + 6] * 2 + [19]
 
 
@@ -95,9 +96,26 @@ def test_ping_hides_behind_pong() -> None:
     """
     half = Attended([1.5] * 2, [3.5] * 2, all_of(2.5, 2.5), all_of(2, 2))
     parts = [[[5, 5]] * 2, [[3, 3]] * 2]
-    streams = crossed(Pass(parts, [[half, half]]))
+    streams = ran(Pass(parts, [[half, half]]))
     assert streams.compute.tolist() == [26, 26]
     assert streams.waited.tolist() == [0, 0]
+
+
+def test_in_a_backward_tick_the_last_half_comes_first() -> None:
+    """compute  pong 0-2, ping 2-12, pong's attention 12-13, ping's 22-23, pong 23-27, ping 27-28
+    port     pong's dispatch 2-12, ping's 12-22
+    """
+    slot = [Attended([0, 0], [1, 1], all_of(10, 10)) for _ in range(2)]
+    parts = [[[10, 10], [2, 2]], [[1, 1], [4, 4]]]
+    streams = Streams(np.ones(2), record=True)
+    attention = [
+        [Attention(np.array(a.own), np.array(a.remote), transfer_of(a.out, 2), None) for a in slot]
+    ]
+    run_tick(streams, BACKWARD, [[np.array(p) for p in seam] for seam in parts], attention)
+    names = [event.what for event in streams.events or ()]
+    assert names[:4] == ["linear, pong", "dispatch, pong", "linear, ping", "dispatch, ping"]
+    assert names[-2:] == ["linear, pong", "linear, ping"]
+    assert streams.compute.tolist() == [28, 28]
 
 
 def test_halves_queue_at_the_port_when_exchanges_are_long() -> None:
@@ -108,7 +126,7 @@ def test_halves_queue_at_the_port_when_exchanges_are_long() -> None:
     The last part: ping's 65-68, pong's 85-88.
     """
     half = Attended([0, 0], [1, 1], all_of(20, 20), all_of(20, 20))
-    streams = crossed(Pass([[[5, 5]] * 2, [[3, 3]] * 2], [[half, half]]))
+    streams = ran(Pass([[[5, 5]] * 2, [[3, 3]] * 2], [[half, half]]))
     assert streams.compute.tolist() == [88, 88]
     assert streams.port.tolist() == [85, 85]
 
@@ -117,8 +135,8 @@ def test_weights_come_one_seam_ahead() -> None:
     """Port: the first seam's weights 0-4, the second's 4-14 beside the first part 4-10; the
     attention is over at 11, and the second part has to wait until 14."""
     attended = Attended([1, 1], [0, 0])
-    one = Pass(same(6, 5), [[attended]], [all_of(4, 4), all_of(10, 10)])
-    streams = crossed(one)
+    one = Pass(equal_parts(6, 5), [[attended]], [all_of(4, 4), all_of(10, 10)])
+    streams = ran(one)
     assert streams.compute.tolist() == [14 + 5] * 2
     assert streams.waited.tolist() == [4 + 3] * 2
 
@@ -126,15 +144,15 @@ def test_weights_come_one_seam_ahead() -> None:
 def test_the_dispatch_queues_behind_weights() -> None:
     """Weights 0-4 and 4-14; the first part ends at 10, its dispatch is sent 14-16."""
     attended = Attended([0, 0], [1, 1], all_of(2, 2), all_of(2, 2))
-    one = Pass(same(6, 5), [[attended]], [all_of(4, 4), all_of(10, 10)])
-    assert crossed(one).compute.tolist() == [16 + 1 + 2 + 5] * 2
+    one = Pass(equal_parts(6, 5), [[attended]], [all_of(4, 4), all_of(10, 10)])
+    assert ran(one).compute.tolist() == [16 + 1 + 2 + 5] * 2
 
 
 def test_gradients_are_reduced_behind_and_nobody_waits_for_them() -> None:
     """Port: gradients of the first seam 6-16, of the second 16-18, while computing ends at 12."""
     attended = Attended([1, 1], [0, 0])
-    one = Pass(same(6, 5), [[attended]], [None, None], [all_of(10, 10), all_of(2, 2)])
-    streams = crossed(one)
+    one = Pass(equal_parts(6, 5), [[attended]], [None, None], [all_of(10, 10), all_of(2, 2)])
+    streams = ran(one)
     assert streams.compute.tolist() == [12, 12]
     assert streams.port.tolist() == [18, 18]
 
@@ -142,12 +160,12 @@ def test_gradients_are_reduced_behind_and_nobody_waits_for_them() -> None:
 def test_two_layers_follow_each_other() -> None:
     """Each layer: 3 of dispatch, 7 of attention, 4 of return; parts of 10, 6 and 2."""
     attended = Attended([0, 0], [7, 7], all_of(3, 3), all_of(4, 4))
-    streams = crossed(Pass(same(10, 6, 2), [[attended]] * 2))
+    streams = ran(Pass(equal_parts(10, 6, 2), [[attended]] * 2))
     assert streams.compute.tolist() == [10 + 14 + 6 + 14 + 2] * 2
 
 
 def test_no_attention_is_one_part() -> None:
-    assert crossed(Pass(same(10), [])).compute.tolist() == [10, 10]
+    assert ran(Pass(equal_parts(10), [])).compute.tolist() == [10, 10]
 
 
 # -- against the oracle --------------------------------------------------------------------------
@@ -155,12 +173,12 @@ def test_no_attention_is_one_part() -> None:
 
 @st.composite
 def passes(draw: Draw) -> tuple[int, Pass]:
-    lanes, layers, halves = (draw(st.integers(a, b)) for a, b in ((2, 4), (1, 3), (1, 2)))
-    moved = st.none() | transfers(lanes)
-    attended = st.builds(Attended, kernels(lanes), kernels(lanes), moved, moved)
+    ranks, layers, halves = (draw(st.integers(a, b)) for a, b in ((2, 4), (1, 3), (1, 2)))
+    moved = st.none() | transfers(ranks)
+    attended = st.builds(Attended, kernels(ranks), kernels(ranks), moved, moved)
     weights = st.lists(moved, min_size=layers + 1, max_size=layers + 1)
-    return lanes, Pass(
-        [[draw(kernels(lanes)) for _ in range(halves)] for _ in range(layers + 1)],
+    return ranks, Pass(
+        [[draw(kernels(ranks)) for _ in range(halves)] for _ in range(layers + 1)],
         [[draw(attended) for _ in range(halves)] for _ in range(layers)],
         draw(st.just([]) | weights),
         draw(weights),
@@ -169,10 +187,10 @@ def passes(draw: Draw) -> tuple[int, Pass]:
 
 @given(passes())
 def test_any_pass_takes_what_the_oracle_says(drawn: tuple[int, Pass]) -> None:
-    lanes, one = drawn
+    ranks, one = drawn
     if not one.gathering:
         one = Pass(one.parts, one.attention)
-    streams, expected = crossed(one, lanes), play(*programs_of(one, lanes))
+    streams, expected = ran(one, ranks), play(*programs_of(one, ranks))
     assert streams.compute.tolist() == close(expected.finish)
     assert streams.port.tolist() == close(expected.port)
     assert streams.busy.tolist() == close(expected.busy)
@@ -183,18 +201,18 @@ def test_any_pass_takes_what_the_oracle_says(drawn: tuple[int, Pass]) -> None:
 
 
 @given(passes())
-def test_alone_a_lane_is_never_later(drawn: tuple[int, Pass]) -> None:
-    lanes, one = drawn
-    assert np.all(crossed(one, lanes, alone=True).compute <= crossed(one, lanes).compute)
+def test_an_isolated_rank_is_never_later(drawn: tuple[int, Pass]) -> None:
+    ranks, one = drawn
+    assert np.all(ran(one, ranks, isolated=True).compute <= ran(one, ranks).compute)
 
 
 def cut_in_two(one: Pass) -> Pass:
     """The same pass as ping and pong, each with half of everything."""
 
-    def half(transfer: Transfer | None) -> Transfer | None:
+    def half(transfer: OracleTransfer | None) -> OracleTransfer | None:
         if transfer is None:
             return None
-        return Transfer({k: s / 2 for k, s in transfer.seconds.items()}, transfer.partners)
+        return OracleTransfer({k: s / 2 for k, s in transfer.seconds.items()}, transfer.partners)
 
     def halved(seconds: Sequence[float]) -> list[float]:
         return [s / 2 for s in seconds]
@@ -208,19 +226,19 @@ def cut_in_two(one: Pass) -> Pass:
 
 @given(st.integers(2, 4), st.integers(1, 3), st.data())
 def test_ping_pong_is_never_slower_where_halves_are_even_and_latency_is_none(
-    lanes: int, layers: int, data: st.DataObject
+    ranks: int, layers: int, data: st.DataObject
 ) -> None:
-    """And where everyone meets everyone: lanes that met only some would, at the port, wait for
+    """And where everyone meets everyone: ranks that met only some would, at the port, wait for
     ping's partners of partners before pong."""
-    moved = st.lists(st.floats(0.01, 10.0), min_size=lanes, max_size=lanes).map(
+    moved = st.lists(st.floats(0.01, 10.0), min_size=ranks, max_size=ranks).map(
         lambda seconds: all_of(*seconds)
     )
-    attended = st.builds(Attended, kernels(lanes), kernels(lanes), moved, moved)
+    attended = st.builds(Attended, kernels(ranks), kernels(ranks), moved, moved)
     one = Pass(
-        [[data.draw(kernels(lanes))] for _ in range(layers + 1)],
+        [[data.draw(kernels(ranks))] for _ in range(layers + 1)],
         [[data.draw(attended)] for _ in range(layers)],
     )
-    whole, halves = crossed(one, lanes).compute.max(), crossed(cut_in_two(one), lanes).compute.max()
+    whole, halves = ran(one, ranks).compute.max(), ran(cut_in_two(one), ranks).compute.max()
     assert halves <= whole * (1 + 1e-12)
 
 
@@ -229,11 +247,11 @@ def test_ping_pong_hides_all_it_can(exchange: float) -> None:
     """A layer of 10 before, 10 of attention and 10 after, all of it away. While one half is on its
     way the other half has 5 to compute: so much of each exchange's first half can be hidden."""
     attended = Attended([0, 0], [10, 10], all_of(exchange, exchange), all_of(exchange, exchange))
-    one = Pass(same(10, 10), [[attended]])
-    assert crossed(one).compute.max() == 30 + 2 * exchange
+    one = Pass(equal_parts(10, 10), [[attended]])
+    assert ran(one).compute.max() == 30 + 2 * exchange
     each = exchange / 2
     if each <= 5:  # all of it
         expected = 30.0
     else:  # the port never rests between the first half's first part and the last half's last
         expected = 5 + 4 * each + 5
-    assert crossed(cut_in_two(one)).compute.max() == expected
+    assert ran(cut_in_two(one)).compute.max() == expected
