@@ -3,8 +3,8 @@
     python benchmarks/train_cpu.py            about four minutes
     python benchmarks/train_cpu.py --steps 4  quicker, noisier
 
-The same documents, model and ranks on both sides; steps of the two take turns in one run, so that
-whatever else the machine does strikes both. Lengths are fixed below. *Uneven*: one rank has one
+Both sides have the same documents, model and ranks; their steps alternate in one run, so that other
+load of the machine affects both. Lengths are fixed below. *Uneven*: one rank has one
 long document, the other short ones. *Even*: both have documents of one length, where there is
 nothing to gain and should be nothing to lose.
 
@@ -109,7 +109,7 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
         side: [] for side in sides
     }  # seconds, attention, exposed
     losses: dict[str, float] = {}
-    turns = np.random.default_rng(0)  # whoever comes first or after whom may matter
+    turns = np.random.default_rng(0)  # the order of the sides may matter
     for number in range(steps + 2):
         for side in turns.permutation(list(sides)).tolist():
             taken, losses[side] = stepped(model, runner, sides[side], context)
@@ -194,7 +194,7 @@ def summary(times: dict[str, list[list[float]]], sides: dict[str, Step]) -> dict
     tokens = sides["colocated"].batch.num_tokens
     return {
         "tokens_per_s": {side: tokens / seconds for side, seconds in wall.items()},
-        # Round by round, where the machine is in one mood.
+        # Round by round, since the speed of the machine varies over time.
         "speed_up": {
             side: median(a[0] / b[0] for a, b in zip(times["colocated"], rows, strict=True))
             for side, rows in times.items()

@@ -1,4 +1,4 @@
-"""What ranks run in the tests of the runtime, and the plain loop they are compared with."""
+"""What ranks run in the tests of the runtime, and the plain loop that is their reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Case:
     micro_batches: int = 1
     recompute: bool = False
     stage_layers: tuple[int, ...] = ()
-    frozen: int = 0  # layers from the first on whose weights, and the embedding's, do not learn
+    frozen: int = 0  # the embedding and as many layers are not trained
 
     def planner(self) -> StepPlanner:
         return StepPlanner(
@@ -63,7 +63,7 @@ _contexts: dict[MeshShape, RankContext] = {}
 
 
 def context_of(parallel: MeshShape) -> RankContext:
-    """Groups are made once in a process."""
+    """Returns the context of a mesh; process groups are made once in a process."""
     if parallel not in _contexts:
         _contexts[parallel] = join_mesh(parallel, torch.device("cpu"))
     return _contexts[parallel]
@@ -72,7 +72,7 @@ def context_of(parallel: MeshShape) -> RankContext:
 def one_step(
     group: dist.ProcessGroup, case: Case, batch: Batch
 ) -> tuple[float, dict[str, Tensor]] | None:
-    """The mean loss over all targets and its gradients by parameter; None on a server."""
+    """Returns the mean loss over all targets and its gradients by parameter; None on a server."""
     context = context_of(case.parallel)
     runner = StepRunner.of(
         context, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
@@ -108,7 +108,7 @@ def whole(grad: Tensor | None) -> Tensor:
 
 
 def plain_loop(case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
-    """One process, document by document, attention as the textbook has it."""
+    """Runs one process, document by document, with dense attention."""
     model = Llama(case.config)
     initialize(model, seed=0)
     freeze(model, case.frozen)

@@ -1,4 +1,4 @@
-"""Pipelines: what idle stages get, how often weights are gathered, and what an exception does."""
+"""Pipelines: the work of idle stages, how often weights are gathered, and exceptions."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_tick_is_planned_over_all_stages_each_way() -> None:
 
 
 def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> None:
-    """With two halves its time is free while others run theirs; with one nobody begins before."""
+    """With two halves it can compute attention while the others run linear layers."""
     step = planner(ping_pong=True).plan(batch_of(LONG).lengths)
     first, last = step.slots[0][0][0], step.slots[-1][0][0]  # one stage alone has a micro-batch
     busy = first.devices.busy_s
@@ -75,7 +75,7 @@ def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:
         [False, True],
         [False, True],
     ]
-    # What trains first comes after the attention of layer 1: layers 2 and 3 go backward.
+    # The first trained part comes after the attention of layer 1: layers 2 and 3 run backward.
     assert [(p.placement.tokens > 0).tolist() for (p,) in ticks["B", (0, 1)]] == [[False, True]] * 2
     assert ticks["B", (1, None)] == ()
     assert step.backward_slots == (0, 2)

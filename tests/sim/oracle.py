@@ -1,15 +1,15 @@
-"""A simulator that is slow and plain: one event after the other, out of a heap.
+"""A slow and simple simulator that is driven by events.
 
-Every rank has a list of instructions. Its compute stream takes them in order:
+Every rank has a list of instructions, which its compute stream executes in order:
 
     run SECONDS    computes
-    send NAME      hands a transfer to the port, and goes on
-    wait NAME      until that transfer is done on this rank
-    drain          until the port has nothing left to do
+    send NAME      queues a transfer at the port, and continues
+    wait NAME      waits until that transfer is done on this rank
+    drain          waits until the port is idle
 
-The port takes transfers in the order in which they were handed over. A transfer is done on a rank
-when the rank and all its partners are through with their own seconds of it; until then it keeps
-the rank's port. Ranks without seconds of a transfer have nothing to do with it.
+The port runs transfers in the order in which they were queued. A transfer is done on a rank when
+the rank and all its partners have spent their own seconds on it; until then it occupies the rank's
+port. Ranks without seconds of a transfer do not take part in it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DRAIN: Instruction = ("drain", None)
 
 @dataclass(frozen=True)
 class OracleTransfer:
-    """Of each rank that takes part: its port's seconds, and whom it waits for, itself included."""
+    """Seconds of the port, and the partners, itself included, of each rank that takes part."""
 
     seconds: Mapping[int, float]
     partners: Mapping[int, frozenset[int]]
@@ -36,7 +36,7 @@ class OracleTransfer:
 
 @dataclass
 class Played:
-    """By rank."""
+    """The result, by rank."""
 
     finish: list[float]  # of the compute stream
     port: list[float]  # when it was last freed
@@ -90,7 +90,7 @@ class _Play:
         heapq.heappush(self.heap, (time, next(self.ticket), what, number))
 
     def go_on(self, number: int, now: float) -> None:
-        """The compute stream takes instructions until one of them takes time."""
+        """Executes instructions on the compute stream until one of them takes time."""
         rank = self.ranks[number]
         if rank.computing:
             return
@@ -119,7 +119,7 @@ class _Play:
         return what in rank.done or number not in self.transfers[what].seconds
 
     def begin(self, number: int, now: float) -> None:
-        """The port takes the next transfer if it is free."""
+        """Starts the next transfer if the port is free."""
         rank = self.ranks[number]
         if rank.sending is None and rank.queue:
             rank.sending = rank.queue.popleft()
@@ -169,12 +169,12 @@ Named = dict[Hashable, OracleTransfer]
 
 
 def programs_of(one: Pass, ranks: int, tag: Hashable = 0) -> tuple[list[Program], Named]:
-    """What every rank does; names of transfers begin with ``tag``."""
+    """Returns the instructions of every rank; names of transfers begin with ``tag``."""
     named: Named = {}
     for seam, halves in enumerate(one.attention):
         for half, attended in enumerate(halves):
             name(named, (tag, "dispatch", seam, half), attended.out)
-            name(named, (tag, "return", seam, half), attended.back)
+            name(named, (tag, "combine", seam, half), attended.back)
     for what, transfers in (("weights", one.gathering), ("gradients", one.reducing)):
         for seam, transfer in enumerate(transfers):
             name(named, (tag, what, seam), transfer)
@@ -198,11 +198,11 @@ def _instructions(one: Pass, rank: int, tag: Hashable) -> Iterator[Instruction]:
     last = len(one.parts) - 1
     yield "send", (tag, "weights", 0)
     for seam, halves in enumerate(one.parts):
-        # Weights of the next seam are in transit while this one computes.
+        # The weights of the next seam are gathered while this one computes.
         yield "send", (tag, "weights", seam + 1)
         yield "wait", (tag, "weights", seam)
         for half, seconds in enumerate(halves):
-            yield "wait", (tag, "return", seam - 1, half)
+            yield "wait", (tag, "combine", seam - 1, half)
             yield "run", seconds[rank]
             yield "send", (tag, "dispatch", seam, half)
         yield "send", (tag, "gradients", seam)
@@ -212,7 +212,7 @@ def _instructions(one: Pass, rank: int, tag: Hashable) -> Iterator[Instruction]:
             yield "run", attended.own[rank]
             yield "wait", (tag, "dispatch", seam, half)
             yield "run", attended.remote[rank]
-            yield "send", (tag, "return", seam, half)
+            yield "send", (tag, "combine", seam, half)
 
 
 # -- the usual pipeline --------------------------------------------------------------------------
@@ -225,8 +225,9 @@ def usual_pipeline(
     backward: Sequence[Sequence[float]],
     passing: Sequence[Sequence[float]],
 ) -> dict[Cell, tuple[float, float]]:
-    """Start and stop of each cell; times are [stages][micro_batches], of one group, and those of
-    passing on [borders][micro_batches], where border s lies behind stage s.
+    """Returns start and stop of each cell of one group.
+
+    Times are [stages][micro_batches]; ``passing`` are seconds of sending from stage s to s + 1.
 
     A stage goes forward unless it holds as many micro-batches as stages are left, itself included,
     or none is left to begin; then it goes backward.

@@ -40,7 +40,7 @@ def outcome(one: Scenario, policy: str, parallel: MeshShape, **choices: Any) -> 
 
 
 # A document of 512 tokens on one GPU and four of 128 on the other: 131,328 pairs and 33,024. One
-# task moves: queries [256, 384) have 41,024 pairs, and nobody has more than 1.1 x the mean then.
+# task moves: queries [256, 384) have 41,024 pairs, and then no rank has more than 1.1 x the mean.
 MOVED = [512, 128, 128, 128, 128]
 
 

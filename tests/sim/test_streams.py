@@ -202,13 +202,13 @@ def test_a_collective_joins_the_ranks_of_a_group(group: list[int]) -> None:
         assert transfer.seconds[rank] == (rank + 1.0 if number >= 0 else 0.0)
 
 
-def test_in_a_collective_of_nobody_everyone_is_alone() -> None:
+def test_in_a_collective_of_no_groups_every_rank_is_its_only_partner() -> None:
     transfer = Transfer.within(np.array([-1, -1]), np.ones(2), 0)
     assert partners_of(transfer) == [{0}, {1}]
     assert transfer.seconds.tolist() == [0.0, 0.0]
 
 
-def test_nobody_has_anything_before_it_is_sent_however_fast_the_link() -> None:
+def test_nothing_arrives_before_it_is_sent_however_fast_the_link() -> None:
     """Rank 0 comes at 5 to send 100 bytes; there are no links that take no time at all."""
     cluster = machines("none", 2, inside=Link(1e300))
     transfer = Transfer.between(as_ints([0]), as_ints([1]), as_ints([100]), cluster, 1, 2)

@@ -63,7 +63,7 @@ def test_one_layer_on_two_ranks_that_are_alike() -> None:
 
 
 def test_own_attention_hides_the_dispatch() -> None:
-    """Own attention 10-18 is longer than the dispatch 10-15, so nobody waits for that."""
+    """Own attention 10-18 is longer than the dispatch 10-15, so no rank waits for it."""
     attended = Attended([8, 8], [7, 7], all_of(5, 5), all_of(4, 4))
     streams = ran(Pass(equal_parts(10, 6), [[attended]]))
     assert streams.compute.tolist() == [10 + 8 + 7 + 4 + 6] * 2
@@ -148,7 +148,7 @@ def test_the_dispatch_queues_behind_weights() -> None:
     assert ran(one).compute.tolist() == [16 + 1 + 2 + 5] * 2
 
 
-def test_gradients_are_reduced_behind_and_nobody_waits_for_them() -> None:
+def test_gradients_are_reduced_behind_and_no_rank_waits_for_them() -> None:
     """Port: gradients of the first seam 6-16, of the second 16-18, while computing ends at 12."""
     attended = Attended([1, 1], [0, 0])
     one = Pass(equal_parts(6, 5), [[attended]], [None, None], [all_of(10, 10), all_of(2, 2)])
@@ -244,8 +244,8 @@ def test_ping_pong_is_never_slower_where_halves_are_even_and_latency_is_none(
 
 @pytest.mark.parametrize("exchange", [1.0, 5.0, 20.0, 100.0])
 def test_ping_pong_hides_all_it_can(exchange: float) -> None:
-    """A layer of 10 before, 10 of attention and 10 after, all of it away. While one half is on its
-    way the other half has 5 to compute: so much of each exchange's first half can be hidden."""
+    """A layer of 10 before, 10 of attention and 10 after, all of it remote. While one half is in
+    transit the other half has 5 to compute: so much of each exchange's first half can be hidden."""
     attended = Attended([0, 0], [10, 10], all_of(exchange, exchange), all_of(exchange, exchange))
     one = Pass(equal_parts(10, 10), [[attended]])
     assert ran(one).compute.max() == 30 + 2 * exchange

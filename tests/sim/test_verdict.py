@@ -77,15 +77,15 @@ def test_a_slow_network_takes_it_back_and_a_faster_one_is_named() -> None:
         assert (other / ours > PAYS) is pays
 
 
-def test_slow_gpus_of_which_nobody_is_told() -> None:
+def test_slow_gpus_that_the_planner_does_not_know() -> None:
     machines = replace(MACHINES, slow={1: 0.4}, known=False)
     _, said = judge(machines, "pretrain", 32768)
     assert (said.pays, said.because) == (False, "slow")
 
 
 def test_one_side_alone_says_nothing() -> None:
-    _, alone = judge(MACHINES, "pretrain", 16384, TEMPLATES[:1])
-    assert (alone.pays, alone.speed_up, alone.ours) == (None, None, None)
+    _, one = judge(MACHINES, "pretrain", 16384, TEMPLATES[:1])
+    assert (one.pays, one.speed_up, one.ours) == (None, None, None)
     _, none = judge(MACHINES, "fixed:4096", 16384, limit=1.0)
     assert none == Verdict(None, None)
     assert verdict(Scenario(SMALL, MACHINES, 16384, 8), [SweepResult("x", 0)], []) == Verdict(

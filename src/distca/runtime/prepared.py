@@ -67,9 +67,6 @@ def _add_backward(ticks: list[list[PreparedSlot]], step: StepPlan, stage: int) -
         if tick.phase == BACKWARD or micro_batch is None:
             continue
         for number in range(step.backward_slots[stage]):
-            pairs = zip(
-                slots[stop - start - 1 - number], backward_slots[micro_batch][number], strict=True
-            )
-            slots[stop - start - 1 - number] = tuple(
-                replace(forward, backward=backward.backward) for forward, backward in pairs
-            )
+            forward = stop - start - 1 - number
+            pairs = zip(slots[forward], backward_slots[micro_batch][number], strict=True)
+            slots[forward] = tuple(replace(f, backward=b.backward) for f, b in pairs)
