@@ -151,8 +151,8 @@ def generated(group: dist.ProcessGroup, name: str, attention: str) -> list[list[
     mask[1, :60] = 0
     options = {"max_new_tokens": 8, "do_sample": False}
     tokens = model.generate(prompts, attention_mask=mask, **options)
-    alone = model.generate(prompts[:1], **options)
-    return [*tokens[:, 130:].tolist(), *alone[:, 130:].tolist()]
+    single = model.generate(prompts[:1], **options)
+    return [*tokens[:, 130:].tolist(), *single[:, 130:].tolist()]
 
 
 def padded_on_one(group: dist.ProcessGroup, ahead: bool) -> tuple[str, float]:

@@ -125,7 +125,7 @@ def test_evaluation_by_plans_is_shared_too(pair: RankPool) -> None:
     assert exchanges == 2 * 2 * LAYERS
 
 
-def test_evaluation_without_plans_waits_for_nobody(pair: RankPool) -> None:
+def test_evaluation_without_plans_is_local(pair: RankPool) -> None:
     first, second = pair.run(bodies.evaluated, [3, 1], ranks=2)
     losses, _ = by_sdpa("llama", [packed([50, 20], seed) for seed in range(3)])
     assert first == pytest.approx(losses, rel=1e-5)
@@ -141,7 +141,7 @@ def test_generation_is_local(pair: RankPool, name: str) -> None:
 
 
 @pytest.mark.parametrize("ahead", [False, True])
-def test_padding_on_one_rank_is_told_on_all_at_once(pair: RankPool, ahead: bool) -> None:
+def test_padding_on_one_rank_is_an_error_on_all(pair: RankPool, ahead: bool) -> None:
     (first, first_s), (second, second_s) = pair.run(bodies.padded_on_one, ahead, ranks=2)
     where = "the batch" if ahead else r"layer 0 \(LlamaAttention\)"
     assert re.match(where + " is given padding.*DataCollatorWithFlattening", second)
@@ -149,7 +149,7 @@ def test_padding_on_one_rank_is_told_on_all_at_once(pair: RankPool, ahead: bool)
     assert max(first_s, second_s) < 5
 
 
-def test_a_rank_that_never_comes_is_named(pair: RankPool) -> None:
+def test_a_missing_rank_is_named(pair: RankPool) -> None:
     waiting, _ = pair.run(bodies.missing, ranks=2)
     assert "ranks [1] did not come" in waiting
 
