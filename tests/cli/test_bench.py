@@ -80,7 +80,7 @@ def test_machines_get_one_object_and_files_a_line_for_each_case(run: Any) -> Non
         (["--cost=slow"], "cost 'slow' is unknown"),
         (["--tp=3"], "cannot be split over tp = 3"),
         (["--sample=1"], "a sample of 1"),
-        (["--rounds=0"], "take 1 or more layers and rounds"),
+        (["--rounds=0"], "give 1 or more layers and rounds"),
         (["--latency=-1"], "a latency of 0 or more"),
         (["--across=fast"], "'fast' is no size"),
         (["--ranks=0"], "ranks = 0"),

@@ -26,7 +26,7 @@ def checks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _verdict(passed: bool | None) -> Text:
     if passed is None:
-        return Text("left out", "dim")
+        return Text("skipped", "dim")
     return Text("pass", "green") if passed else Text("FAIL", "bold red")
 
 
