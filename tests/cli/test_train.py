@@ -121,7 +121,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert time.monotonic() - began < 15
     assert process.returncode == 1
     assert err == (
-        "distca: rank 1 was killed by SIGKILL, so all ranks were ended; what it wrote is in"
+        "distca: rank 1 was killed by SIGKILL, so all ranks were ended; its output is in"
         f" {tmp_path}/logs/rank-1.log\n"
     )
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
