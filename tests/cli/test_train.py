@@ -151,7 +151,7 @@ def test_a_mistake_that_only_ranks_see_gets_one_sentence_too(tmp_path: Path) -> 
     settings = ("train.frozen=nope.*", "train.steps=2")
     out, err = run(tmp_path, *settings, options=("--json",), status=2)
     assert out == ""
-    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    assert err.startswith("distca: train.frozen: 'nope.*' matches no parameter")
     assert err.count("\n") == 1
 
 
@@ -227,7 +227,7 @@ def test_a_config_file_and_settings_over_it(tmp_path: Path, as_rank: Any) -> Non
 
 def test_a_rank_says_what_is_wrong(tmp_path: Path, as_rank: Any) -> None:
     _, err = as_rank(tmp_path, "--set=train.frozen=nope.*", status=2)
-    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    assert err.startswith("distca: train.frozen: 'nope.*' matches no parameter")
     _, err = as_rank(tmp_path, "--ranks=2", status=2)
     assert err == "distca: --ranks 2, but 1 ranks were started: leave out --ranks\n"
 

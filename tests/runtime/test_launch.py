@@ -54,14 +54,23 @@ def test_a_mistake_keeps_its_sentence(tmp_path: Path) -> None:
 
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
     """Rank 0 fails too, a moment later; rank 2 sleeps and ignores SIGTERM."""
+    failing = tmp_path / "failing"
     body = (
-        "if rank == 1: raise KeyError('first')\n"
-        "if rank == 0: time.sleep(0.5); raise KeyError('later')\n"
+        f"failing = {str(failing)!r}\n"
+        "if rank == 1:\n"
+        "    open(failing, 'w').close()\n"
+        "    raise KeyError('first')\n"
+        "if rank == 0:\n"
+        "    while not os.path.exists(failing): time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
+        "    raise KeyError('later')\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "time.sleep(60)"
     )
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank 1 failed with KeyError: 'first'; its output is in "):
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 failed with KeyError: 'first'; its output is in "
+    ):
         launch(program(body), 3, tmp_path)
     assert time.monotonic() - start < 15
     assert "Traceback" in (tmp_path / "rank-1.log").read_text()
