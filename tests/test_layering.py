@@ -16,19 +16,22 @@ SRC = Path(__file__).parents[1] / "src"
 PATHS = sorted(p.relative_to(SRC).as_posix() for p in (SRC / "distca").rglob("*.py"))
 
 # Each sees those before it.
-CHAIN = ("data", "planning", "pipeline", "dispatch", "attention", "model", "runtime", "train")
+CHAIN = (
+    "schema", "data", "planning", "pipeline", "dispatch", "attention", "model", "runtime", "train",
+)  # fmt: skip
 SEES = {room: {*CHAIN[: i + 1]} for i, room in enumerate(CHAIN)} | {
-    "sim": {"data", "planning", "pipeline", "sim"},
+    "sim": {"schema", "data", "planning", "pipeline", "sim"},
     "measure": {*CHAIN, "measure"},
     "report": {"report"},
     "integrations": {*CHAIN[:-1], "integrations"},
     "cli": {*CHAIN, "measure", "sim", "report", "integrations", "cli"},
     "": set(),  # distca/__init__.py
+    "__main__": {"cli"},
 }
 SEES_TYPES = {"report": {"planning"}, "": SEES["cli"]}  # beyond SEES, under TYPE_CHECKING only
 
 # Importing these must not import torch; `dispatch.layout` goes through the other two.
-TORCH_FREE = {"data", "planning", "pipeline", "sim", "report", "cli", ""}
+TORCH_FREE = {"schema", "data", "planning", "pipeline", "sim", "report", "cli", "__main__", ""}
 TORCH_FREE_MODULES = {"distca.dispatch", "distca.dispatch.rows", "distca.dispatch.layout"}
 
 

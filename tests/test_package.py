@@ -1,5 +1,8 @@
 """The front door: `distca.NAME` is handed on lazily, but behaves like any other attribute."""
 
+import subprocess
+import sys
+
 import pytest
 
 import distca
@@ -20,3 +23,8 @@ def test_plan_is_the_function() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match=r"^module 'distca' has no attribute 'plam'$"):
         distca.plam  # noqa: B018
+
+
+def test_the_package_runs_as_a_module() -> None:
+    ran = subprocess.run([sys.executable, "-m", "distca", "--version"], capture_output=True)
+    assert (ran.returncode, ran.stdout) == (0, f"distca {distca.__version__}\n".encode())

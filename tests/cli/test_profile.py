@@ -73,13 +73,13 @@ def test_it_goes_on_and_then_has_all(run: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(profiling, "attention_s", stop_at_fourth)
     _, err = run("profile", status=130)
-    assert err == "stopped: the same command goes on with what is in profile.json\n"
+    assert err == "stopped: the same command continues with what is in profile.json\n"
     assert len(Profile.read("profile.json").missing) == 2
     out, _ = run("profile")
-    assert "profile.json has 3 of 11 figures already" in out
+    assert "profile.json holds 3 of 11 figures already" in out
     assert " 4/11  " in out
     out, _ = run("profile")
-    assert "profile.json has all already" in out
+    assert "profile.json holds all figures already" in out
     assert "/11" not in out
 
 

@@ -12,7 +12,7 @@ import torch
 
 from distca.cli import main
 from distca.cli.selftest import all_pass
-from distca.measure import selftest as exactness
+from distca.measure import selftest
 from distca.measure.selftest import exact
 
 
@@ -37,8 +37,8 @@ def test_what_is_not_exact_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, as under torchrun, with a reference that is off by a thousandth."""
-    right = exactness.dense
-    monkeypatch.setattr(exactness, "dense", lambda *args: right(*args) * 1.001)
+    right = selftest.dense
+    monkeypatch.setattr(selftest, "dense", lambda *args: right(*args) * 1.001)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -50,20 +50,20 @@ def test_what_is_not_exact_fails(
     said = capsys.readouterr().out
     assert exited.value.code == 1
     assert said.count("FAIL") == 7  # all but the checkpoint and what needs two ranks
-    assert said.count("left out") == 5
+    assert said.count("skipped") == 5
 
 
 @pytest.mark.parametrize(
     ("passed", "expected"), [([True, None], True), ([True, False], False), ([], True)]
 )
-def test_what_was_left_out_does_not_count(passed: list[bool | None], expected: bool) -> None:
+def test_what_was_skipped_does_not_count(passed: list[bool | None], expected: bool) -> None:
     rows: list[dict[str, Any]] = [{"passed": one} for one in passed]
     assert all_pass(rows) is expected
 
 
 def test_a_nan_passes_nothing() -> None:
     one, nan = torch.ones(2), torch.tensor([1.0, torch.nan])
-    assert exact([(one, one), (one, one)], 0.0)["passed"]
-    assert not exact([(nan, one), (one, one)], 1.0)["passed"]
-    assert not exact([(one, one), (nan, one)], 1.0)["passed"]
-    assert not exact([(one, 2 * one)], 0.1)["passed"]
+    assert exact([(one, one), (one, one)], 0.0).passed
+    assert not exact([(nan, one), (one, one)], 1.0).passed
+    assert not exact([(one, one), (nan, one)], 1.0).passed
+    assert not exact([(one, 2 * one)], 0.1).passed

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from distca.cli import main
-from distca.cli.scenarios import Asked
+from distca.cli.scenarios import Study
 from distca.cli.settings import Settings
+from distca.cli.simulate import SimulateCommand
 from distca.report.simulation import simulation_table, verdict
 from distca.report.simulation_plots import draw_simulation
 
@@ -129,19 +130,24 @@ def test_the_trace_has_both_sides(run: Any) -> None:
     assert {name.split(":")[0] for name in names} == {"distca, given", "wlb"}
 
 
-def test_options_go_over_a_file_and_a_file_over_defaults(run: Any) -> None:
+def test_options_go_over_a_file_and_a_file_over_defaults(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands: list[SimulateCommand] = []
+    monkeypatch.setattr(SimulateCommand, "run", lambda self: commands.append(self))
     Path("flat.toml").write_text(
         'model = "llama-34b"\ngpus = [16, 32]\ncontext = 65536\nslow = ["3=0.5"]\n'
         "ping_pong = false\ntolerance = 0\n"
     )
-    settings = Settings.read(Path("flat.toml"), {"context": "32K", "seed": None})
+    run("flat.toml", "--context=32K")
+    (settings,) = commands
     assert (settings.model, settings.gpus, settings.context) == ("llama-34b", "16,32", "32K")
-    assert (settings.slow, settings.ping_pong, settings.seed) == (("3=0.5",), False, 0)
-    asked = Asked.of(settings)
-    assert [one.cluster.gpus for one in asked.scenarios] == [16, 32]
-    assert [one.sequences for one in asked.scenarios] == [16, 32]  # 32K tokens a GPU
-    assert asked.scenarios[0].cluster.slow == {3: 0.5}
-    assert {like.name for like in asked.likes if like.disaggregated} == {
+    assert (settings.slow, settings.ping_pong, settings.seed) == (["3=0.5"], False, 0)
+    study = Study.of(settings)
+    assert [one.cluster.gpus for one in study.scenarios] == [16, 32]
+    assert [one.sequences for one in study.scenarios] == [16, 32]  # 32K tokens a GPU
+    assert study.scenarios[0].cluster.slow == {3: 0.5}
+    assert {one.name for one in study.strategies if one.disaggregated} == {
         "distca, given, no ping-pong", "distca, balanced, no ping-pong",
     }  # fmt: skip
 
@@ -149,9 +155,9 @@ def test_options_go_over_a_file_and_a_file_over_defaults(run: Any) -> None:
 def test_all_numbers_of_a_cluster_can_be_given() -> None:
     settings = Settings(
         gpus_per_node=4, memory="80GB", inside="200GB/s", across="12.5GB", latency=50.0,
-        profile="h200-flash", jitter=0.1, link_jitter=0.2, slow=("1=0.5",), unknown_speeds=True,
+        profile="h200-flash", jitter=0.1, link_jitter=0.2, slow=["1=0.5"], unknown_speeds=True,
     )  # fmt: skip
-    machines = Asked.of(settings).scenarios[0].cluster
+    machines = Study.of(settings).scenarios[0].cluster
     assert (machines.gpus, machines.gpus_per_node, machines.memory_bytes) == (64, 4, 80 * 10**9)
     assert (machines.inside.bytes_per_s, machines.across.bytes_per_s) == (200e9, 12.5e9)
     assert machines.across.latency_s == pytest.approx(50e-6)
@@ -225,13 +231,13 @@ def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("polciy = 'wlb'", "polciy in bad.toml is unknown: did you mean policy?"),
-        ("[cluster]\ncontext = 4", "is in the wrong section: write it in [data]"),
-        ("[clutser]\ngpus = 4", "the sections are model, cluster, data, ways"),
-        ("tolerance = 'x'", "tolerance in bad.toml is 'x': it must be a number"),
-        ("sweep = 1", "sweep in bad.toml is 1: it must be true or false"),
-        ("batches = 2.5", "batches in bad.toml is 2.5: it must be a whole number"),
-        ("model = true", "model in bad.toml is True: it must be text"),
+        ("polciy = 'wlb'", "bad.toml: polciy is unknown: did you mean policy?"),
+        ("[cluster]\ncontext = 4", "bad.toml: cluster.context: it belongs into [data]"),
+        ("[clutser]\ngpus = 4", "bad.toml: [clutser] is unknown: did you mean cluster?"),
+        ("tolerance = 'x'", "bad.toml: tolerance = 'x': it must be a number"),
+        ("sweep = 1", "bad.toml: sweep = 1: it must be true or false"),
+        ("batches = 2.5", "bad.toml: batches = 2.5: it must be a whole number"),
+        ("model = true", "bad.toml: model = True: it must be text"),
         ("gpus = [8", "bad.toml is not TOML"),
     ],
 )
@@ -249,16 +255,16 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--gpus=x"], "--gpus x: write a whole number, or several as 2,4,8"),
         (["--gpus=0"], "0 GPUs, 8 in a node: give 1 or more of each"),
         (["--tp=3"], "64 GPUs and 16 sequences do not divide by tp 3, pp 1"),
-        (["--memory=x"], "'x' is no size of memory"),
+        (["--memory=x"], "'x' is not a number of bytes"),
         (["--across=x"], "--across x: write the bytes that a link carries in a second"),
         (["--latency=-1"], "--latency -1: give 0 or more"),
-        (["--profile=x"], "profile 'x' is not there: give h200, h200-flash or a file"),
+        (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash or a file"),
         (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
         (["--slow=3"], "--slow 3: write the GPU's number and its speed"),
         (["--slow=99=1"], "GPU 99 of speed 1.0: give a number below 64"),
-        (["--lengths=x"], "x is not there"),
+        (["--lengths=x"], "x does not exist"),
         (["--lengths=fixed:x"], "length distribution 'fixed:x' is unknown"),
-        (["--context=x"], "'x' is no number of tokens"),
+        (["--context=x"], "'x' is not a number of tokens"),
         (["--sequences=0"], "sequences = 0: give 1 or more"),
         (["--sequences=3", "--gpus=64,96"], "3 sequences on 64 GPUs are 4.5 on 96"),
         (["--batches=0"], "--batches 0: give 1 or more"),

@@ -121,7 +121,7 @@ def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     assert time.monotonic() - began < 15
     assert process.returncode == 1
     assert err == (
-        "distca: rank 1 was killed by SIGKILL, so all ranks were ended; what it wrote is in"
+        "distca: rank 1 was killed by SIGKILL, so all ranks were ended; its output is in"
         f" {tmp_path}/logs/rank-1.log\n"
     )
     assert not any(Path(f"/proc/{pid}").exists() for pid in ranks)
@@ -136,7 +136,7 @@ def stop(out: Path, number: signal.Signals, status: int) -> int:
     done = len(metrics(out))
     assert said.splitlines()[-1] == (
         f"stopped after step {done} of 1000000: saved in {out}/checkpoints/step-{done:08d}; the"
-        " same command goes on from there"
+        " same command continues from there"
     )
     return done
 
@@ -151,7 +151,7 @@ def test_a_mistake_that_only_ranks_see_gets_one_sentence_too(tmp_path: Path) -> 
     settings = ("train.frozen=nope.*", "train.steps=2")
     out, err = run(tmp_path, *settings, options=("--json",), status=2)
     assert out == ""
-    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    assert err.startswith("distca: train.frozen: 'nope.*' matches no parameter")
     assert err.count("\n") == 1
 
 
@@ -198,7 +198,7 @@ def test_compare_is_one_table_and_one_picture(tmp_path: Path, as_rank: Any) -> N
         assert words in out
     assert "The losses of all 2 steps agree (relative difference at most 0.001)." in out
     assert f"records: {tmp_path}/*/metrics.jsonl, picture: {tmp_path}/compare.png" in out
-    assert "to train for real: distca train " in out
+    assert "to train on your own data: distca train " in out
     assert (tmp_path / "compare.png").read_bytes().startswith(b"\x89PNG")
     printed, _ = as_rank(tmp_path, "--set=train.steps=2", "--compare", "--json")
     assert json.loads(printed)["losses_agree"]
@@ -220,14 +220,14 @@ def test_a_config_file_and_settings_over_it(tmp_path: Path, as_rank: Any) -> Non
     assert saved["parallel"]["policy"] == "colocated"
 
     again, _ = as_rank(run, "--set=train.seed=4", str(path))
-    assert "all 2 steps were done already" in again
+    assert "all 2 steps are done already" in again
     anew, _ = as_rank(run, "--set=train.seed=4", "--fresh", "--json", str(path))
     assert json.loads(anew)["steps_taken"] == 2
 
 
 def test_a_rank_says_what_is_wrong(tmp_path: Path, as_rank: Any) -> None:
     _, err = as_rank(tmp_path, "--set=train.frozen=nope.*", status=2)
-    assert err.startswith("distca: train.frozen: 'nope.*' fits no parameter")
+    assert err.startswith("distca: train.frozen: 'nope.*' matches no parameter")
     _, err = as_rank(tmp_path, "--ranks=2", status=2)
     assert err == "distca: --ranks 2, but 1 ranks were started: leave out --ranks\n"
 
@@ -264,7 +264,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     [
         ("train.stepps=3", "train.stepps is unknown: did you mean steps?"),
         ("trian.steps=3", "trian is unknown: did you mean train?"),
-        ("parallel.zzz=1", "parallel.zzz is unknown: there are dp, cp"),
+        ("parallel.zzz=1", "parallel.zzz is unknown: choose one of dp, cp"),
         ("train.steps=0", "train.steps = 0: it must be at least 1"),
         ("train.steps=many", "train.steps = 'many': it must be a whole number"),
         ("train.lr=-1", "train.lr = -1.0: it must be at least 0"),
@@ -294,7 +294,7 @@ def test_two_halves_that_cannot_be_packed_are_refused(refused: Any) -> None:
     settings = ("data.context=3072", "train.tokens_per_step=4096", "parallel.ping_pong=true")
     said = refused(*(f"--set={setting}" for setting in settings))
     assert "4096 is below 2 x data.context = 6144" in said
-    assert "in each of 2 micro-batches or halves of them" in said
+    assert "in each of its 2 micro-batches or halves" in said
 
 
 def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:
@@ -303,9 +303,9 @@ def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:
     assert "bad.toml is not TOML" in refused(str(bad))
     bad.write_text("[train]\nstep = 3\n")
     assert "train.step is unknown: did you mean steps?" in refused(str(bad))
-    assert "nope.toml cannot be read" in refused("nope.toml")
+    assert "cannot open nope.toml" in refused("nope.toml")
     assert "0 ranks: start 1 or more" in refused("--ranks=0")
-    assert "--compare starts both sides anew" in refused("--compare", "--resume")
+    assert "--compare starts both sides from step 0" in refused("--compare", "--resume")
     assert "--nope" in refused("--nope")
 
 

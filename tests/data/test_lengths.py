@@ -74,7 +74,7 @@ def test_a_longer_batch_begins_like_a_shorter_one() -> None:
     ],
 )
 def test_an_unknown_distribution_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"is unknown: say pretrain, prolong, lognormal:MEDIAN"):
+    with pytest.raises(ValueError, match=r"is unknown: choose pretrain, prolong, lognormal:MEDIAN"):
         distribution(spec, CONTEXT)
 
 
@@ -84,7 +84,7 @@ def test_an_unknown_distribution_is_refused(spec: str) -> None:
         ("fixed:0", CONTEXT, "at least 1 and at most the context"),
         ("fixed:2000", 1000, "fixed:2000 with a context of 1000 tokens"),
         ("lognormal:0:1", CONTEXT, "the median must be above 0"),
-        ("lognormal:9:-1", CONTEXT, "sigma not below it"),
+        ("lognormal:9:-1", CONTEXT, "sigma at least 0"),
         ("pretrain", 0, "a context of 0 tokens"),
     ],
 )
@@ -102,5 +102,5 @@ def test_taking_cuts_the_last_document() -> None:
     lengths = np.array([5, 3, 4])
     for num_tokens, expected in ((5, [5]), (6, [5, 1]), (12, [5, 3, 4])):
         assert take(lengths, num_tokens).tolist() == expected
-    with pytest.raises(ValueError, match="hold 12 tokens but 13 are asked for"):
+    with pytest.raises(ValueError, match="hold 12 tokens but 13 are needed"):
         take(lengths, 13)

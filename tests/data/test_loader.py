@@ -279,16 +279,16 @@ LISTED = [Listed([5, 6]), Listed([7, 8])]
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"context": 9}, "a context of 9 tokens in a step of 8: .* set tokens_per_step >= context"),
+        ({"context": 9}, "a context of 9 tokens in a step of 8: .* tokens_per_step >= context"),
         ({"context": 0}, "a context of 0 tokens"),
-        ({"overlong": "cut"}, 'overlong = \'cut\': say "split" or "drop"'),
-        ({"seed": -1}, "seed = -1: it is a whole number from 0"),
-        ({"sources": []}, "no sources at all: give one or more; stdlib is always there"),
+        ({"overlong": "cut"}, 'overlong = \'cut\': choose "split" or "drop"'),
+        ({"seed": -1}, "seed = -1: it must be a whole number from 0"),
+        ({"sources": []}, "no sources: give one or more; stdlib is always available"),
         ({"weights": [1]}, "1 weights for 2 sources: give one for each source"),
-        ({"weights": [1, 0]}, "listed has the weight 0: it must be above 0; leave out a source"),
-        ({"weights": [1, float("nan")]}, "listed has the weight nan"),
-        ({"held_out": 4}, "held_out = 4 of 4 documents: it is a share"),
-        ({"held_out": 3}, "listed has 2 documents, all of them held out: .* hold out less"),
+        ({"weights": [1, 0]}, "listed has weight 0: it must be above 0; remove a source"),
+        ({"weights": [1, float("nan")]}, "listed has weight nan"),
+        ({"held_out": 4}, "held_out = 4 of 4 documents: give a share"),
+        ({"held_out": 3}, "listed has 2 documents, all of them held out: .* hold out fewer"),
     ],
 )
 def test_what_cannot_work_is_refused(options: dict[str, Any], said: str) -> None:
@@ -318,12 +318,15 @@ def test_a_state_of_other_data_is_refused() -> None:
     loader.next_batch()
     state = loader.state()
     for other, said in (
-        (case.loader(seed=1), "has seed = 0 but this run 1: go on with the same, or start anew"),
-        (case.loader(held_out=1), "has held_out = 0 but this run 1"),
-        (case.loader(weights=[1, 2]), r"has weights = \[1, 1\] but this run \[1, 2\]"),
+        (
+            case.loader(seed=1),
+            "has seed = 0 but this run has 1: set the same value, or",
+        ),
+        (case.loader(held_out=1), "has held_out = 0 but this run has 1"),
+        (case.loader(weights=[1, 2]), r"has weights = \[1, 1\] but this run has \[1, 2\]"),
         (
             Case([[5, 6], [7]], case.options).loader(),
-            r"has documents = \[3, 2\] but this run \[2, 1",
+            r"has documents = \[3, 2\] but this run has \[2, 1",
         ),
         (
             Case([[9] * 3, [9] * 2], case.options).loader(),

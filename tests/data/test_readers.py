@@ -89,14 +89,14 @@ BAD_FILES = {
     "e.txt": ("", "e.txt has 0 tokens"),
     "e.jsonl": ("\n", "e.jsonl holds no document"),
     "c.jsonl": ('{"length": 1}\n{', "line 2 of .*c.jsonl is not JSON"),
-    "x.jsonl": ('{"length": 1}\n\n{"x": 1}', "line 3 of .*x.jsonl is no document: it needs"),
-    "l.jsonl": ("[1, 2]", "line 1 of .*l.jsonl is no document"),
+    "x.jsonl": ('{"length": 1}\n\n{"x": 1}', "line 3 of .*x.jsonl is not a document: it needs"),
+    "l.jsonl": ("[1, 2]", "line 1 of .*l.jsonl is not a document"),
     "z.jsonl": ('{"length": 1}\n\n{"text": ""}', "the document on line 3 of .* has 0 tokens"),
     "c.npy": (b"oops", "c.npy is not a plain numpy array"),
     "e.npy": (b"", "e.npy is not a plain numpy array"),
-    "lonely.bin": (b"", "lonely.idx is not there: a .bin data set has its .idx beside it"),
+    "lonely.bin": (b"", "lonely.idx does not exist: a .bin data set needs its .idx next to it"),
     "c.idx": (b"MMIDIDX", "c.idx is not a Megatron index"),
-    "a.csv": ("1", "a.csv is of no known kind: give a .json"),
+    "a.csv": ("1", "a.csv has an unknown suffix: give a .json"),
 }
 
 
@@ -111,10 +111,14 @@ def test_bad_files_are_refused(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("array", "end", "said"),
     [
-        (np.ones((2, 2), np.int64), None, "shape .2, 2. and type int64: it must be one row"),
-        (np.ones(2), None, "type float64: it must be one row of whole numbers"),
-        (np.array([3, 0]), None, "entry 1 of .* .taken as lengths, since no end-of-document"),
-        (np.array([3, 0]), 9, "holds no token 9: give the id that ends its documents"),
+        (
+            np.ones((2, 2), np.int64),
+            None,
+            "shape .2, 2. and type int64: it must be a one-dim",
+        ),
+        (np.ones(2), None, "type float64: it must be a one-dimensional array"),
+        (np.array([3, 0]), None, "entry 1 of .* .read as lengths, since no end-of-document"),
+        (np.array([3, 0]), 9, "does not contain token 9: give the id that ends its documents"),
     ],
 )
 def test_bad_arrays_are_refused(
@@ -128,14 +132,14 @@ def test_bad_arrays_are_refused(
 def test_bad_indices_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "data.idx"
     for said, write in {
-        "does not begin with MMIDIDX": lambda: write_index(path, [1], [0, 1], magic=b"x" * 9),
+        "must begin with MMIDIDX": lambda: write_index(path, [1], [0, 1], magic=b"x" * 9),
         "version 2 and token type 8": lambda: write_index(path, [1], [0, 1], version=2),
-        "token type 9: version 1 and types": lambda: write_index(path, [1], [0, 1], code=9),
-        "must rise from 0 to 2 sequences": lambda: write_index(path, [1, 1], [0, 1]),
-        "must rise from 0 to 1 sequences": lambda: write_index(path, [1], []),
+        "token type 9: only version 1 and types": lambda: write_index(path, [1], [0, 1], code=9),
+        "must increase from 0 to 2 sequences": lambda: write_index(path, [1, 1], [0, 1]),
+        "must increase from 0 to 1 sequences": lambda: write_index(path, [1], []),
         "document 1 in .* has 0 tokens": lambda: write_index(path, [1, 0], [0, 1, 2]),
         "holds no document": lambda: write_index(path, [], [0]),
-        "is cut off: 1 sequences and 2 document borders need 62 bytes, it has 61": lambda: (
+        "is truncated: 1 sequences and 2 document borders need 62 bytes, but it has 61": lambda: (
             path.write_bytes(write_index(path, [1], [0, 1]).read_bytes()[:-1])
         ),
     }.items():
@@ -146,11 +150,11 @@ def test_bad_indices_are_refused(tmp_path: Path) -> None:
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     for source, said in (
-        ("x.json", "x.json is not there: give a .json"),
+        ("x.json", "x.json does not exist: give a .json"),
         ("*.json", "no file matches .*: give"),
         ("", "holds no .txt file: give"),
     ):
         with pytest.raises(ValueError, match=said):
             read_lengths(str(tmp_path / source))
-    with pytest.raises(ValueError, match=r"only \.npy files of token ids are cut"):
+    with pytest.raises(ValueError, match=r"only \.npy files have one; leave it out"):
         read_lengths(tmp_path / "x.json", end_of_document=0)

@@ -38,7 +38,7 @@ def test_held_out_documents_are_as_many_as_asked_for(sizes: list[int], held_out:
     total = sum(sizes)
     count = held_out if held_out >= 1 else held_out and max(1, round(held_out * total))
     if count >= total:
-        with pytest.raises(ValueError, match="that leaves documents to train on"):
+        with pytest.raises(ValueError, match="that leaves documents for training"):
             choose_held_out(sizes, held_out)
         return
     chosen = choose_held_out(sizes, held_out)
@@ -50,5 +50,5 @@ def test_held_out_documents_are_as_many_as_asked_for(sizes: list[int], held_out:
 
 @pytest.mark.parametrize("held_out", [-1, -0.1, 1.5, float("nan"), float("inf"), 10])
 def test_what_cannot_be_held_out_is_refused(held_out: float) -> None:
-    with pytest.raises(ValueError, match=r"held_out = .* of 10 documents: it is a share from 0"):
+    with pytest.raises(ValueError, match=r"held_out = .* of 10 documents: give a share from 0"):
         choose_held_out([4, 6], held_out)

@@ -45,7 +45,7 @@ def test_text_is_read_when_asked_for(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("later")
     (tmp_path / "b.txt").unlink()
     assert BYTES.decode(source.document(0).tokens) == "later"
-    with pytest.raises(ValueError, match=r"b\.txt cannot be read any more: No such file"):
+    with pytest.raises(ValueError, match=r"b\.txt can no longer be read: No such file"):
         source.document(1)
 
 
@@ -134,30 +134,30 @@ def test_the_standard_library_has_no_tests_and_no_packages(
     assert texts(opened("stdlib")) == ["a/c.py", "b.py"]
     for name in kept:
         (tmp_path / name).unlink()
-    with pytest.raises(ValueError, match="holds no Python source: give text of your own"):
+    with pytest.raises(ValueError, match="holds no Python source: use your own text"):
         opened("stdlib")
 
 
 BAD_FILES = {
-    "latin.txt": (b"na\xefve", r"latin\.txt is not UTF-8 text \(byte 2\): convert it or leave it"),
-    "a.json": ("[1]", r"a\.json is JSON: write one document a line and call it \.jsonl"),
-    "e.jsonl": ("\n \n", r"e\.jsonl holds no document: it needs one or more"),
+    "latin.txt": (b"na\xefve", r"latin\.txt is not UTF-8 text \(byte 2\): convert or remove it"),
+    "a.json": ("[1]", r"a\.json is JSON: write one document per line to a \.jsonl"),
+    "e.jsonl": ("\n \n", r"e\.jsonl holds no documents: it needs one or more"),
     "c.jsonl": ("\n\n{", r"line 3 of .*c\.jsonl is not JSON: "),
     "x.jsonl": (
         '\n{"length": 1}',
-        r'line 2 of .*x\.jsonl is no document: it needs "text", or "pro',
+        r'line 2 of .*x\.jsonl is not a document: it needs "text", or "pro',
     ),
-    "p.jsonl": ('{"prompt": "a"}', "line 1 of .* is no document"),
+    "p.jsonl": ('{"prompt": "a"}', "line 1 of .* is not a document"),
     "f.jsonl": ('{"tokens": [1, 2.5]}', "token 1 of line 1 of .* is 2.5: it must be a whole numb"),
     "b.jsonl": ('{"tokens": [true]}', "token 0 of line 1 of .* is True: it must be"),
     "v.jsonl": (
         '{"tokens": [1, 259]}',
         "token 1 of line 1 of .* is 259 but the vocabulary has 259",
     ),
-    "n.jsonl": ('{"tokens": [-1]}', "is -1 but the vocabulary has 259: name the tokenizer that"),
+    "n.jsonl": ('{"tokens": [-1]}', "is -1 but the vocabulary has 259: set the tokenizer that"),
     "h.jsonl": (f'{{"tokens": [{10**30}]}}', "is 10+ but the vocabulary has 259"),
     "c.npy": ("oops", r"c\.npy is not a plain numpy array"),
-    "a.bin": ("", r"a\.idx is not there: a \.bin data set has its \.idx beside it"),
+    "a.bin": ("", r"a\.idx does not exist: a \.bin data set needs its \.idx next to it"),
 }
 
 
@@ -173,7 +173,7 @@ def test_a_bad_line_is_named_when_it_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "a"}\n\n{"text": "b"}\n{"text": 5}\n')
     source = opened(path)
-    with pytest.raises(ValueError, match=r"line 4 of .*a\.jsonl is no document"):
+    with pytest.raises(ValueError, match=r"line 4 of .*a\.jsonl is not a document"):
         source.document(2)
 
 
@@ -192,14 +192,20 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
         return path
 
     for path, said in (
-        (lambda: array([1.5, 2], "f4"), "type float32: it must be one row of whole numbers"),
-        (lambda: array([1, 2], "i4"), "holds no token 257: give the id that ends its documents"),
+        (
+            lambda: array([1.5, 2], "f4"),
+            "type float32: it must be a one-dimensional array",
+        ),
+        (
+            lambda: array([1, 2], "i4"),
+            "does not contain token 257: give the id that ends its doc",
+        ),
         (lambda: array([1, 300, 257], "i4"), "token 1 of document 0 of .* is 300 but the vocab"),
         (lambda: array([1, 2], "i4", [1]), "holds 2 tokens but its documents 1: lengths and tok"),
-        (lambda: megatron([[1]], 6, "<f8"), "float64 tokens, in order: whole numbers in the ord"),
+        (lambda: megatron([[1]], 6, "<f8"), "float64 tokens, in order: only whole numbers in the"),
         (lambda: megatron([[1], [2]], 8, "<i4"), "uint16 tokens, not in order"),
         (lambda: megatron([[1, 2]], 8, "<u2", 2), "holds 1 tokens but its documents 2"),
-        (lambda: megatron([], 8, "<u2"), "holds no document: it needs one or more"),
+        (lambda: megatron([], 8, "<u2"), "holds no documents: it needs one or more"),
     ):
         with pytest.raises(ValueError, match=said):
             opened(path())
@@ -207,17 +213,17 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
 
 def test_lengths_are_asked_for_where_no_eos_is_known(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(3))
-    with pytest.raises(ValueError, match=r"into a\.lengths\.npy beside it, or give the id that en"):
+    with pytest.raises(ValueError, match=r"to a\.lengths\.npy next to it, or give the id that en"):
         open_source(tmp_path / "a.npy", open_tokenizer("ids:9"), context=8)
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
     write_index(tmp_path / "a.idx", [1], [0, 1])
     for name, said in (
-        ("x.txt", r"x\.txt is not there: give stdlib, a text, \.jsonl"),
+        ("x.txt", r"x\.txt does not exist: give stdlib, a text, \.jsonl"),
         ("*.md", "no file matches .*: give stdlib"),
         ("", r"holds no \.txt file: give stdlib"),
-        ("a.idx", r"a\.bin is not there: an \.idx has the \.bin with its tokens beside it"),
+        ("a.idx", r"a\.bin does not exist: an \.idx needs its \.bin next to it"),
     ):
         with pytest.raises(ValueError, match=said):
             opened(str(tmp_path / name))

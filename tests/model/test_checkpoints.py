@@ -179,10 +179,10 @@ def rewritten(folder: Path, change: Any) -> None:
     ("change", "sentence"),
     [
         (lambda t: t.pop("lm_head.weight"), "the checkpoint lacks lm_head.weight: it is of"),
-        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has odd left over: it is of"),
+        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has unexpected odd: it is of"),
         (
             lambda t: t.update(odd=t.pop("model.norm.weight")),
-            "lacks model.norm.weight and has odd left over",
+            "lacks model.norm.weight and has unexpected odd",
         ),
         (
             lambda t: t.update({"model.norm.weight": torch.ones(3)}),
@@ -195,6 +195,14 @@ def test_a_wrong_folder_is_refused(tmp_path: Path, change: Any, sentence: str) -
     save(ours(CONFIGS["llama"]), tmp_path)
     rewritten(tmp_path, change)
     with pytest.raises(ValueError, match=sentence):
+        load(on_meta(CONFIGS["llama"]), tmp_path)
+
+
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    save(ours(CONFIGS["llama"]), tmp_path)
+    with (tmp_path / "model.safetensors").open("r+b") as file:
+        file.truncate(60)
+    with pytest.raises(ValueError, match=r"model.safetensors is damaged \(.*\): download it again"):
         load(on_meta(CONFIGS["llama"]), tmp_path)
 
 
@@ -212,7 +220,7 @@ def test_what_older_files_hold_beside_the_weights_is_passed_over(tmp_path: Path)
 def test_a_folder_of_another_model_is_refused(tmp_path: Path) -> None:
     model = Llama(CONFIGS["llama"])
     initialize(model, 0)
-    with pytest.raises(ValueError, match=r"config.json is not there: give a folder"):
+    with pytest.raises(ValueError, match=r"config.json does not exist: give a folder"):
         load(model, tmp_path)
     save(model, tmp_path)
     with pytest.raises(ValueError, match=r"has layers 3 not 2, ffn 20 not 16: build the model"):

@@ -77,7 +77,7 @@ def test_linear_flops_are_two_for_each_element_of_a_matrix() -> None:
     [
         ({"layers": 0}, "layers = 0: it must be at least 1"),
         ({"kv_heads": 3}, "4 heads over 3 kv heads: heads must be a multiple of kv_heads"),
-        ({"head_dim": 7}, "head_dim = 7: .* even; take 8"),
+        ({"head_dim": 7}, "head_dim = 7: .* even; use 8"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0: it must be above 0"),
         ({"norm_eps": -1.0}, "norm_eps = -1.0: it must be above 0"),
         ({"window": 0}, "window = 0: .* None for all keys"),
@@ -96,7 +96,7 @@ def test_a_wrong_config_is_refused(changes: dict[str, Any], sentence: str) -> No
     [
         (("yarn", 2.0), "'yarn' is unknown: choose linear or llama3"),
         (("linear", 0.5), "factor 0.5: it must be at least 1"),
-        (("llama3", 2.0, 4.0, 1.0), "must be above 0 and rise"),
+        (("llama3", 2.0, 4.0, 1.0), "must be above 0 and increase"),
         (("llama3", 2.0, 1.0, 4.0, 0), "original_context = 0"),
     ],
 )

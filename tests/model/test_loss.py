@@ -113,5 +113,5 @@ def test_what_does_not_fit_is_refused() -> None:
     hidden, weight, labels = draw(5, 4)
     with pytest.raises(ValueError, match=r"labels \(4,\): they must be \[T, width\]"):
         cross_entropy(hidden, weight, labels[1:])
-    with pytest.raises(ValueError, match="at least one token"):
+    with pytest.raises(ValueError, match="chunk_tokens = 0: it must be at least 1"):
         cross_entropy(hidden, weight, labels, chunk_tokens=0)

@@ -1,4 +1,4 @@
-"""Local ranks: their environment, whose failure is told, and that none is ever left behind."""
+"""Local ranks: their environment, which failure is reported, and that none is left behind."""
 
 import json
 import os
@@ -52,22 +52,31 @@ def test_a_mistake_keeps_its_sentence(tmp_path: Path) -> None:
         launch(program("raise ValueError('lr = -1: give more')"), 2, tmp_path)
 
 
-def test_the_first_failure_is_told_and_the_others_are_ended(tmp_path: Path) -> None:
-    """Rank 0 fails too, a moment later; rank 2 would sleep, and does not want to be ended."""
+def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
+    """Rank 0 fails too, a moment later; rank 2 sleeps and ignores SIGTERM."""
+    failing = tmp_path / "failing"
     body = (
-        "if rank == 1: raise KeyError('first')\n"
-        "if rank == 0: time.sleep(0.5); raise KeyError('later')\n"
+        f"failing = {str(failing)!r}\n"
+        "if rank == 1:\n"
+        "    open(failing, 'w').close()\n"
+        "    raise KeyError('first')\n"
+        "if rank == 0:\n"
+        "    while not os.path.exists(failing): time.sleep(0.01)\n"
+        "    time.sleep(0.5)\n"
+        "    raise KeyError('later')\n"
         "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
         "time.sleep(60)"
     )
     start = time.monotonic()
-    with pytest.raises(RankFailedError, match=r"rank 1 failed with KeyError: 'first'; all is in "):
+    with pytest.raises(
+        RankFailedError, match=r"rank 1 failed with KeyError: 'first'; its output is in "
+    ):
         launch(program(body), 3, tmp_path)
     assert time.monotonic() - start < 15
     assert "Traceback" in (tmp_path / "rank-1.log").read_text()
 
 
-def test_a_rank_that_dies_without_words(tmp_path: Path) -> None:
+def test_a_rank_that_dies_without_an_error(tmp_path: Path) -> None:
     kill = "if rank: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(60)"
     with pytest.raises(RankFailedError, match=r"rank 1 was killed by SIGKILL, so all ranks were"):
         launch(program(kill), 2, tmp_path)
@@ -75,7 +84,7 @@ def test_a_rank_that_dies_without_words(tmp_path: Path) -> None:
         launch(program("os._exit(7)"), 1, tmp_path)
 
 
-def test_words_that_are_far_too_long_are_told_all_the_same(tmp_path: Path) -> None:
+def test_a_message_that_is_far_too_long_is_reported_cut(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"xxxx"):
         launch(program("raise RuntimeError('x' * 100_000)"), 1, tmp_path)
 
@@ -98,13 +107,13 @@ def launcher(tmp_path: Path, body: str) -> subprocess.Popen[str]:
 def until(true: Callable[[], bool], most_s: float = 20) -> None:
     deadline = time.monotonic() + most_s
     while not true():
-        assert time.monotonic() < deadline, "in vain"
+        assert time.monotonic() < deadline, "timed out"
         time.sleep(0.05)
 
 
 def are_gone(tmp_path: Path) -> bool:
     for path in tmp_path.glob("pid-*"):
-        try:  # a zombie is gone, whether or not somebody has taken note
+        try:  # a zombie counts as gone, though nobody has waited for it
             stat = Path(f"/proc/{path.read_text()}/stat").read_text()
         except OSError:
             continue
@@ -123,7 +132,7 @@ SAVES = (
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_are_passed_on(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_are_forwarded(tmp_path: Path, number: signal.Signals) -> None:
     process = launcher(tmp_path, SAVES)
     time.sleep(0.2)  # for the handlers of the ranks
     process.send_signal(number)

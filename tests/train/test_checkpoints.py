@@ -250,7 +250,7 @@ def test_damage_is_said_in_a_sentence(
 
 
 def test_what_cannot_be_saved_or_found(world: World, tmp_path: Path) -> None:
-    with pytest.raises(RankFailedError, match="step-00000001 does not exist: give another"):
+    with pytest.raises(RankFailedError, match="step-00000001 does not exist: choose another one"):
         run_all(world, load, Run(tmp_path, DP2), "step-00000001")
     with pytest.raises(RankFailedError, match=r"extra of step 1 is not JSON .*give numbers"):
         run_all(world, save_extra, Run(tmp_path, DP2), {"tensor": torch.ones(1)})
@@ -258,7 +258,7 @@ def test_what_cannot_be_saved_or_found(world: World, tmp_path: Path) -> None:
     for error, _ in world(2).answers(save_extra, Run(tmp_path / "file", DP2), {}, ranks=2):
         assert error is not None
         assert "cannot be written" in error
-    with pytest.raises(RankFailedError, match="keep = 0: 1 or more"):
+    with pytest.raises(RankFailedError, match="keep = 0: it must be at least 1"):
         run_all(world, load, Run(tmp_path, keep=0), "step-00000001")
 
 

@@ -147,7 +147,7 @@ def test_a_pattern_that_fits_nothing_is_told(world: World, tmp_path: Path) -> No
     answers = world(1).answers(
         fit, [*(f"{k}={v}" for k, v in TINY.items()), 'train.frozen=["layers.*"]'], ranks=1
     )
-    assert "fits no parameter; names look like seams.0" in str(answers[0][0])
+    assert "matches no parameter; names look like seams.0" in str(answers[0][0])
 
 
 def test_a_trace_shows_all_ranks(world: World, tmp_path: Path) -> None:

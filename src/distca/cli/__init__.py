@@ -11,27 +11,14 @@ import typer
 
 from distca import __version__
 from distca.cli.bench import app as bench
-from distca.cli.check import check
-from distca.cli.plan import plan
-from distca.cli.profile import profile
-from distca.cli.selftest import selftest
-from distca.cli.simulate import simulate
-from distca.cli.train import train
+from distca.cli.check import CheckCommand
+from distca.cli.command import Command
+from distca.cli.plan import PlanCommand
+from distca.cli.profile import ProfileCommand
+from distca.cli.selftest import SelftestCommand
+from distca.cli.simulate import SimulateCommand
+from distca.cli.train import TrainCommand
 from distca.runtime.launch import RankFailedError
-
-app = typer.Typer(
-    name="distca",
-    help="Core attention disaggregation for long-context training.",
-    add_completion=False,
-    pretty_exceptions_enable=False,  # a bug shows Python's own traceback
-)
-app.command()(plan)
-app.command()(train)
-app.command()(simulate)
-app.command()(profile)
-app.command()(selftest)
-app.command()(check)
-app.add_typer(bench, name="bench")
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
 
@@ -42,21 +29,47 @@ def _show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _root(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+            "--version",
+            metavar="",
+            callback=_show_version,
+            is_eager=True,
+            help="Show the version and exit.",
         ),
     ] = False,
 ) -> None:
-    pass  # a callback keeps `plan` a command of its own, and carries --version
+    """Core attention disaggregation for long-context training."""
+
+
+def _run(command: Command | None, version: bool) -> None:
+    if command is not None:  # None: a group has shown its help
+        command.run()
+
+
+app = typer.Typer(
+    name="distca",
+    callback=_root,
+    result_callback=_run,
+    add_completion=False,
+    pretty_exceptions_enable=False,  # a bug shows Python's own traceback
+)
+app.command("plan")(PlanCommand)
+app.command("train")(TrainCommand)
+app.command("simulate")(SimulateCommand)
+app.command("profile")(ProfileCommand)
+app.command("selftest")(SelftestCommand)
+app.command("check")(CheckCommand)
+app.add_typer(bench, name="bench")
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Runs the command line and exits: 0; 130 on Ctrl-C; with one sentence 2 for bad input and 1
-    for a rank that failed."""
+    """Runs the command line and exits with a status.
+
+    0: success. 1: a rank or a check failed. 2: bad input, reported in one sentence. 130: Ctrl-C.
+    """
     given = list(sys.argv[1:] if args is None else args)
     try:
         status = app(given or ["--help"], prog_name="distca", standalone_mode=False)
@@ -72,11 +85,11 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """One line: what failed, the values, the rule, the way out."""
+    """Returns an error in one line: what failed, the values, the rule, the way out."""
     if isinstance(error, OSError) and error.filename:
         reason = (error.strerror or type(error).__name__).lower()
         return f"cannot open {error.filename}: {reason}; give a path that can be read or written"
     if isinstance(error, _USAGE_ERROR):
-        said = getattr(error, "format_message", error.__str__)()
-        return f"{' '.join(said.split())} (see --help)"
+        text = getattr(error, "format_message", error.__str__)()
+        return f"{' '.join(text.split())} (see --help)"
     return " ".join(str(error).split("\n"))

@@ -1,262 +1,189 @@
-"""``distca bench``: measures parts of large runs on the device at hand."""
+"""``distca bench``: measures parts of large runs on one device."""
 
-# torch and numpy are imported inside the functions: `distca --help` must not wait for them.
 import json
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Option
+
+from distca.cli.command import OUTPUT, Json, console, option
+from distca.planning.policies import PLACEMENTS
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
-app = typer.Typer(
-    help="Measures parts of large runs on this machine's device.",
-    invoke_without_command=True,
+    from distca.model.config import ModelConfig
+    from distca.sim.isolated import Case
+
+DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
+    "cuda": {"model": "llama3-8b", "tp": 8, "tokens": "64K", "context": "128K", "cost": "h200",
+             "sample": 12},
+    "cpu": {"model": "debug", "tp": 1, "tokens": "1K", "context": "8K", "cost": "cpu", "sample": 6},
+}  # fmt: skip
+_plan, _rank, _measure = (
+    partial(option, panel) for panel in ("Plan", "Replayed rank", "Measurement")
 )
-_PLAN, _RANK, _SHOW = "The plan", "A rank", "What to measure and show"
+_output = partial(option, OUTPUT)
 
 
-@dataclass(frozen=True)
-class _Sizes:
-    """What is replayed unless something else is asked for."""
+@dataclass(frozen=True, kw_only=True)
+class ReplayCommand:
+    """Replays single ranks of a large plan on this device and compares them with the simulator.
 
-    model: str
-    tp: int
-    tokens: str
-    context: str
-    cost: str
-    sample: int
+    The device runs a rank's real share forward and backward through a few
+    layers, while exchanges take as long as on the given link.
 
+    For a first look on any machine: distca bench replay --ranks 16
+    """
 
-SIZES = {
-    "cuda": _Sizes("llama3-8b", tp=8, tokens="64K", context="128K", cost="h200", sample=12),
-    "cpu": _Sizes("debug", tp=1, tokens="1K", context="8K", cost="cpu", sample=6),
-}
-
-
-@app.callback()
-def _bench(context: typer.Context) -> None:
-    if context.invoked_subcommand is None:
-        typer.echo(context.get_help())
-
-
-@app.command()
-def replay(
-    ranks: Annotated[
-        int, Option(metavar="N", help="Of the plan, each of tp GPUs.", rich_help_panel=_PLAN)
-    ] = 64,
+    ranks: Annotated[int, _plan("N", "Ranks of the plan, each with tp GPUs.")] = 64
     lengths: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="Of documents: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = "pretrain",
+        str, _plan("NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.")
+    ] = "pretrain"
     context: Annotated[
-        str | None,
-        Option(
-            metavar="TOKENS",
-            help="The longest document; 128K by default, 8K on the CPU.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = None,
+        str | None, _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
+    ] = None
     tokens: Annotated[
-        str | None,
-        Option(
-            metavar="TOKENS",
-            help="Of a rank; 64K by default, 1K on the CPU.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = None,
-    placement: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="given: documents in order over all ranks; balanced places them anew.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = "given",
+        str | None, _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
+    ] = None
+    placement: Annotated[str, _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.")] = "given"
     ping_pong: Annotated[
         bool | None,
-        Option(
+        _plan(
+            "",
+            "Overlap two half-batches. Default: measure with and without.",
             "--ping-pong/--no-ping-pong",
-            help="In halves that hide each other's exchanges; by default with and without.",
-            rich_help_panel=_PLAN,
         ),
-    ] = None,
+    ] = None
     cost: Annotated[
         str | None,
-        Option(
-            metavar="NAME",
-            help="What plan and simulation go by: pairs, analytic, h200, h200-flash, cpu or a"
-            " profile file; h200 by default, cpu on the CPU.",
-            rich_help_panel=_PLAN,
+        _plan(
+            "NAME",
+            "Cost model of planner and simulator: h200, h200-flash, cpu, a profile file,"
+            " analytic or pairs. Default: h200, or cpu on the CPU.",
         ),
-    ] = None,
-    seed: Annotated[
-        int,
-        Option(metavar="N", help="Of documents and of the sample.", rich_help_panel=_PLAN),
-    ] = 0,
+    ] = None
+    seed: Annotated[int, _plan("N", "Random seed of the documents and of the sample.")] = 0
+
     model: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="llama3-8b by default, debug on the CPU.",
-            rich_help_panel=_RANK,
-        ),
-    ] = None,
+        str | None, _rank("NAME", "Name of a model. Default: llama3-8b, or debug on the CPU.")
+    ] = None
     tp: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            help="Tensor-parallel GPUs, of which one is replayed; 8 by default, 1 on the CPU.",
-            rich_help_panel=_RANK,
+        _rank(
+            "N",
+            "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on"
+            " the CPU.",
         ),
-    ] = None,
-    layers: Annotated[int, Option(metavar="N", help="Of the model.", rich_help_panel=_RANK)] = 2,
+    ] = None
+    layers: Annotated[int, _rank("N", "Layers to run.")] = 2
     across: Annotated[
-        str,
-        Option(metavar="BYTES", help="A second, each way, of its link.", rich_help_panel=_RANK),
-    ] = "50GB",
-    latency: Annotated[
-        float,
-        Option(metavar="US", help="Microseconds of every exchange.", rich_help_panel=_RANK),
-    ] = 20.0,
+        str, _rank("BYTES", "Bandwidth of the rank's link per second and direction.")
+    ] = "50GB"
+    latency: Annotated[float, _rank("US", "Latency of each exchange in microseconds.")] = 20.0
     backend: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="Of attention: auto, fa4, flash, sdpa or reference.",
-            rich_help_panel=_RANK,
-        ),
-    ] = "auto",
+        str, _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.")
+    ] = "auto"
+
     sample: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            help="Ranks to replay: those at the ends, and others at random; a third of them"
-            " calibrates the simulation. 12 by default, 6 on the CPU.",
-            rich_help_panel=_SHOW,
+        _measure(
+            "N",
+            "Ranks to replay: the extreme ones and random ones. A third of them"
+            " calibrates the simulator. Default: 12, or 6 on the CPU.",
         ),
-    ] = None,
-    rounds: Annotated[
-        int, Option(metavar="N", help="Of which the median counts.", rich_help_panel=_SHOW)
-    ] = 3,
-    as_json: Annotated[
-        bool, Option("--json", help="One JSON object, for machines.", rich_help_panel=_SHOW)
-    ] = False,
+    ] = None
+    rounds: Annotated[int, _measure("N", "Repetitions, of which the median counts.")] = 3
+    as_json: Json = False
     out: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Append each case to this file, as a line of JSON.",
-            rich_help_panel=_SHOW,
-        ),
-    ] = None,
-) -> None:
-    """Runs ranks of a large plan one by one on this device, and simulates the same.
+        Path | None, _output("FILE", "Append one line of JSON for each case to this file.")
+    ] = None
 
-    One GPU takes a rank's real share forward and backward through a few layers;
-    what is exchanged moves at the speed of a link. For a first look, anywhere:
-    distca bench replay --ranks 16
-    """
-    import torch
+    def run(self) -> None:
+        import torch
 
-    from distca.cli.sources import parse_bytes, parse_tokens
-    from distca.sim.cluster import Link
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cpu":
+            torch.set_num_threads(1)  # what the cost model of a CPU stands for
+        if self.layers < 1 or self.rounds < 1 or self.seed < 0:
+            raise ValueError(
+                f"--layers {self.layers}, --rounds {self.rounds}, --seed {self.seed}: give 1 or"
+                " more layers and rounds, and a seed of 0 or more"
+            )
+        defaults = DEFAULTS[device.type].items()
+        chosen = {name: value for name, value in defaults if getattr(self, name) is None}
+        resolved = replace(self, **chosen)
+        if self.out is not None:
+            self.out.open("a").close()  # reports a wrong path before anything is measured
+        records = []
+        for ping_pong in (True, False) if self.ping_pong is None else (self.ping_pong,):
+            records.append(_replay(replace(resolved, ping_pong=ping_pong), device))
+            if self.out is not None:
+                with self.out.open("a") as file:
+                    file.write(json.dumps(records[-1]) + "\n")
+        if self.as_json:
+            typer.echo(json.dumps({"cases": records}))
+        elif self.out is not None:
+            console().print(f"\nwritten: {self.out}", soft_wrap=True)
 
-    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    sizes = SIZES[device.type]
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # what the cost model of a CPU stands for
-    if layers < 1 or rounds < 1 or seed < 0:
-        raise ValueError(
-            f"--layers {layers}, --rounds {rounds}, --seed {seed}: take 1 or more layers and"
-            " rounds, and a seed that is not negative"
+    def case(self, config: "ModelConfig", element_bytes: int) -> "Case":
+        from distca.cli.sources import parse_bytes, parse_tokens
+        from distca.sim.cluster import Link
+        from distca.sim.isolated import Case
+
+        return Case(
+            config.shape,
+            tuple(config.mask_of(layer) for layer in range(config.layers)),
+            ranks=self.ranks,
+            lengths=self.lengths,
+            context=parse_tokens(str(self.context)),
+            tokens=parse_tokens(str(self.tokens)),
+            link=Link(parse_bytes(self.across), self.latency / 1e6),
+            cost=str(self.cost),
+            placement=self.placement,
+            ping_pong=bool(self.ping_pong),
+            seed=self.seed,
+            element_bytes=element_bytes,
         )
-    bench = _Bench(
-        model=model or sizes.model,
-        tp=sizes.tp if tp is None else tp,
-        layers=layers,
-        backend=backend,
-        sample=sizes.sample if sample is None else sample,
-        rounds=rounds,
-    )
-    plan = {
-        "ranks": ranks,
-        "lengths": lengths,
-        "context": parse_tokens(context or sizes.context),
-        "tokens": parse_tokens(tokens or sizes.tokens),
-        "link": Link(parse_bytes(across), latency / 1e6),
-        "cost": cost or sizes.cost,
-        "placement": placement,
-        "seed": seed,
-    }
-    if out is not None:
-        out.open("a").close()  # what cannot be written is said before anything is measured
-    ways = [True, False] if ping_pong is None else [ping_pong]
-    console = _console(quiet=as_json)
-    records = []
-    for way in ways:
-        records.append(_replay(bench, plan | {"ping_pong": way}, device, console))
-        if out is not None:
-            with out.open("a") as file:
-                file.write(json.dumps(records[-1]) + "\n")
-    if as_json:
-        typer.echo(json.dumps({"cases": records}))
-    elif out is not None:
-        console.print(f"\nwritten: {out}", soft_wrap=True)
 
 
-@dataclass(frozen=True)
-class _Bench:
-    """How ranks are replayed."""
-
-    model: str
-    tp: int
-    layers: int
-    backend: str
-    sample: int
-    rounds: int
-
-
-def _replay(
-    bench: _Bench, plan: dict[str, Any], device: "torch.device", console: "Console"
-) -> dict[str, Any]:
-    """One case: plans, simulates, measures, compares, shows."""
+def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
+    """Plans, simulates and measures one case; shows it and returns its record."""
     import torch
 
     from distca.measure.profiling import device_name
     from distca.measure.replay import Replay, backend_of, layers_of, measure, share_of
     from distca.model.sizes import model_config
+    from distca.report.progress import ProgressBar
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
     from distca.report.training import facts
-    from distca.report.watch import Watch
-    from distca.sim.isolated import Case, RankSeconds, compare, simulate_isolated
+    from distca.sim.isolated import RankSeconds, compare, simulate_isolated
 
+    assert chosen.model is not None
+    assert chosen.tp is not None
+    assert chosen.sample is not None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = share_of(model_config(bench.model), bench.tp, bench.layers)
-    backend = backend_of(config, device, dtype, bench.backend)
-    masks = tuple(config.mask_of(layer) for layer in range(config.layers))
-    case = Case(config.shape, masks, **plan, element_bytes=dtype.itemsize)
-    record = plan | asdict(bench) | asdict(case.link)
-    del record["link"]
+    config = share_of(model_config(chosen.model), chosen.tp, chosen.layers)
+    backend = backend_of(config, device, dtype, chosen.backend)
+    case = chosen.case(config, dtype.itemsize)
+    named = ("ranks", "lengths", "context", "tokens", "cost", "placement", "seed", "ping_pong")
+    options = ("model", "tp", "layers", "sample", "rounds")
+    record = {name: getattr(case, name) for name in named} | asdict(case.link)
+    record |= {name: getattr(chosen, name) for name in options}
     record |= {"backend": backend, "device": device_name(device), "torch": torch.__version__}
-    with console.status(heading(record)):
+    screen = console(quiet=chosen.as_json)
+    with screen.status(heading(record)):
         began = time.perf_counter()
         step = case.plan()
         record["plan_s"] = time.perf_counter() - began
         model = layers_of(config, device, dtype)
-        sample = simulate_isolated(case, step).sample(bench.sample, case.seed)
-    console.print(heading(record), style="bold")
+        sample = simulate_isolated(case, step).sample(chosen.sample, case.seed)
+    screen.print(heading(record), style="bold")
     measured = {}
-    with Watch(console, "rank", len(sample)) as watch:
+    with ProgressBar(screen, "rank", len(sample)) as bar:
         for number, rank in enumerate(sample, 1):
             replayed = Replay(
                 model,
@@ -267,18 +194,22 @@ def _replay(
                 dtype=dtype,
                 backend=backend,
             )
-            measured[rank] = RankSeconds(*measure(replayed, bench.rounds))
-            watch(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
+            measured[rank] = RankSeconds(*measure(replayed, chosen.rounds))
+            bar.update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
     record |= compare(case, step, sample, measured).to_json()
-    console.print()
-    console.print(replay_table(record, console.width))
-    console.print(f"\n{CAPTION}\n", style="dim")
-    console.print(facts(replay_facts(record)))
-    console.print()
+    screen.print()
+    screen.print(replay_table(record, screen.width))
+    screen.print(f"\n{CAPTION}\n", style="dim")
+    screen.print(facts(replay_facts(record)))
+    screen.print()
     return record
 
 
-def _console(quiet: bool) -> "Console":
-    from rich.console import Console
+def _bench(context: typer.Context) -> None:
+    """Measures parts of large runs on this machine's device."""
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
 
-    return Console(highlight=False, markup=False, quiet=quiet)
+
+app = typer.Typer(callback=_bench, invoke_without_command=True)
+app.command("replay")(ReplayCommand)

@@ -1,272 +1,194 @@
-"""``distca plan``: lengths in; imbalance, bytes, a table and a picture out."""
+"""``distca plan``: plans the attention of one batch and shows imbalance, bytes and loads."""
 
-# What plans is imported inside the functions: `distca --help` must not wait for numpy.
 import json
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
 
+from distca.cli.command import OUTPUT, Json, console, option
 from distca.planning.costs.profile import DEFAULT_COST
+from distca.planning.policies import POLICIES
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from distca.planning.options import PlanOptions
     from distca.planning.placement import Placement
     from distca.planning.plan import Plan
     from distca.planning.policies import Policy
 
-_BATCH, _PLAN, _RANKS, _SHOW = "The batch", "The plan", "The ranks", "What to show"
 DEFAULT_MODEL = "llama3-8b"
+SAME_OPTIONS = (  # fields that have the same name and meaning in PlanOptions
+    "heads", "kv_heads", "head_dim", "mask", "cost", "tolerance", "servers", "cp", "tile",
+    "min_shard", "ranks_per_node",
+)  # fmt: skip
+_batch, _plan, _ranks, _output = (
+    partial(option, panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
+)
 
 
-def plan(
+@dataclass(frozen=True, kw_only=True)
+class PlanCommand:
+    """Plans the core attention of one batch over all ranks.
+
+    Shows imbalance and bytes before and after, and the load of each rank.
+
+    For a first look: distca plan prolong --ranks 64 --compare
+    """
+
     lengths: Annotated[
         str,
         Argument(
             metavar="LENGTHS",
             help='A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
             " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
-            " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. The latter two need --ranks.",
+            " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
+            " need --ranks.",
         ),
-    ],
-    ranks: Annotated[
-        int | None,
-        Option(
-            metavar="N", help="Workers to pack documents over, in order.", rich_help_panel=_BATCH
-        ),
-    ] = None,
+    ]
+    ranks: Annotated[int | None, _batch("N", "Number of workers to pack the documents on.")] = None
     context: Annotated[
         str | None,
-        Option(
-            metavar="TOKENS",
-            help="Tokens per rank, such as 64K or 1M; by default 128K of a distribution, and all"
-            " of a file.",
-            rich_help_panel=_BATCH,
+        _batch(
+            "TOKENS",
+            "Tokens per rank, such as 64K or 1M. Default: 128K for a distribution, all tokens for"
+            " a file.",
         ),
-    ] = None,
-    seed: Annotated[
-        int, Option(metavar="N", help="Of a distribution.", rich_help_panel=_BATCH)
-    ] = 0,
+    ] = None
+    seed: Annotated[int, _batch("N", "Random seed of a distribution.")] = 0
     end_of_document: Annotated[
-        int | None,
-        Option(
-            metavar="ID",
-            help="The token id that ends a document in a .npy.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
-    mask: Annotated[
-        str, Option(metavar="MASK", help="causal, full or window:N.", rich_help_panel=_BATCH)
-    ] = "causal",
-    model: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help=f"A model's name; {DEFAULT_MODEL} by default.",
-            rich_help_panel=_BATCH,
-        ),
-    ] = None,
+        int | None, _batch("ID", "Token id that ends each document in a .npy file.")
+    ] = None
+    mask: Annotated[str, _batch("MASK", "Attention mask: causal, full or window:N.")] = "causal"
+    model: Annotated[str | None, _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")] = (
+        None
+    )
     heads: Annotated[
-        int | None,
-        Option(metavar="N", help="Query heads, instead of a model.", rich_help_panel=_BATCH),
-    ] = None,
+        int | None, _batch("N", "Number of query heads; replaces the name of a model.")
+    ] = None
     kv_heads: Annotated[
-        int | None,
-        Option(metavar="N", help="Key/value heads; as many as heads.", rich_help_panel=_BATCH),
-    ] = None,
-    head_dim: Annotated[
-        int | None, Option(metavar="N", help="Size of a head.", rich_help_panel=_BATCH)
-    ] = None,
-    policy: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="distca, colocated, head-tail-cp, per-document-cp, wlb or greedy.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = "distca",
+        int | None, _batch("N", "Number of key/value heads. Default: as many as query heads.")
+    ] = None
+    head_dim: Annotated[int | None, _batch("N", "Size of a head.")] = None
+
+    policy: Annotated[str, _plan("NAME", f"One of {', '.join(POLICIES)}.")] = "distca"
     placement: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="given leaves tokens where they are; balanced places them anew.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = "given",
-    compare: Annotated[
-        bool, Option("--compare", help="All policies side by side.", rich_help_panel=_PLAN)
-    ] = False,
+        str, _plan("NAME", "given: tokens stay where they are; balanced: they are placed again.")
+    ] = "given"
+    compare: Annotated[bool, _plan("", "Compare all policies in one table.", "--compare")] = False
     tolerance: Annotated[
-        float,
-        Option(
-            metavar="SHARE",
-            help="The worst rank may be this far above the mean.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = 0.02,
+        float, _plan("SHARE", "How far the slowest rank may be above the mean.")
+    ] = 0.02
     cost: Annotated[
-        str,
-        Option(
-            metavar="NAME",
-            help="h200, h200-flash or a profile file; analytic or pairs.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = DEFAULT_COST,
+        str, _plan("NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.")
+    ] = DEFAULT_COST
     cp: Annotated[
         int | None,
-        Option(
-            metavar="N",
-            help="Workers that share a sequence in the cp policies.",
-            rich_help_panel=_PLAN,
-        ),
-    ] = None,
-    tile: Annotated[
-        int,
-        Option(
-            metavar="TOKENS", help="Cuts are multiples of so many tokens.", rich_help_panel=_PLAN
-        ),
-    ] = 128,
-    min_shard: Annotated[
-        int,
-        Option(
-            metavar="TOKENS", help="Tokens that a cut piece has at least.", rich_help_panel=_PLAN
-        ),
-    ] = 128,
-    servers: Annotated[
-        int,
-        Option(metavar="N", help="Dedicated servers beyond the workers.", rich_help_panel=_RANKS),
-    ] = 0,
+        _plan("N", "Workers that share a sequence in context-parallel policies. Default: up to 8."),
+    ] = None
+    tile: Annotated[int, _plan("TOKENS", "Documents are cut at multiples of this.")] = 128
+    min_shard: Annotated[int, _plan("TOKENS", "Smallest piece of a document.")] = 128
+
+    servers: Annotated[int, _ranks("N", "Dedicated attention servers besides the workers.")] = 0
     workers_serve: Annotated[
-        bool,
-        Option("--workers-serve", help="Workers serve beside them.", rich_help_panel=_RANKS),
-    ] = False,
-    ranks_per_node: Annotated[
-        int | None, Option(metavar="N", help="One node by default.", rich_help_panel=_RANKS)
-    ] = None,
+        bool, _ranks("", "Workers compute attention too, besides the servers.", "--workers-serve")
+    ] = False
+    ranks_per_node: Annotated[int | None, _ranks("N", "Ranks of a node. Default: all.")] = None
     memory: Annotated[
-        str | None,
-        Option(
-            metavar="BYTES",
-            help="Of a rank for one layer's q, k, v and o, such as 40GB.",
-            rich_help_panel=_RANKS,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, Option("--json", help="One JSON object, for machines.", rich_help_panel=_SHOW)
-    ] = False,
-    out: Annotated[
-        Path | None,
-        Option(metavar="FILE", help="Write the plan to this JSON file.", rich_help_panel=_SHOW),
-    ] = None,
+        str | None, _ranks("BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB.")
+    ] = None
+
+    as_json: Json = False
+    out: Annotated[Path | None, _output("FILE", "Write the plan to this JSON file.")] = None
     plot: Annotated[
-        Path | None,
-        Option(
-            metavar="FILE",
-            help="Draw loads and traffic into this .png, .svg or .pdf.",
-            rich_help_panel=_SHOW,
-        ),
-    ] = None,
-) -> None:
-    """Plans one batch's core attention over all ranks.
+        Path | None, _output("FILE", "Draw loads and traffic into this .png, .svg or .pdf file.")
+    ] = None
 
-    Shows imbalance and bytes before and after, and the load of each rank. For a first look:
-    distca plan prolong --ranks 64 --compare
-    """
-    from distca.cli.sources import parse_bytes, read_placement
-    from distca.planning.options import PlanOptions
-    from distca.planning.policies import policy_of
+    def run(self) -> None:
+        from distca.planning.policies import policy_of
 
-    if compare and (policy != "distca" or placement != "given" or out or plot):
-        raise ValueError(
-            "--compare plans with every policy: leave out --policy, --placement, --out and --plot"
+        if self.compare:
+            if self.policy != "distca" or self.placement != "given" or self.out or self.plot:
+                raise ValueError(
+                    "--compare plans with every policy: leave out --policy, --placement, --out and"
+                    " --plot"
+                )
+            _compare(self.documents(), self.options(), self.as_json)
+        else:
+            self._plan(self.documents(), policy_of(self.policy, self.placement), self.options())
+
+    def documents(self) -> "Placement":
+        from distca.cli.sources import read_placement
+
+        return read_placement(
+            self.lengths,
+            ranks=self.ranks,
+            context=self.context,
+            seed=self.seed,
+            end_of_document=self.end_of_document,
         )
-    if model is None and (heads, kv_heads, head_dim) == (None, None, None):
-        model = DEFAULT_MODEL
-    given = read_placement(
-        lengths, ranks=ranks, context=context, seed=seed, end_of_document=end_of_document
-    )
-    options: dict[str, Any] = {
-        "model": model,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "mask": mask,
-        "cost": cost,
-        "tolerance": tolerance,
-        "servers": servers,
-        "workers_serve": workers_serve or None,
-        "memory_bytes": None if memory is None else parse_bytes(memory),
-        "ranks_per_node": ranks_per_node,
-        "cp": cp,
-        "tile": tile,
-        "min_shard": min_shard,
-    }
-    if compare:
-        _compare(given, PlanOptions(**options), as_json)
-    else:
-        _plan_one(given, policy_of(policy, placement), PlanOptions(**options), as_json, out, plot)
 
+    def options(self) -> "PlanOptions":
+        from distca.cli.sources import parse_bytes
+        from distca.planning.options import PlanOptions
 
-def _plan_one(
-    given: "Placement",
-    policy: "Policy",
-    options: "PlanOptions",
-    as_json: bool,
-    out: Path | None,
-    plot: Path | None,
-) -> None:
-    from distca.cli.records import record_of, summary_of, traffic_matrix
-    from distca.planning.api import place_and_plan
-    from distca.planning.costs.choice import cost_model
+        sizes = (self.heads, self.kv_heads, self.head_dim)
+        return PlanOptions(
+            model=DEFAULT_MODEL if self.model is None and sizes == (None,) * 3 else self.model,
+            workers_serve=self.workers_serve or None,
+            memory_bytes=None if self.memory is None else parse_bytes(self.memory),
+            **{name: getattr(self, name) for name in SAME_OPTIONS},
+        )
 
-    made = place_and_plan(given, policy, options)
-    summary = summary_of(made)
-    record = record_of(made, given, cost_model(options.cost, made.shape), summary)
-    if out is not None:
-        out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
-    if plot is not None:
-        from distca.report.plots import draw_plan
+    def _plan(self, given: "Placement", policy: "Policy", options: "PlanOptions") -> None:
+        from distca.cli.records import record_of, summary_of, traffic_matrix
+        from distca.planning.api import place_and_plan
+        from distca.planning.costs.choice import cost_model
 
-        draw_plan(record, traffic_matrix(made), plot)
-    if as_json:
-        typer.echo(json.dumps(summary))
-    else:
-        _show(made, record, written=[path for path in (out, plot) if path is not None])
+        made = place_and_plan(given, policy, options)
+        summary = summary_of(made)
+        record = record_of(made, given, cost_model(options.cost, made.shape), summary)
+        if self.out is not None:
+            self.out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
+        if self.plot is not None:
+            from distca.report.plots import draw_plan
+
+            draw_plan(record, traffic_matrix(made), self.plot)
+        if self.as_json:
+            typer.echo(json.dumps(summary))
+        else:
+            _show(made, record, [path for path in (self.out, self.plot) if path is not None])
 
 
 def _show(made: "Plan", record: dict[str, Any], written: list[Path]) -> None:
     from distca.report.bars import caption, load_bars
     from distca.report.tables import heading, plan_table
 
-    console = _console()
-    summary = record["summary"]
-    console.print(heading(summary), style="bold")
-    console.print(f"model {made.shape.name}, cost {made.cost}, policy {made.policy}\n")
-    console.print(plan_table(record))
-    console.print(f"\n{caption(summary['ranks'])}", style="bold")
-    ascii_only = console.options.ascii_only
-    console.print(load_bars(record, console.width, ascii_only=ascii_only))
+    screen, summary = console(), record["summary"]
+    screen.print(heading(summary), style="bold")
+    screen.print(f"model {made.shape.name}, cost {made.cost}, policy {made.policy}\n")
+    screen.print(plan_table(record))
+    screen.print(f"\n{caption(summary['ranks'])}", style="bold")
+    screen.print(load_bars(record, screen.width, ascii_only=screen.options.ascii_only))
     if made.shortfall:
-        said = f"The bound of {record['bound']:g} x mean is not met: {made.shortfall}."
-        console.print(f"\n{said}", style="bold red")
+        missed = f"The bound of {record['bound']:g} x mean is not met: {made.shortfall}."
+        screen.print(f"\n{missed}", style="bold red")
     if written:
-        console.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
+        screen.print(f"\nwritten: {', '.join(map(str, written))}", soft_wrap=True)
 
 
 def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     from distca.cli.records import comparison_row, summary_of
     from distca.planning.api import place_and_plan
-    from distca.planning.policies import POLICIES, policy_of
+    from distca.planning.policies import policy_of
     from distca.report.tables import COMPARE_CAPTION, compare_table, heading
 
     ours, *others = POLICIES
-    policies = [policy_of(ours), policy_of(ours, "balanced"), *map(policy_of, others)]
     summaries: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
-    for policy in policies:
+    for policy in (policy_of(ours), policy_of(ours, "balanced"), *map(policy_of, others)):
         try:
             made = place_and_plan(given, policy, options)
         except ValueError as error:
@@ -280,17 +202,11 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps({"policies": summaries}))
         return
-    console, first = _console(), summaries[0]
-    console.print(heading(first), style="bold")
-    console.print(
+    screen, first = console(), summaries[0]
+    screen.print(heading(first), style="bold")
+    screen.print(
         f"model {options.shape.name}, cost {first['cost']},"
         f" imbalance {first['imbalance_before']:.2f}x as given\n"
     )
-    console.print(compare_table(rows, console.width))
-    console.print(f"\n{COMPARE_CAPTION}", style="dim")
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False)
+    screen.print(compare_table(rows, screen.width))
+    screen.print(f"\n{COMPARE_CAPTION}", style="dim")

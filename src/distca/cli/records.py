@@ -1,4 +1,4 @@
-"""From plans to plain records: what ``distca.report`` shows and what ``--json`` prints."""
+"""Plain records of plans, which ``distca.report`` shows and ``--json`` prints."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distca.planning.traffic import backward_traffic, forward_traffic, key_moves
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
-    """The plan's summary, with the seconds that the busiest rank needs for its layout."""
+    """Returns the plan's summary and the seconds for the layout of the rank with most traffic."""
     busiest = int(np.argmax(plan.traffic.send + plan.traffic.recv))
     began = time.perf_counter()
     Layout.of(plan, busiest)
@@ -28,7 +28,7 @@ def summary_of(plan: Plan) -> dict[str, Any]:
 def record_of(
     plan: Plan, given: Placement, cost: CostModel, summary: dict[str, Any]
 ) -> dict[str, Any]:
-    """Before (every token of ``given`` attended where it lives) and after, side by side."""
+    """Compares the plan with attention at home: every task on the worker that holds its queries."""
     at_home = Tasks.at_home(given, plan.reach)
     work = at_home.work_ps(given, plan.reach, cost, given.num_workers)
     workers, node = Devices.of(given.num_workers), plan.devices.node
@@ -44,7 +44,7 @@ def record_of(
     after = {"imbalance_each": imbalances(plan)} | {
         key: summary[key] for key in before if key in summary
     }
-    missing = np.zeros(plan.devices.num_ranks - given.num_workers)  # dedicated servers, idle before
+    missing = np.zeros(plan.devices.num_ranks - given.num_workers)  # idle servers
     return {
         "summary": summary,
         "before": before,
@@ -58,7 +58,7 @@ def record_of(
 
 
 def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
-    """One row of ``report.tables.compare_table``."""
+    """Returns a row of ``report.tables.compare_table``."""
     tokens = plan.placement.tokens
     return summary | {
         "imbalance_each": imbalances(plan),
@@ -67,17 +67,17 @@ def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def imbalances(plan: Plan) -> list[float]:
-    """Forward and backward."""
+    """Returns the imbalance in forward and in backward."""
     return [plan.devices.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
 
 
 def over_mean(servers: Devices, work: Ints) -> Floats:
-    """[ranks] when each is done, where 1 is the level at which all would finish together."""
+    """Returns the finishing time of each rank [ranks], relative to the mean."""
     return servers.seconds_ps(work) / max(servers.mean_ps(int(work.sum())), 1.0)
 
 
 def traffic_matrix(plan: Plan) -> Ints:
-    """[sender, receiver] bytes of one layer's forward: q and kv out, o back."""
+    """Returns bytes [sender, receiver] of one layer's forward: q and kv out, o back."""
     ranks, shape, tasks = plan.devices.num_ranks, plan.shape, plan.forward
     matrix = np.zeros((ranks, ranks), np.int64)
     moved = tasks.moved
@@ -86,7 +86,7 @@ def traffic_matrix(plan: Plan) -> Ints:
     np.add.at(matrix, (server, home), tasks.queries[moved] * shape.q_bytes)
     keys = key_moves(tasks, plan.placement)
     source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
-    if plan.gather:  # every worker sends all its keys to its whole group, needed or not
+    if plan.gather:  # every worker sends all keys to its group, needed or not
         outside = source // plan.gather != target // plan.gather
         source, target, num_keys = source[outside], target[outside], num_keys[outside]
         workers = np.arange(plan.placement.num_workers)

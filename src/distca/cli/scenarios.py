@@ -1,11 +1,12 @@
-"""From the settings of ``distca simulate`` to scenarios and ways to train."""
+"""From the settings of ``distca simulate`` to scenarios and strategies."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distca.cli.settings import Settings
+from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bytes, parse_tokens
 from distca.data.lengths import FORMS, Lengths, distribution, names_distribution
 from distca.data.readers import read_lengths
@@ -13,26 +14,26 @@ from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
+from distca.planning.policies import PLACEMENTS
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.sweep import Sizes
 
-POLICIES = ("colocated", "head-tail-cp", "wlb", "distca")
-TOKENS_PER_GPU = 32768  # in a step, unless sequences are given
+TOKENS_PER_GPU = 32768  # in a step, unless the number of sequences is given
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What is simulated: every way on every scenario, one for each number of GPUs."""
+class Study:
+    """What is simulated: every strategy in every scenario, one for each number of GPUs."""
 
     scenarios: tuple[Scenario, ...]
-    likes: tuple[Strategy, ...]  # policies, without sizes
-    sizes: Sizes
+    strategies: tuple[Strategy, ...]  # without sizes
+    sizes: Sizes  # those to try
     sweep: bool
     batches: int
 
     @classmethod
-    def of(cls, settings: Settings) -> Asked:
+    def of(cls, settings: Settings) -> Study:
         model, machines = model_of(settings), cluster_of(settings)
         _check_profile(machines.profile)
         context, lengths = _documents(settings)
@@ -43,7 +44,7 @@ class Asked:
         scenarios = tuple(
             Scenario(
                 model=model,
-                cluster=replace(machines, gpus=count, slow=_speeds(settings.slow)),
+                cluster=replace(machines, gpus=count, slow=_speeds(settings.slow or ())),
                 context=context,
                 sequences=_sequences(settings.sequences, context, count, gpus[0]),
                 lengths=lengths,
@@ -58,17 +59,17 @@ class Asked:
                for name in ("tp", "pp", "dp", "cp", "micro_batches")},
             servers=_counts("servers", settings.servers) or (0,),
         )  # fmt: skip
-        return cls(scenarios, _likes(settings), sizes, settings.sweep, settings.batches)
+        return cls(scenarios, _strategies(settings), sizes, settings.sweep, settings.batches)
 
     def sizes_of(self, scenario: Scenario) -> Sizes:
-        """What is tried there."""
+        """Returns the sizes to try in a scenario."""
         if self.sweep:
             return self.sizes
         return self.sizes.as_published(scenario.model, scenario.cluster)
 
 
 def model_of(settings: Settings) -> ModelShape:
-    """By name, with other sizes where they are given."""
+    """Returns a model by name, with other sizes where they are given."""
     if settings.model not in MODELS:
         raise ValueError(
             f"model {settings.model!r} is unknown: choose one of {', '.join(MODELS)}, and change"
@@ -84,7 +85,7 @@ def model_of(settings: Settings) -> ModelShape:
 
 
 def cluster_of(settings: Settings) -> Cluster:
-    """By name, with other numbers where they are given."""
+    """Returns a cluster by name, with other figures where they are given."""
     known = cluster(settings.cluster)
     _at_least("--latency", settings.latency or 0, 0)
     across = Link(
@@ -106,29 +107,31 @@ def cluster_of(settings: Settings) -> Cluster:
     )
 
 
-def _likes(settings: Settings) -> tuple[Strategy, ...]:
-    if settings.placement not in ("", "given", "balanced"):
-        raise ValueError(f"placement {settings.placement!r} is unknown: choose given or balanced")
+def _strategies(settings: Settings) -> tuple[Strategy, ...]:
+    if settings.placement not in ("", *PLACEMENTS):
+        raise ValueError(
+            f"placement {settings.placement!r} is unknown: choose {' or '.join(PLACEMENTS)}"
+        )
     if not 0 <= settings.tolerance < 1:
         raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
-    likes = []
-    for policy in dict.fromkeys(settings.policy or POLICIES):
+    strategies = []
+    for policy in dict.fromkeys(settings.policy or COMPARED):
         strategy = Strategy(
             policy, MeshShape(), ping_pong=settings.ping_pong, tolerance=settings.tolerance
         )
         if not strategy.disaggregated:
-            likes.append(strategy)
+            strategies.append(strategy)
             continue
-        both = ("given", "balanced") if policy == "distca" else ("given",)
-        chosen = (settings.placement,) if settings.placement else both
-        likes += [replace(strategy, placement=placement) for placement in chosen]
-    return tuple(likes)
+        default = PLACEMENTS if policy == "distca" else PLACEMENTS[:1]
+        chosen = (settings.placement,) if settings.placement else default
+        strategies += [replace(strategy, placement=placement) for placement in chosen]
+    return tuple(strategies)
 
 
 def _documents(settings: Settings) -> tuple[int, str | Lengths]:
     context, source = parse_tokens(settings.context), settings.lengths
     if names_distribution(source):
-        distribution(source, context)  # refuses what is none
+        distribution(source, context)  # raises ValueError for a wrong one
         return context, source
     try:
         return context, read_lengths(source, end_of_document=settings.end_of_document)
@@ -139,28 +142,28 @@ def _documents(settings: Settings) -> tuple[int, str | Lengths]:
 
 
 def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:
-    """As many tokens for each GPU whatever their number."""
+    """Returns the number of sequences that gives every GPU as many tokens in all scenarios."""
     if given is None:
         return max(gpus * TOKENS_PER_GPU // context, 1)
     if given * gpus % first:
         raise ValueError(
             f"{given} sequences on {first} GPUs are {given * gpus / first:g} on {gpus}: give a"
-            " number of sequences that grows to whole ones"
+            " number of sequences that is whole for every number of GPUs"
         )
     return given * gpus // first
 
 
 def _check_profile(name: str) -> None:
-    """Before any way is tried."""
+    """Reports a missing profile before anything is simulated."""
     try:
         Profile.read(name)
     except OSError:
         raise ValueError(
-            f"profile {name!r} is not there: give h200, h200-flash or a file of distca profile"
+            f"profile {name!r} does not exist: give h200, h200-flash or a file of distca profile"
         ) from None
 
 
-def _speeds(slow: tuple[str, ...]) -> dict[int, float]:
+def _speeds(slow: Iterable[str]) -> dict[int, float]:
     speeds = {}
     for text in slow:
         gpu, equals, speed = text.partition("=")

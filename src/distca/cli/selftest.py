@@ -1,10 +1,8 @@
-"""``distca selftest``: whether the ranks there are compute what one device would, and how fast
-they exchange. One table."""
+"""``distca selftest``: checks that the ranks at hand compute what one device would."""
 
-# torch is imported inside the functions: `distca --help` must not wait for it.
 import json
 import time
-from collections.abc import Callable
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,113 +10,116 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
+from distca.cli.command import Json, console, exit_if_stopped, rank_command
+
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-OUT = Path("runs/selftest")
-PATIENCE_S = 60  # for ranks whose check fails in the middle of an exchange
+    from distca.measure.selftest import Check, Outcome
 
-Row = dict[str, Any]
+TIMEOUT_S = 60  # for ranks whose check fails in the middle of an exchange
 
 
-def selftest(
-    ranks: Annotated[
-        int | None,
-        Option(metavar="N", help="To start here; by default one for each GPU, or 2 on the CPU."),
-    ] = None,
-    out: Annotated[
-        Path,
-        Option(metavar="DIR", help="For logs and a checkpoint; a folder that all nodes share."),
-    ] = OUT,
-    as_json: Annotated[bool, Option("--json", help="One JSON object, for machines.")] = False,
-) -> None:
-    """Checks that attention, training and checkpoints are exact on the ranks there are.
+@dataclass(frozen=True, kw_only=True)
+class SelftestCommand:
+    """Checks that attention, training and checkpoints are exact on the ranks at hand.
 
-    Starts ranks on what this machine has; under torchrun it joins, on as many nodes as there are:
+    Starts ranks on this machine. Under torchrun it joins the ranks of all nodes:
 
     torchrun --nproc-per-node 8 --no-python distca selftest
     """
-    from distca.cli.train import leave, this_command
-    from distca.runtime.launch import is_launched, is_rank, launch, local_ranks, reporting
 
-    result = out / "selftest.json"
-    if is_rank():
-        with reporting():
-            rows = _run(out, result, as_json)
-        if not is_launched():
-            raise typer.Exit(0 if all_pass(rows) else 1)
-        return  # the launcher reads the result: a rank that ends with 1 would count as broken
-    result.unlink(missing_ok=True)
-    arguments = ["selftest", f"--out={out}", *(["--json"] if as_json else [])]
-    leave(launch(this_command(arguments), local_ranks(ranks), out / "logs"))
-    if not result.exists() or not all_pass(json.loads(result.read_text())["checks"]):
-        raise typer.Exit(1)
+    ranks: Annotated[
+        int | None,
+        Option(metavar="N", help="Ranks to start. Default: one for each GPU, or 2 on the CPU."),
+    ] = None
+    out: Annotated[
+        Path, Option(metavar="DIR", help="Folder for logs and a checkpoint; all nodes share it.")
+    ] = Path("runs/selftest")
+    as_json: Json = False
+
+    def run(self) -> None:
+        from distca.runtime.launch import is_launched, is_rank, launch, local_ranks, reporting
+
+        if is_rank():
+            with reporting():
+                rows = self._check()
+            if not is_launched():
+                raise typer.Exit(0 if all_pass(rows) else 1)
+            return  # the launcher reads the result: a rank that exits with 1 would count as broken
+        self.result.unlink(missing_ok=True)
+        arguments = ["selftest", f"--out={self.out}", *(["--json"] if self.as_json else [])]
+        exit_if_stopped(launch(rank_command(arguments), local_ranks(self.ranks), self.out / "logs"))
+        if not self.result.exists() or not all_pass(json.loads(self.result.read_text())["checks"]):
+            raise typer.Exit(1)
+
+    @property
+    def result(self) -> Path:
+        return self.out / "selftest.json"
+
+    def _check(self) -> list[dict[str, Any]]:
+        """Runs all checks on all ranks; rank 0 shows and saves the results."""
+        import torch.distributed as dist
+
+        from distca.measure.selftest import checks_of
+        from distca.pipeline.mesh import MeshShape
+        from distca.runtime.mesh import join_mesh
+        from distca.train.setup import join_world
+
+        device = join_world()
+        context = join_mesh(MeshShape(dp=dist.get_world_size()), device)
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
+        began = time.perf_counter()
+        rows = [
+            {"check": name} | _outcome(name, check, group).to_json()
+            for name, check in checks_of(context, self.out).items()
+        ]
+        seconds = time.perf_counter() - began
+        if context.rank == 0:
+            record = {"ranks": dist.get_world_size(), "device": device.type, "seconds": seconds}
+            self._show(record | {"checks": rows})
+        dist.barrier(group)
+        dist.destroy_process_group()
+        return rows
+
+    def _show(self, record: dict[str, Any]) -> None:
+        from distca.report import units
+        from distca.report.checks import checks_table
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        self.result.write_text(json.dumps(record) + "\n")
+        if self.as_json:
+            typer.echo(json.dumps(record))
+            return
+        screen, ranks = console(), units.several(record["ranks"], "rank")
+        screen.print(f"{ranks} on {record['device']}, {record['seconds']:.1f} s\n", style="bold")
+        screen.print(checks_table(record["checks"]))
 
 
-def all_pass(rows: list[Row]) -> bool:
+def all_pass(rows: list[dict[str, Any]]) -> bool:
+    """Returns whether no check failed; those that were skipped do not count."""
     return all(row["passed"] is not False for row in rows)
 
 
-def _run(out: Path, result: Path, as_json: bool) -> list[Row]:
-    """All checks, on all ranks; the first shows and keeps what came of them."""
+def _outcome(name: str, check: "Check", group: "dist.ProcessGroup") -> "Outcome":
+    """Runs a check and returns the worst outcome of all ranks.
+
+    An error on all ranks is a failed check. An error on one rank, whose peers then wait for it in
+    an exchange, is raised after a timeout.
+    """
     import torch.distributed as dist
 
-    from distca.measure.selftest import checks_of
-    from distca.pipeline.mesh import MeshShape
-    from distca.runtime.mesh import join_mesh
-    from distca.train.setup import join_world
-
-    device = join_world()
-    context = join_mesh(MeshShape(dp=dist.get_world_size()), device)
-    patient = dist.new_group(backend="gloo", timeout=timedelta(seconds=PATIENCE_S))
-    began = time.perf_counter()
-    rows = [_row(name, check, patient) for name, check in checks_of(context, out).items()]
-    seconds = time.perf_counter() - began
-    if context.rank == 0:
-        record = {"ranks": dist.get_world_size(), "device": device.type, "seconds": seconds}
-        record["checks"] = rows
-        out.mkdir(parents=True, exist_ok=True)
-        result.write_text(json.dumps(record) + "\n")
-        _show(record, as_json)
-    dist.barrier(patient)
-    dist.destroy_process_group()
-    return rows
-
-
-def _show(record: Row, as_json: bool) -> None:
-    from rich.console import Console
-
-    from distca.report import units
-    from distca.report.checks import checks_table
-
-    if as_json:
-        typer.echo(json.dumps(record))
-        return
-    console = Console(highlight=False, markup=False)
-    ranks = units.several(record["ranks"], "rank")
-    console.print(f"{ranks} on {record['device']}, {record['seconds']:.1f} s\n", style="bold")
-    console.print(checks_table(record["checks"]))
-
-
-def _row(name: str, check: Callable[[], Row], patient: "dist.ProcessGroup") -> Row:
-    """The worst of all ranks' results. An error that all ranks meet is a row like others; of one
-    that leaves peers in an exchange they will not come, and then it is raised."""
-    import torch.distributed as dist
+    from distca.measure.selftest import Outcome
 
     error: Exception | None = None
     try:
         mine = check()
     except Exception as raised:
-        error, mine = raised, {"passed": False, "words": f"{type(raised).__name__}: {raised}"}
-    everyone: list[Any] = [None] * dist.get_world_size()
+        error, mine = raised, Outcome(False, words=f"{type(raised).__name__}: {raised}")
+    outcomes: list[Any] = [None] * dist.get_world_size()
     try:
-        dist.all_gather_object(everyone, mine, group=patient)
+        dist.all_gather_object(outcomes, mine, group=group)
     except RuntimeError:
-        late = TimeoutError(f"{name}: other ranks did not come within {PATIENCE_S} s")
+        late = TimeoutError(f"{name}: other ranks did not finish within {TIMEOUT_S} s")
         raise error or late from None
-    failed = [row for row in everyone if row["passed"] is False]
-    if failed:
-        return {"check": name} | failed[0]
-    if "bytes_per_s" in mine:
-        return {"check": name} | min(everyone, key=lambda row: row["bytes_per_s"])
-    return {"check": name} | max(everyone, key=lambda row: row.get("error", 0.0))
+    return Outcome.worst(outcomes)

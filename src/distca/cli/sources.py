@@ -1,4 +1,4 @@
-"""What the command line is told about a batch: LENGTHS, 128K, 40GB."""
+"""Parses what users write on the command line: LENGTHS, 128K, 40GB."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def read_placement(
     seed: int = 0,
     end_of_document: int | None = None,
 ) -> Placement:
-    """A JSON file of ranks; or documents, from a file or a distribution, packed over ``ranks``."""
+    """Returns the placement in a JSON file, or packs documents of a file or a distribution."""
     if ranks is not None and ranks < 1:
-        raise ValueError(f"--ranks {ranks}: documents are packed over 1 rank or more")
+        raise ValueError(f"--ranks {ranks}: it must be at least 1")
     if seed < 0:
-        raise ValueError(f"--seed {seed}: it must not be negative")
+        raise ValueError(f"--seed {seed}: it must be at least 0")
     if names_distribution(source):
         num_ranks = _needed(ranks, source)
         per_rank = parse_tokens(context or DEFAULT_CONTEXT)
@@ -43,7 +43,7 @@ def read_placement(
         if isinstance(data, dict) and "ranks" in data:
             if (ranks, context, end_of_document) != (None, None, None):
                 raise ValueError(
-                    f"{path} says what each rank holds:"
+                    f"{path} lists the documents of each rank:"
                     " leave out --ranks, --context and --end-of-document"
                 )
             return Placement.from_ranks(_check_ranks(data["ranks"], path))
@@ -65,18 +65,18 @@ def read_placement(
 
 
 def parse_tokens(text: str) -> int:
-    """131072, 128K or 1M, where K is 1,024."""
+    """Parses 131072, 128K or 1M, where K is 1,024."""
     number = _parse(text, _TOKENS)
     if number is None or not 1 <= number < LONGEST:
-        raise ValueError(f"{text!r} is no number of tokens: write 131072, 128K or 1M, at least 1")
+        raise ValueError(f"{text!r} is not a number of tokens: write 131072, 128K or 1M")
     return number
 
 
 def parse_bytes(text: str) -> int:
-    """40GB is 40e9 bytes, 40GiB is 40 x 2^30."""
+    """Parses 40GB (40e9 bytes) or 40GiB (40 x 2^30 bytes)."""
     number = _parse(text, _BYTES)
     if number is None or not 1 <= number < 1 << 62:
-        raise ValueError(f"{text!r} is no size of memory: write 40GB, 512MB or 40GiB, above 0")
+        raise ValueError(f"{text!r} is not a number of bytes: write 40GB, 512MB or 40GiB")
     return number
 
 
@@ -90,12 +90,12 @@ def _parse(text: str, units: dict[str, int]) -> int | None:
 
 def _needed(ranks: int | None, source: str) -> int:
     if ranks is None:
-        raise ValueError(f"{source} says nothing about ranks: add --ranks N to pack it over N")
+        raise ValueError(f"{source} has no ranks: add --ranks N to pack it on N ranks")
     return ranks
 
 
 def _check_ranks(ranks: Any, path: Path) -> list[list[Any]]:
-    """The outer shape, and numbers that fit; entries are checked by ``Placement.from_ranks``."""
+    """Checks the outer shape and the size of numbers; ``Placement.from_ranks`` checks the rest."""
     if not isinstance(ranks, list) or not all(isinstance(entries, list) for entries in ranks):
         raise ValueError(f'"ranks" in {path} must be a list with one list of documents per rank')
     for worker, entries in enumerate(ranks):

@@ -1,27 +1,25 @@
-"""``distca train``: reads a config, starts local ranks or joins those of torchrun, and shows."""
+"""``distca train``: reads a config, starts ranks or joins those of torchrun, and shows progress."""
 
-# What trains is imported inside the functions: `distca --help` must not wait for torch.
 import json
 import os
 import signal
-import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer import Argument, Option
+from typer import Argument
+
+from distca.cli.command import OUTPUT, Json, console, exit_if_stopped, option, rank_command
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
-    from distca.runtime.launch import Stop
     from distca.train.config import Config
 
-_RUN, _SHOW = "The run", "What to show"
 COMPARE_OUT = "runs/compare"
-# Two cores are done with it in a minute or two; whole files, long and short ones mixed.
+# Takes a minute or two on two cores; whole files, so that long and short documents are mixed.
 COMPARE_DEFAULTS = (
     "train.steps=12",
     "train.tokens_per_step=8192",
@@ -35,166 +33,134 @@ SIDES: dict[str, dict[str, Any]] = {
     "disaggregated": {"policy": "distca", "placement": "balanced"},
 }
 LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-FOR_REAL = (
+NEXT_COMMAND = (
     "distca train --set 'data.sources=[\"my/*.jsonl\"]' --set train.steps=2000"
     " --set train.checkpoint_every=200 --out runs/mine"
 )
+_run, _output = partial(option, "Run"), partial(option, OUTPUT)
 
 
-def train(
-    config: Annotated[
-        Path | None,
-        Argument(metavar="CONFIG.toml", help="What to run; by default a small model on text."),
-    ] = None,
-    settings: Annotated[
-        list[str] | None,
-        Option(
-            "--set",
-            metavar="A.B=C",
-            help="Over the config, as often as needed: --set train.steps=50.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    ranks: Annotated[
-        int | None,
-        Option(
-            metavar="N",
-            help="To start here; by default one for each GPU, or 2 on the CPU.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        Option(
-            metavar="DIR",
-            help="Where records, logs and checkpoints go; runs/latest by default.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    resume: Annotated[
-        bool | None,
-        Option(
-            "--resume/--fresh",
-            help="Go on from the newest checkpoint there, if any (the default), or start anew.",
-            rich_help_panel=_RUN,
-        ),
-    ] = None,
-    compare: Annotated[
-        bool,
-        Option(
-            "--compare",
-            help="The same steps colocated, then disaggregated, and both side by side.",
-            rich_help_panel=_RUN,
-        ),
-    ] = False,
-    trace: Annotated[
-        int | None,
-        Option(
-            metavar="STEP",
-            help="Write a timeline of this step over all ranks, for ui.perfetto.dev.",
-            rich_help_panel=_SHOW,
-        ),
-    ] = None,
-    as_json: Annotated[
-        bool, Option("--json", help="One JSON object, for machines.", rich_help_panel=_SHOW)
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class TrainCommand:
     """Trains a model.
 
-    Starts ranks on what this machine has; under torchrun it joins. Ctrl-C saves and ends.
+    Starts ranks on this machine; under torchrun it joins them.
+    Ctrl-C saves a checkpoint and ends the run.
 
     For a first look: distca train --compare
     """
-    from distca.runtime.launch import is_launched, is_rank, reporting
 
-    wishes = [*(settings or ()), *([] if trace is None else [f"train.trace={trace}"])]
-    asked = _Asked(config, tuple(wishes), out, resume, compare, as_json)
-    if not is_rank():
-        _start(asked, ranks)
-        return
-    with reporting():
-        import torch.distributed
+    config: Annotated[
+        Path | None,
+        Argument(
+            metavar="CONFIG.toml",
+            help="Configuration of the run. Default: a small model on the text of Python's"
+            " standard library.",
+        ),
+    ] = None
+    settings: Annotated[
+        list[str] | None,
+        _run(
+            "A.B=C",
+            "Override a value of the config, as in train.steps=50; may be repeated.",
+            "--set",
+        ),
+    ] = None
+    ranks: Annotated[
+        int | None, _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    ] = None
+    out: Annotated[
+        Path | None,
+        _run("DIR", "Folder for records, logs and checkpoints. Default: runs/latest."),
+    ] = None
+    resume: Annotated[
+        bool | None,
+        _run(
+            "",
+            "Continue from the newest checkpoint in DIR, if there is one (the default), or"
+            " start from the beginning.",
+            "--resume/--fresh",
+        ),
+    ] = None
+    compare: Annotated[
+        bool,
+        _run("", "Train the same steps colocated and disaggregated, and compare.", "--compare"),
+    ] = False
+    trace: Annotated[
+        int | None,
+        _output("STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."),
+    ] = None
+    as_json: Json = False
 
-        chosen, world = asked.config(), int(os.environ["WORLD_SIZE"])
-        if ranks not in (None, world):
-            raise ValueError(f"--ranks {ranks}, but {world} ranks were started: leave out --ranks")
-        if not is_launched() and os.environ["RANK"] == "0" and not as_json:
-            _announce(chosen, world, compare)
-        # A Ctrl-C under torchrun reaches every rank.
-        signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
-        (_compare if compare else _train)(chosen, as_json)
-        torch.distributed.destroy_process_group()
+    def run(self) -> None:
+        from distca.runtime.launch import is_launched, is_rank, reporting
 
+        if not is_rank():
+            self._launch()
+            return
+        with reporting():
+            import torch.distributed
 
-@dataclass(frozen=True)
-class _Asked:
-    """The command line, read by the launcher and again by every rank."""
+            config, world = self.read(), int(os.environ["WORLD_SIZE"])
+            if self.ranks not in (None, world):
+                raise ValueError(
+                    f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
+                )
+            if not is_launched() and os.environ["RANK"] == "0" and not self.as_json:
+                _announce(config, world, self.compare)
+            # A Ctrl-C under torchrun reaches every rank.
+            signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+            (_compare if self.compare else _train)(config, self.as_json)
+            torch.distributed.destroy_process_group()
 
-    path: Path | None
-    settings: tuple[str, ...]
-    out: Path | None
-    resume: bool | None
-    compare: bool
-    as_json: bool
-
-    def config(self) -> "Config":
+    def read(self) -> "Config":
+        """Reads the configuration, in the launcher and again in every rank."""
         from distca.train.config import Config
 
         if self.compare and self.resume:
-            raise ValueError("--compare starts both sides anew: leave out --resume")
-        defaults = COMPARE_DEFAULTS if self.compare and self.path is None else ()
-        chosen = Config.read(self.path, [*defaults, *self.settings])
+            raise ValueError("--compare starts both sides from step 0: leave out --resume")
+        defaults = COMPARE_DEFAULTS if self.compare and self.config is None else ()
+        config = Config.read(self.config, [*defaults, *self._settings])
         if self.out is not None:
-            chosen = replace(chosen, out=str(self.out))
-        elif self.compare and chosen.out == Config.out:
-            chosen = replace(chosen, out=COMPARE_OUT)
+            config = replace(config, out=str(self.out))
+        elif self.compare and config.out == Config.out:
+            config = replace(config, out=COMPARE_OUT)
         if self.compare or self.resume is not None:
-            chosen = replace(chosen, resume=bool(self.resume))
-        return chosen
+            config = replace(config, resume=bool(self.resume))
+        return config
 
-    def arguments(self) -> list[str]:
+    @property
+    def _settings(self) -> list[str]:
         return [
+            *(self.settings or ()),
+            *([] if self.trace is None else [f"train.trace={self.trace}"]),
+        ]
+
+    def _launch(self) -> None:
+        from distca.runtime.launch import launch, local_ranks
+
+        config, num_ranks = self.read(), local_ranks(self.ranks)
+        check(config, num_ranks)
+        if not self.as_json:
+            _announce(config, num_ranks, self.compare)
+        arguments = [
             "train",
-            *(f"--set={setting}" for setting in self.settings),
+            *(f"--set={setting}" for setting in self._settings),
             *([] if self.out is None else [f"--out={self.out}"]),
             *([] if self.resume is None else ["--resume" if self.resume else "--fresh"]),
             *(["--compare"] if self.compare else []),
             *(["--json"] if self.as_json else []),
-            *([] if self.path is None else ["--", str(self.path)]),
+            *([] if self.config is None else ["--", str(self.config)]),
         ]
-
-
-def _start(asked: _Asked, ranks: int | None) -> None:
-    from distca.runtime.launch import launch, local_ranks
-
-    config, num_ranks = asked.config(), local_ranks(ranks)
-    check(config, num_ranks)
-    if not asked.as_json:
-        _announce(config, num_ranks, asked.compare)
-    try:
-        stop = launch(this_command(asked.arguments()), num_ranks, Path(config.out) / "logs")
-    finally:
-        _console().show_cursor()  # a rank that was killed could not
-    leave(stop)
-
-
-def this_command(arguments: list[str]) -> list[str]:
-    """-P: what lies in the working directory is not imported by accident."""
-    return [sys.executable, "-P", "-c", "from distca.cli import main; main()", *arguments]
-
-
-def leave(stop: "Stop | None") -> None:
-    """SIGTERM is a wish that was granted; a Ctrl-C should stop a script too."""
-    if stop is None:
-        return
-    if stop.early:
-        typer.echo("stopped before the first step: there was nothing to save", err=True)
-    if stop.signal == signal.SIGINT:
-        raise typer.Exit(130)
+        try:
+            stop = launch(rank_command(arguments), num_ranks, Path(config.out) / "logs")
+        finally:
+            console().show_cursor()  # a rank that was killed could not
+        exit_if_stopped(stop)
 
 
 def check(config: "Config", num_ranks: int) -> None:
-    """What can be known to be wrong before anything is started."""
+    """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.runtime import parallelize
     from distca.train import setup
 
@@ -235,9 +201,9 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
         "steps": f"{units.count(t.steps)} of {units.count(t.tokens_per_step)} tokens",
         "records": f"{out}/{'*/' if compare else ''}metrics.jsonl, logs in {out}/logs",
     }
-    console = _console()
-    console.print(facts(rows))
-    console.print()
+    screen = console()
+    screen.print(facts(rows))
+    screen.print()
 
 
 def _pipeline(layers: list[int], micro_batches: int) -> str:
@@ -267,25 +233,25 @@ def _train(config: "Config", as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(result))
     else:
-        _console().print(outcome(result), soft_wrap=True)
+        console().print(outcome(result), soft_wrap=True)
 
 
 def _compare(config: "Config", as_json: bool) -> None:
-    """Both sides in this world, one after the other; rank 0 shows."""
+    """Trains both sides on these ranks, one after the other; rank 0 shows the comparison."""
     import torch
     import torch.distributed as dist
 
     runs: list[list[dict[str, Any]]] = []
-    for name, way in SIDES.items():
-        parallel = replace(config.parallel, **way)
+    for name, changes in SIDES.items():
+        parallel = replace(config.parallel, **changes)
         side = replace(config, parallel=parallel, out=str(Path(config.out) / name))
         records = _fit(side, name.ljust(max(map(len, SIDES))), as_json)
         stopped = [bool(records and records[-1]["stopped"])]
         dist.broadcast_object_list(stopped, src=0, device=torch.device("cpu"))
         if stopped[0]:
             if records is not None:
-                said = f"stopped: what was done is saved in {config.out}; there is no comparison"
-                typer.echo(said, err=as_json)
+                stopped_in = f"stopped: the steps so far are saved in {config.out}, not compared"
+                typer.echo(stopped_in, err=as_json)
             return
         runs.append(records or [])
     if dist.get_rank() == 0:
@@ -303,19 +269,19 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
         places = {"out": config.out, "picture": str(picture)}
         typer.echo(json.dumps(compared | places))
         return
-    console = _console()
-    console.print()
-    console.print(comparison_table(compared))
+    screen = console()
+    screen.print()
+    screen.print(comparison_table(compared))
     style = None if compared["losses_agree"] else "bold red"
-    console.print(f"\n{verdict(compared)}", style=style, soft_wrap=True)
-    console.print(f"records: {config.out}/*/metrics.jsonl, picture: {picture}", soft_wrap=True)
-    console.print(f"to train for real: {FOR_REAL}", soft_wrap=True)
+    screen.print(f"\n{verdict(compared)}", style=style, soft_wrap=True)
+    screen.print(f"records: {config.out}/*/metrics.jsonl, picture: {picture}", soft_wrap=True)
+    screen.print(f"to train on your own data: {NEXT_COMMAND}", soft_wrap=True)
 
 
 def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
-    """The records of the steps that were taken; None on all ranks but the first."""
-    from distca.report.training import said
-    from distca.report.watch import Watch
+    """Trains and returns the records of the steps that were taken; None on ranks other than 0."""
+    from distca.report.progress import ProgressBar
+    from distca.report.training import step_line
     from distca.train.trainer import Trainer
 
     if os.environ["RANK"] != "0":
@@ -323,10 +289,10 @@ def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | 
         return None
     if as_json:
         return Trainer(config).fit()
-    with Watch(_console(), title, config.train.steps) as watch:
+    with ProgressBar(console(), title, config.train.steps) as bar:
 
         def show(record: dict[str, Any]) -> None:
-            watch(record["step"] + 1, said(record))
+            bar.update(record["step"] + 1, step_line(record))
 
         return Trainer(config, show=show).fit()
 
@@ -341,9 +307,3 @@ def _device() -> "torch.device":
     import torch
 
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, markup=False)

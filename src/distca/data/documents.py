@@ -1,8 +1,8 @@
-"""Documents as tokens and labels, and batches of them.
+"""Documents as tokens and labels, and batches of documents.
 
-A label is the next token of the same document, so that a document may be cut anywhere and its
-pieces trained on in any place: the last label of a piece is still the true next token. Positions
-are not kept: they count from 0 in every document of a batch, pieces included.
+A label is the next token of the same document. So a document may be cut anywhere: the last label of
+a piece is still the true next token. Positions are not stored; they count from 0 in every document
+of a batch, and in every piece.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from distca.data.lengths import Lengths
 
 Tokens = npt.NDArray[np.int64]
 
-IGNORE = -100  # the label of what must not be learnt; what torch's cross entropy leaves out
+IGNORE = -100  # the label of tokens without a loss, as in torch's cross entropy
 
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """A document or a piece of one, and where it comes from."""
+    """A document or a piece of one, with its origin."""
 
     tokens: Tokens  # [n]
     labels: Tokens  # [n] the next token, or IGNORE
-    source: int = 0  # the source's number in its loader
-    index: int = 0  # in the source
-    offset: int = 0  # of the first token, in the document as the source has it
+    source: int = 0  # number of the source in its loader
+    index: int = 0  # number of the document in its source
+    offset: int = 0  # position of the first token in the source's document
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1
@@ -42,14 +42,14 @@ class Document:
     def from_tokens(
         cls, tokens: npt.ArrayLike, *, num_prompt: int = 0, source: int = 0, index: int = 0
     ) -> Document:
-        """A whole document; its first ``num_prompt`` tokens are read but not learnt."""
+        """Returns a whole document, of which the first ``num_prompt`` tokens have no loss."""
         tokens = np.asarray(tokens, dtype=np.int64)
         labels = np.append(tokens[1:], IGNORE) if len(tokens) else tokens.copy()
         labels[: max(num_prompt - 1, 0)] = IGNORE  # token i is the label of token i - 1
         return cls(tokens, labels, source, index)
 
     def piece(self, start: int, stop: int) -> Document:
-        """Tokens [start, stop), counted from this piece's own first."""
+        """Returns tokens [start, stop), counted from the first token of this piece."""
         return replace(
             self,
             tokens=self.tokens[start:stop],
@@ -58,13 +58,13 @@ class Document:
         )
 
     def pieces(self, longest: int) -> list[Document]:
-        """All of it in order, none longer than ``longest``."""
+        """Returns the document in pieces of at most ``longest`` tokens."""
         return [self.piece(start, start + longest) for start in range(0, len(self), longest)]
 
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """What one step learns from, on all ranks together."""
+    """The documents of one step, over all ranks."""
 
     documents: tuple[Document, ...]
 
@@ -78,5 +78,5 @@ class Batch:
 
     @cached_property
     def num_targets(self) -> int:
-        """Labels that are learnt: what the step's loss is divided by."""
+        """The number of labels with a loss, by which the loss of the step is divided."""
         return sum(int(np.count_nonzero(d.labels != IGNORE)) for d in self.documents)

@@ -1,4 +1,4 @@
-"""How long documents are: named distributions, seeded, and batches drawn from them."""
+"""Distributions of document lengths by name, and seeded batches of lengths."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ Draw = Callable[[np.random.Generator, int], Floats]
 
 NAMES = ("pretrain", "prolong", "lognormal", "fixed")
 FORMS = "pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N"
-BLOCK = 1024  # documents drawn at once; part of what a seed means
+BLOCK = 1024  # documents drawn at once; another number changes the batch of a seed
 
 
 @dataclass(frozen=True)
 class LengthDistribution:
-    """Document lengths between 1 and ``context`` tokens; what is drawn beyond is cut there."""
+    """A distribution of lengths, clipped to [1, ``context``] tokens."""
 
     name: str
     context: int
@@ -27,14 +27,14 @@ class LengthDistribution:
 
     def __post_init__(self) -> None:
         if self.context < 1:
-            raise ValueError(f"a context of {self.context} tokens: it needs >= 1")
+            raise ValueError(f"a context of {self.context} tokens: it must be at least 1")
 
     def sample(self, num_documents: int, rng: np.random.Generator) -> Lengths:
         drawn = np.rint(self.draw(rng, num_documents)).astype(np.int64)
         return np.clip(drawn, 1, self.context)
 
     def batch(self, num_tokens: int, seed: int) -> Lengths:
-        """Documents in order of arrival, exactly ``num_tokens`` in all: the last is cut short."""
+        """Returns lengths that add up to ``num_tokens``; the last document is cut."""
         rng = np.random.default_rng(seed)
         blocks: list[Lengths] = []
         missing = num_tokens
@@ -45,20 +45,20 @@ class LengthDistribution:
 
 
 def take(lengths: Lengths, num_tokens: int) -> Lengths:
-    """The first documents, exactly ``num_tokens`` in all: the last is cut short."""
+    """Returns the first documents up to ``num_tokens`` tokens in total; the last one is cut."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     if total < num_tokens:
         raise ValueError(
-            f"the documents hold {total} tokens but {num_tokens} are asked for:"
-            " ask for fewer tokens or give more documents"
+            f"the documents hold {total} tokens but {num_tokens} are needed: ask for fewer tokens"
+            " or give more documents"
         )
     stops = ends[: np.searchsorted(ends, num_tokens) + 1].clip(max=num_tokens)
     return np.diff(stops, prepend=0)
 
 
 def pretrain(context: int) -> LengthDistribution:
-    """Long documents up-sampled: 6 % of documents hold about half of the tokens."""
+    """Up-samples long documents: 6 % of the documents hold about half of the tokens."""
 
     def draw(rng: np.random.Generator, n: int) -> Floats:
         short = rng.lognormal(np.log(0.046 * context), 0.75, n)
@@ -69,7 +69,7 @@ def pretrain(context: int) -> LengthDistribution:
 
 
 def prolong(context: int) -> LengthDistribution:
-    """Mostly short documents, whatever the context; long ones hold 13.5 % of the tokens."""
+    """Draws mostly short documents for any context; long ones hold 13.5 % of the tokens."""
     short_mean, long_mean, share = 2900.0, 0.75 * context, 0.135
     chance = share * short_mean / (share * short_mean + (1 - share) * long_mean)
 
@@ -83,7 +83,7 @@ def prolong(context: int) -> LengthDistribution:
 def lognormal(context: int, median: float, sigma: float) -> LengthDistribution:
     name = f"lognormal:{median:g}:{sigma:g}"
     if not (0 < median < np.inf and 0 <= sigma < np.inf):
-        raise ValueError(f"{name}: the median must be above 0 and sigma not below it")
+        raise ValueError(f"{name}: the median must be above 0 and sigma at least 0")
     return LengthDistribution(name, context, lambda rng, n: rng.lognormal(np.log(median), sigma, n))
 
 
@@ -91,7 +91,7 @@ def fixed(context: int, length: int) -> LengthDistribution:
     if not 1 <= length <= context:
         raise ValueError(
             f"fixed:{length} with a context of {context} tokens:"
-            " a length is at least 1 and at most the context"
+            " the length must be at least 1 and at most the context"
         )
     return LengthDistribution(
         f"fixed:{length}", context, lambda _, n: np.full(n, length, dtype=np.float64)
@@ -99,12 +99,12 @@ def fixed(context: int, length: int) -> LengthDistribution:
 
 
 def distribution(spec: str, context: int) -> LengthDistribution:
-    """From ``pretrain``, ``prolong``, ``lognormal:MEDIAN:SIGMA`` or ``fixed:N``."""
+    """Parses ``pretrain``, ``prolong``, ``lognormal:MEDIAN:SIGMA`` or ``fixed:N``."""
     name, *words = spec.split(":")
     try:
         numbers = [float(word) for word in words]
     except ValueError:
-        numbers = [np.nan]  # which no case below takes
+        numbers = [np.nan]  # matches no case below
     match name, numbers:
         case "pretrain", []:
             return pretrain(context)
@@ -114,9 +114,9 @@ def distribution(spec: str, context: int) -> LengthDistribution:
             return lognormal(context, median, sigma)
         case "fixed", [length] if length.is_integer():
             return fixed(context, int(length))
-    raise ValueError(f"length distribution {spec!r} is unknown: say {FORMS}")
+    raise ValueError(f"length distribution {spec!r} is unknown: choose {FORMS}")
 
 
 def names_distribution(spec: str) -> bool:
-    """Whether ``spec`` means a distribution, be it well formed or not."""
+    """Returns whether ``spec`` names a distribution, even if its numbers are wrong."""
     return spec.partition(":")[0] in NAMES

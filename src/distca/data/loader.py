@@ -1,11 +1,11 @@
-"""Global batches from weighted sources: what every step learns from, whatever the mesh.
+"""Global batches from weighted sources, independent of the mesh.
 
-[Note: Order] Each source is gone through in an order of its own for every epoch, a hash of (seed,
-source, epoch, index). The next document comes from the source that is furthest behind its share of
-the tokens so far, so a source is never ahead of its share by more than one document. A batch takes
-documents until it is full; what is left of the last one opens the next batch, as a document of its
-own. So the state is a cursor for each source and a reference to that rest, a few numbers, and the
-same batches follow from it bit by bit. tokens_per_step and context may change in between.
+[Note: Order] In every epoch, the documents of a source are in the order of a hash of (seed, source,
+epoch, index). The next document comes from the source that is furthest behind its share of the
+tokens so far, so no source is ahead of its share by more than one document. A batch takes documents
+until it is full; the rest of the last one becomes the first document of the next batch. So the
+state is a cursor for each source and a reference to that rest: a few numbers, from which exactly
+the same batches follow. tokens_per_step and context may change when a run is resumed.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ Overlong = Literal["split", "drop"]
 
 @dataclass
 class Counts:
-    """What has come from one source so far."""
+    """Counts of what one source has delivered so far."""
 
     epochs: int = 0  # completed
     cursor: int = 0  # documents drawn in this epoch
     documents: int = 0  # drawn and kept
-    tokens: int = 0  # handed out in batches
-    split: int = 0  # of the documents kept, those longer than the context
+    tokens: int = 0  # delivered in batches
+    split: int = 0  # kept documents that are longer than the context
     dropped: int = 0  # longer than the context, with overlong = "drop"
-    empty: int = 0  # without a token
+    empty: int = 0  # documents without tokens
 
 
 class Loader:
     """Draws batches of exactly ``tokens_per_step`` tokens; see [Note: Order].
 
-    ``weights`` are shares of the tokens, one for each source, in any unit; equal by default.
-    A document longer than ``context`` is split into pieces of that length (``overlong="split"``)
-    or left out (``"drop"``). ``held_out`` documents, a share below 1 or a number, are never trained
-    on; see ``evaluation``.
+    weights: each source's share of the tokens, in any unit; equal by default.
+    overlong: whether a document longer than ``context`` is split into pieces (``"split"``) or left
+        out (``"drop"``).
+    held_out: the number of documents kept for ``evaluation``, or their share if it is below 1.
     """
 
     def __init__(
@@ -60,15 +60,15 @@ class Loader:
     ) -> None:
         if not 1 <= context <= tokens_per_step:
             raise ValueError(
-                f"a context of {context} tokens in a step of {tokens_per_step}: it is at least 1,"
-                " and a step holds a document of that length; set tokens_per_step >= context"
+                f"a context of {context} tokens in a step of {tokens_per_step}: set a context of"
+                " at least 1 and tokens_per_step >= context"
             )
         if overlong not in get_args(Overlong):
-            raise ValueError(f'overlong = {overlong!r}: say "split" or "drop"')
+            raise ValueError(f'overlong = {overlong!r}: choose "split" or "drop"')
         if not 0 <= seed < 2**63:
-            raise ValueError(f"seed = {seed}: it is a whole number from 0 to below 2^63")
+            raise ValueError(f"seed = {seed}: it must be a whole number from 0 to below 2^63")
         if not sources:
-            raise ValueError("no sources at all: give one or more; stdlib is always there")
+            raise ValueError("no sources: give one or more; stdlib is always available")
         self.sources = tuple(sources)
         self.tokens_per_step, self.context, self.seed = tokens_per_step, context, seed
         self.overlong, self.held_out = overlong, held_out
@@ -83,7 +83,7 @@ class Loader:
             if not len(trained):
                 raise ValueError(
                     f"{source.name} has {len(source)} documents, all of them held out: a source"
-                    " needs one or more to train on; hold out less or leave the source out"
+                    " needs at least one for training; hold out fewer or remove the source"
                 )
         self._counts = [Counts() for _ in self.sources]
         self._orders: list[tuple[int, Ints]] = [(-1, trained) for trained in self._trained]
@@ -91,7 +91,7 @@ class Loader:
 
     @property
     def counts(self) -> tuple[Counts, ...]:
-        """One for each source; a copy."""
+        """A copy of the counts of each source."""
         return tuple(replace(counts) for counts in self._counts)
 
     @property
@@ -99,20 +99,22 @@ class Loader:
         return sum(map(len, self._held_out))
 
     def next_batch(self) -> Batch:
-        documents, room = [], self.tokens_per_step
-        while room:
+        """Returns the next batch, with exactly ``tokens_per_step`` tokens."""
+        documents, missing = [], self.tokens_per_step
+        while missing:
             document = self._draw() if self._rest is None else self._rest
-            stop = min(len(document), self.context, room)
+            stop = min(len(document), self.context, missing)
             documents.append(document.piece(0, stop))
             self._rest = document.piece(stop, len(document)) if stop < len(document) else None
             self._counts[document.source].tokens += stop
-            room -= stop
+            missing -= stop
         return Batch(tuple(documents))
 
     def evaluation(self, num_tokens: int) -> Iterator[Batch]:
-        """The held-out documents in order, uncut up to the context; training does not notice.
+        """Yields the held-out documents in order, in pieces of at most ``context`` tokens.
 
-        A batch has at most ``num_tokens``, and less where the next document does not fit.
+        A batch has at most ``num_tokens`` tokens, and fewer where the next piece does not fit. The
+        batches for training do not change.
         """
         if num_tokens < self.context:
             raise ValueError(
@@ -120,28 +122,28 @@ class Loader:
                 " a batch must hold a document of that length"
             )
         if not self.num_held_out:
-            raise ValueError("there are no held-out documents: set held_out, 0.01 say")
+            raise ValueError("there are no held-out documents: set held_out, for example to 0.01")
         return self._evaluation(num_tokens)
 
     def _evaluation(self, num_tokens: int) -> Iterator[Batch]:
-        waiting: list[Document] = []
-        room = num_tokens
+        pieces: list[Document] = []
+        left = num_tokens
         for number, held in enumerate(self._held_out):
             for index in held.tolist():
                 document = self._read(number, index)
                 if self._is_dropped(document):
                     continue
                 for piece in document.pieces(self.context):
-                    if len(piece) > room:
-                        yield Batch(tuple(waiting))
-                        waiting, room = [], num_tokens
-                    waiting.append(piece)
-                    room -= len(piece)
-        if waiting:
-            yield Batch(tuple(waiting))
+                    if len(piece) > left:
+                        yield Batch(tuple(pieces))
+                        pieces, left = [], num_tokens
+                    pieces.append(piece)
+                    left -= len(piece)
+        if pieces:
+            yield Batch(tuple(pieces))
 
     def state(self) -> dict[str, Any]:
-        """Where the next batch begins, for JSON: a few numbers, no tokens."""
+        """Returns the position of the next batch as JSON: a few numbers, no tokens."""
         state = self._fixed() | {"sources": [asdict(counts) for counts in self._counts]}
         if self._rest is not None:
             rest = self._rest
@@ -149,12 +151,12 @@ class Loader:
         return state
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Go on from ``state``, of a loader over the same documents: the same batches follow."""
+        """Continues with the batches that follow a ``state`` of a loader of the same documents."""
         for name, value in self._fixed().items():
             if name not in state or state[name] != value:
                 raise ValueError(
-                    f"the state of the data has {name} = {state.get(name)} but this run"
-                    f" {value}: go on with the same, or start anew without the state"
+                    f"the saved state of the data has {name} = {state.get(name)} but this run has"
+                    f" {value}: set the same value, or start from the beginning"
                 )
         counts = [Counts(**saved) for saved in state["sources"]]
         rest = None
@@ -164,14 +166,14 @@ class Loader:
             if len(document) != offset + num_tokens:
                 raise ValueError(
                     f"document {index} of {self.sources[source].name} has {len(document)} tokens"
-                    f" but had {offset + num_tokens} when the state was saved: go on with the same"
-                    " data and tokenizer, or start anew without the state"
+                    f" but had {offset + num_tokens} when the state was saved: use the same"
+                    " data and tokenizer, or start from the beginning"
                 )
             rest = document.piece(offset, len(document))
         self._counts, self._rest = counts, rest
 
     def _fixed(self) -> dict[str, Any]:
-        """What a state is only good for; a mix that changed would first make up for the past."""
+        """Returns the settings that a state depends on."""
         return {
             "seed": self.seed,
             "held_out": self.held_out,
@@ -180,10 +182,10 @@ class Loader:
         }
 
     def _draw(self) -> Document:
-        """The next document to train on, whole."""
+        """Returns the next whole document for training."""
         number = self._furthest_behind()
         counts = self._counts[number]
-        # Twice its size, since one epoch in full may begin anywhere in another.
+        # Twice the size of the source covers a full epoch from any position.
         for _ in range(2 * len(self._trained[number])):
             document = self._read(number, self._next_index(number))
             if self._is_dropped(document):
@@ -195,13 +197,13 @@ class Loader:
                 counts.split += len(document) > self.context
                 return document
         raise ValueError(
-            f"{self.sources[number].name} gives nothing to train on: all of its"
+            f"{self.sources[number].name} has nothing to train on: all of its"
             f" {len(self._trained[number])} documents are empty or longer than the context of"
-            f' {self.context} tokens; set overlong = "split" or leave the source out'
+            f' {self.context} tokens; set overlong = "split" or remove the source'
         )
 
     def _furthest_behind(self) -> int:
-        """The source with the largest share of the tokens so far still to come."""
+        """Returns the source that is furthest behind its share of the tokens so far."""
         tokens = [counts.tokens for counts in self._counts]
         total, weight = sum(tokens), sum(self._weights)
         behind = [w * total - weight * t for w, t in zip(self._weights, tokens, strict=True)]
@@ -226,7 +228,7 @@ class Loader:
 
 
 def _whole_weights(weights: Sequence[float] | None, sources: Sequence[Source]) -> list[int]:
-    """In whole numbers, as they are written (0.1 is a tenth), so that no rounding adds up."""
+    """Returns weights as exact whole numbers (0.1 is one tenth), so that no rounding adds up."""
     weights = [1] * len(sources) if weights is None else weights
     if len(weights) != len(sources):
         raise ValueError(
@@ -235,8 +237,8 @@ def _whole_weights(weights: Sequence[float] | None, sources: Sequence[Source]) -
     for weight, source in zip(weights, sources, strict=True):
         if not 0 < weight < math.inf:
             raise ValueError(
-                f"{source.name} has the weight {weight}: it must be above 0; leave out a source"
-                " that is not wanted"
+                f"{source.name} has weight {weight}: it must be above 0; remove a source that is"
+                " not wanted"
             )
     exact = [Fraction(str(weight)) for weight in weights]
     unit = math.lcm(*(weight.denominator for weight in exact))

@@ -2,13 +2,13 @@
 
 =====================  ========================================================================
 ``lengths.json``       a list of lengths, or ``{"lengths": [...]}``
-``text.txt``           one document; its length is its size in bytes, as a byte-level model sees it
+``text.txt``           one document, whose length is its size in bytes (a byte-level tokenizer)
 a folder               all ``.txt`` files below it, in order of their paths
 ``shards/*.jsonl``     a glob: every file that matches, each by its own suffix, in order of paths
-``text.jsonl``         one document a line: ``text`` (utf-8 bytes), ``tokens`` or ``input_ids``
+``text.jsonl``         one document per line: ``text`` (utf-8 bytes), ``tokens`` or ``input_ids``
                        (their number) or ``length``
-``tokens.npy``         token ids, one document up to and with each ``end_of_document``; where that
-                       is not given, the array is taken to hold lengths
+``tokens.npy``         token ids in which ``end_of_document`` ends each document; without that
+                       id, the array holds lengths
 ``data.bin, data.idx`` a Megatron indexed data set; only the ``.idx`` is read
 =====================  ========================================================================
 """
@@ -28,17 +28,17 @@ import numpy.typing as npt
 
 from distca.data.lengths import Lengths
 
-LONGEST = 1 << 27  # tokens in a document; the work of longer ones may not fit 64-bit picoseconds
-_SECOND = {".bin": ".idx", ".npy": ".lengths.npy"}  # what lies beside a file and belongs to it
+LONGEST = 1 << 27  # tokens of a document; longer ones may overflow 64-bit picoseconds
+_SECOND = {".bin": ".idx", ".npy": ".lengths.npy"}  # files that belong to another file
 KNOWN = "a .json, .jsonl, .txt, .npy, .bin or .idx file, a folder of .txt files, a glob"
 
 
 def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> Lengths:
-    """The lengths of all documents in ``source``, in order; see the top of this file."""
+    """Returns the lengths of all documents in ``source``; see the top of this file."""
     path = Path(source)
     if end_of_document is not None and path.suffix != ".npy":
         raise ValueError(
-            f"{path} with an end-of-document id: only .npy files of token ids are cut by one"
+            f"{path} with an end-of-document id: only .npy files have one; leave it out"
         )
     files = find_files(source, KNOWN)
     if files != [path]:
@@ -55,14 +55,14 @@ def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> L
         case ".bin" | ".idx":
             lengths = read_index(path.with_suffix(".idx")).lengths
         case _:
-            raise ValueError(f"{path} is of no known kind: give {KNOWN}")
+            raise ValueError(f"{path} has an unknown suffix: give {KNOWN}")
     if not len(lengths):
-        raise ValueError(f"{path} holds no document: it needs one or more")
+        raise ValueError(f"{path} holds no documents: it needs one or more")
     return lengths
 
 
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; one sentence where it is not JSON."""
+    """Returns the value of a JSON file, or raises ValueError with one sentence."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
@@ -70,11 +70,12 @@ def read_json(path: Path) -> Any:
 
 
 def find_files(source: str | Path, known: str) -> list[Path]:
-    """A file, the ``.txt`` files below a folder, or what a glob matches, in order of paths.
+    """Returns a file, the ``.txt`` files below a folder, or the matches of a glob, sorted.
 
-    Where a glob matches both, ``data.idx`` counts as part of ``data.bin`` and
-    ``tokens.lengths.npy`` as part of ``tokens.npy``. ``known`` names what may be given, for the
-    sentence that says that there is nothing.
+    ``data.idx`` is left out if ``data.bin`` is found too, and ``tokens.lengths.npy`` if
+    ``tokens.npy`` is.
+
+    known: the supported sources, for the error message when nothing is found.
     """
     path = Path(source)
     found: Iterable[Path]
@@ -86,7 +87,7 @@ def find_files(source: str | Path, known: str) -> list[Path]:
         found = map(Path, glob.iglob(str(source), recursive=True))
         missing = f"no file matches {source}"
     else:
-        raise ValueError(f"{path} is not there: give {known}")
+        raise ValueError(f"{path} does not exist: give {known}")
     files = {file for file in found if file.is_file()}
     if not files:
         raise ValueError(f"{missing}: give {known}")
@@ -95,7 +96,7 @@ def find_files(source: str | Path, known: str) -> list[Path]:
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """What one line of a ``.jsonl`` file holds."""
+    """Returns the value of one line of a ``.jsonl`` file."""
     try:
         return json.loads(line)
     except ValueError as error:
@@ -131,13 +132,13 @@ def _length_of(line: bytes, where: str) -> Any:
         case {"length": length}:
             return length
     raise ValueError(
-        f'{where} is no document: it needs "text" (a string), "tokens" or "input_ids" (a list)'
+        f'{where} is not a document: it needs "text" (a string), "tokens" or "input_ids" (a list)'
         ' or "length" (a number)'
     )
 
 
 def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
-    """The row of whole numbers in a ``.npy`` file, left on the disk until it is read."""
+    """Returns the memory-mapped array of whole numbers in a ``.npy`` file."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -145,7 +146,7 @@ def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(
             f"{path} holds an array of shape {array.shape} and type {array.dtype}:"
-            " it must be one row of whole numbers"
+            " it must be a one-dimensional array of whole numbers"
         )
     row: npt.NDArray[np.integer[Any]] = array
     return row
@@ -154,14 +155,14 @@ def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
 def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
     array = open_array(path)
     if end_of_document is None:
-        why = "(taken as lengths, since no end-of-document id is given)"
+        why = "(read as lengths, since no end-of-document id is given)"
         return _checked(array, lambda index: f"entry {index} of {path} {why}")
     stops = np.flatnonzero(array == end_of_document) + 1
     if not len(stops):
         raise ValueError(
-            f"{path} holds no token {end_of_document}: give the id that ends its documents"
+            f"{path} does not contain token {end_of_document}: give the id that ends its documents"
         )
-    if stops[-1] < len(array):  # the last document was cut off
+    if stops[-1] < len(array):  # the last document has no end
         stops = np.append(stops, len(array))
     return np.diff(stops, prepend=0).astype(np.int64)
 
@@ -169,7 +170,7 @@ def _read_numpy(path: Path, end_of_document: int | None) -> Lengths:
 # [Note: Megatron index] Little-endian: magic, version (u64), code of the tokens' type (u8), number
 # of sequences S (u64) and of document borders D (u64); then S lengths (i32) in tokens, S offsets
 # (i64) into the .bin in bytes, and D borders (i64): document d is sequences [border d, border d+1),
-# so that there are D - 1 documents. Multimodal sets append S modes (i8), which do not matter here.
+# so there are D - 1 documents. Multimodal sets append S modes (i8), which are not needed here.
 _HEADER = struct.Struct("<9sQBQQ")
 _MAGIC = b"MMIDIDX\x00\x00"
 _TOKEN_TYPES = dict(enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), 1))
@@ -177,32 +178,32 @@ _TOKEN_TYPES = dict(enumerate(("u1", "i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<
 
 @dataclass(frozen=True, eq=False)
 class Index:
-    """What a Megatron ``.idx`` says about its ``.bin``."""
+    """The contents of a Megatron ``.idx`` file, which describes a ``.bin`` file."""
 
     dtype: np.dtype[Any]  # of a token
     lengths: Lengths  # [documents] in tokens
-    in_order: bool  # in the .bin, every sequence follows the one before without a gap
+    in_order: bool  # sequences follow each other in the .bin without gaps
 
 
 def read_index(path: Path) -> Index:
-    """See [Note: Megatron index]."""
+    """Reads an ``.idx`` file; see [Note: Megatron index]."""
     if not path.is_file():
-        raise ValueError(f"{path} is not there: a .bin data set has its .idx beside it")
+        raise ValueError(f"{path} does not exist: a .bin data set needs its .idx next to it")
     with path.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        raise ValueError(f"{path} is not a Megatron index: it does not begin with MMIDIDX")
+        raise ValueError(f"{path} is not a Megatron index: it must begin with MMIDIDX")
     _, version, code, num_sequences, num_borders = _HEADER.unpack(head)
     if version != 1 or code not in _TOKEN_TYPES:
         raise ValueError(
             f"{path} is a Megatron index of version {version} and token type {code}:"
-            " version 1 and types 1 to 8 are known"
+            " only version 1 and types 1 to 8 are supported"
         )
     size, needed = path.stat().st_size, _HEADER.size + 12 * num_sequences + 8 * num_borders
     if size < needed:
         raise ValueError(
-            f"{path} is cut off: {num_sequences} sequences and {num_borders} document borders need"
-            f" {needed} bytes, it has {size}"
+            f"{path} is truncated: {num_sequences} sequences and {num_borders} document borders"
+            f" need {needed} bytes, but it has {size}"
         )
     sequences = np.fromfile(path, "<i4", num_sequences, offset=_HEADER.size)
     offsets = np.fromfile(path, "<i8", num_sequences, offset=_HEADER.size + 4 * num_sequences)
@@ -210,7 +211,8 @@ def read_index(path: Path) -> Index:
     rising = bool(np.all(np.diff(borders) >= 0))
     if not (num_borders and borders[0] == 0 and borders[-1] == num_sequences and rising):
         raise ValueError(
-            f"{path} is damaged: its document borders must rise from 0 to {num_sequences} sequences"
+            f"{path} is damaged: its document borders must increase from 0 to {num_sequences}"
+            " sequences"
         )
     ends = np.concatenate([np.zeros(1, np.int64), np.cumsum(sequences, dtype=np.int64)])
     lengths = _checked(np.diff(ends[borders]), lambda index: f"document {index} in {path}")
@@ -222,14 +224,14 @@ def read_index(path: Path) -> Index:
 def _checked(
     values: Sequence[Any] | npt.NDArray[np.integer[Any]], where: Callable[[int], str]
 ) -> Lengths:
-    """Lengths, after a look at each; ``where`` names the one that is wrong."""
+    """Returns checked lengths; ``where(index)`` names a wrong one in the error message."""
     if not isinstance(values, np.ndarray):
         for index, value in enumerate(values):
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(
                     f"{where(index)} is {value!r}: it must be a whole number of tokens"
                 )
-            if not 1 <= value < LONGEST:  # before numpy, whose integers end
+            if not 1 <= value < LONGEST:  # before numpy, whose integers may overflow
                 raise ValueError(_out_of_range(where(index), value))
         return np.array(values, dtype=np.int64)
     bad = np.flatnonzero((values < 1) | (values >= LONGEST))

@@ -1,14 +1,14 @@
-"""Sources of documents: each has a length and gives any document by its number, when asked.
+"""Sources of documents: each has a number of documents and reads any of them by its index.
 
 =======================  ======================================================================
 ``stdlib``               the text of Python's standard library on this machine: a data set that
-                         is always there, whose documents are of very uneven length
-``pretrain``, ...        random tokens; the lengths follow a distribution of ``data.lengths``
+                         is always available, with documents of very uneven length
+``pretrain``, ...        random tokens with lengths from a distribution of ``data.lengths``
 a folder                 all ``.txt`` files below it, one document each
 ``docs/**/*.md``         a glob: every file that matches, each by its own suffix
 ``text.jsonl``           one document a line: ``text``; or ``prompt`` and ``completion``, where
-                         only the completion is learnt; or ``tokens`` or ``input_ids``
-``tokens.npy``           token ids, cut after each eos or by ``tokens.lengths.npy`` beside it
+                         only the completion has a loss; or ``tokens`` or ``input_ids``
+``tokens.npy``           token ids, divided after each eos or by ``tokens.lengths.npy``
 ``data.bin, data.idx``   a Megatron indexed data set
 any other file           one document of UTF-8 text
 =======================  ======================================================================
@@ -36,12 +36,12 @@ KNOWN = (
 )
 NUM_SYNTHETIC = 1 << 16  # documents in an epoch of random ones
 _NOT_TEXT = {".jsonl", ".npy", ".bin", ".idx", ".json"}
-# Tests are left out for being odd text, installed packages for not being the standard library.
+# Tests are odd text, and installed packages are not the standard library.
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 class Source(Protocol):
-    """``document(index)`` is the same whenever it is asked for; it may be empty."""
+    """A data set. ``document(index)`` always returns the same document, which may be empty."""
 
     name: str
 
@@ -51,7 +51,7 @@ class Source(Protocol):
 
 
 class TextFiles:
-    """One document per file."""
+    """Text files with one document each."""
 
     def __init__(self, name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> None:
         self.name = name
@@ -65,16 +65,16 @@ class TextFiles:
         try:
             text = path.read_bytes().decode("utf-8")
         except OSError as error:
-            raise ValueError(f"{path} cannot be read any more: {error.strerror}") from None
+            raise ValueError(f"{path} can no longer be read: {error.strerror}") from None
         except UnicodeDecodeError as error:
             raise ValueError(
-                f"{path} is not UTF-8 text (byte {error.start}): convert it or leave it out"
+                f"{path} is not UTF-8 text (byte {error.start}): convert or remove it"
             ) from None
         return self._tokenizer.document(text, index=index)
 
 
 class JsonLines:
-    """One document per line; what is kept is where each line begins, and its number."""
+    """A file with one document per line; only the start of each line is kept in memory."""
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.name = str(path)
@@ -87,7 +87,7 @@ class JsonLines:
                     numbers.append(number)
                 offset += len(line)
         if not starts:
-            raise ValueError(f"{path} holds no document: it needs one or more")
+            raise ValueError(f"{path} holds no documents: it needs one or more")
         self._starts, self._numbers = np.array(starts, np.int64), np.array(numbers, np.int64)
 
     def __len__(self) -> int:
@@ -108,8 +108,8 @@ class JsonLines:
             case {"tokens": list(ids)} | {"input_ids": list(ids)}:
                 return self._from_ids(ids, where, index)
         raise ValueError(
-            f'{where} is no document: it needs "text", or "prompt" and "completion" (strings), or'
-            ' "tokens" or "input_ids" (a list)'
+            f'{where} is not a document: it needs "text", or "prompt" and "completion" (strings),'
+            ' or "tokens" or "input_ids" (a list)'
         )
 
     def _from_ids(self, ids: list[Any], where: str, index: int) -> Document:
@@ -118,13 +118,13 @@ class JsonLines:
                 raise ValueError(
                     f"token {place} of {where} is {token!r}: it must be a whole number"
                 )
-        # As objects, since JSON has numbers that no array of integers holds.
+        # As objects, since a number in JSON may be too large for an array of integers.
         check_ids(np.array(ids, dtype=object), self._tokenizer.vocab_size, where)
         return Document.from_tokens(ids, index=index)
 
 
 class Synthetic:
-    """Random tokens; each document depends on the seed and its index alone."""
+    """Random tokens that depend only on the seed and the index of the document."""
 
     def __init__(
         self, lengths: LengthDistribution, num_documents: int, vocab_size: int, seed: int
@@ -143,7 +143,7 @@ class Synthetic:
 
 
 class Joined:
-    """Several sources one after another, as one."""
+    """Several sources as one, in order."""
 
     def __init__(self, name: str, sources: Sequence[Source]) -> None:
         self.name = name
@@ -160,6 +160,7 @@ class Joined:
 
 
 def standard_library(tokenizer: Tokenizer) -> TextFiles:
+    """Returns the text of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     paths = [
@@ -168,7 +169,7 @@ def standard_library(tokenizer: Tokenizer) -> TextFiles:
         if _NOT_LIBRARY.isdisjoint(name.split("/")) and found[name].stat().st_size
     ]
     if not paths:  # frozen and zipped installations
-        raise ValueError(f"{root} holds no Python source: give text of your own instead of stdlib")
+        raise ValueError(f"{root} holds no Python source: use your own text instead of stdlib")
     return TextFiles("stdlib", paths, tokenizer)
 
 
@@ -180,11 +181,13 @@ def open_source(
     seed: int = 0,
     end_of_document: int | None = None,
 ) -> Source:
-    """See the top of this file.
+    """Opens a source; see the top of this file.
 
-    ``context`` and ``seed`` are for random tokens; ``end_of_document`` for ``.npy``, where it is
-    not the tokenizer's eos. The first document is read at once, so that a wrong kind of file or the
-    wrong tokenizer is told before a run begins.
+    The first document is read at once, so that a wrong file or tokenizer is reported before a run
+    begins.
+
+    context, seed: for random tokens.
+    end_of_document: the id that ends documents in a ``.npy`` file; by default the tokenizer's eos.
     """
     source = _open(where, tokenizer, context, seed, end_of_document)
     source.document(0)
@@ -215,5 +218,5 @@ def _open_file(path: Path, tokenizer: Tokenizer, end: int | None) -> Source:
         case ".bin" | ".idx":
             return open_megatron(path, tokenizer)
         case ".json":
-            raise ValueError(f"{path} is JSON: write one document a line and call it .jsonl")
+            raise ValueError(f"{path} is JSON: write one document per line to a .jsonl file")
     return TextFiles(str(path), [path], tokenizer)

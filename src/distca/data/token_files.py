@@ -1,4 +1,4 @@
-"""Documents from files of token ids, ``.npy`` or Megatron ``.bin``; read only where asked for."""
+"""Documents from memory-mapped files of token ids: ``.npy`` or Megatron ``.bin``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Row = npt.NDArray[np.integer[Any]]
 
 
 class TokenFile:
-    """One row of ids on the disk, cut into documents of the given lengths."""
+    """An array of token ids on disk that is divided into documents of the given lengths."""
 
     def __init__(self, path: Path, row: Row, lengths: Lengths, vocab_size: int) -> None:
         self.name = str(path)
@@ -26,7 +26,7 @@ class TokenFile:
         if self._stops[-1] != len(row):
             raise ValueError(
                 f"{path} holds {len(row)} tokens but its documents {int(self._stops[-1])}: lengths"
-                " and tokens must be of one data set"
+                " and tokens must be from the same data set"
             )
 
     def __len__(self) -> int:
@@ -40,32 +40,32 @@ class TokenFile:
 
 
 def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = None) -> TokenFile:
-    """Documents end as ``tokens.lengths.npy`` beside ``tokens.npy`` says, else with each eos."""
+    """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = open_array(path), path.with_suffix(".lengths.npy")
     if end_of_document is None and beside.is_file():
         return TokenFile(path, row, read_lengths(beside), tokenizer.vocab_size)
     end = tokenizer.eos if end_of_document is None else end_of_document
     if end is None:
         raise ValueError(
-            f"{path} does not say where its documents end: put their lengths into {beside.name}"
-            " beside it, or give the id that ends them"
+            f"{path} does not tell where its documents end: write their lengths to {beside.name}"
+            " next to it, or give the id that ends them"
         )
     return TokenFile(path, row, read_lengths(path, end_of_document=end), tokenizer.vocab_size)
 
 
 def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
-    """From either of ``data.bin`` and ``data.idx``."""
+    """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
     path = path.with_suffix(".bin")
     index = read_index(path.with_suffix(".idx"))
     if not path.is_file():
-        raise ValueError(f"{path} is not there: an .idx has the .bin with its tokens beside it")
+        raise ValueError(f"{path} does not exist: an .idx needs its .bin next to it")
     if index.dtype.kind not in "iu" or not index.in_order:
         raise ValueError(
             f"{path} holds {index.dtype} tokens, {'in' if index.in_order else 'not in'} order:"
-            " whole numbers in the order of the index are read; write the data set anew"
+            " only whole numbers in the order of the index are supported; write the data set again"
         )
     if not len(index.lengths):
-        raise ValueError(f"{path} holds no document: it needs one or more")
+        raise ValueError(f"{path} holds no documents: it needs one or more")
     row: Row = np.memmap(path, index.dtype, mode="r")
     return TokenFile(path, row, index.lengths, tokenizer.vocab_size)
 
@@ -75,5 +75,5 @@ def check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
     if len(bad):
         raise ValueError(
             f"token {int(bad[0])} of {where} is {int(tokens[bad[0]])} but the vocabulary has"
-            f" {vocab_size}: name the tokenizer that made the tokens"
+            f" {vocab_size}: set the tokenizer that the tokens were made with"
         )

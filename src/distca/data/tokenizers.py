@@ -1,8 +1,8 @@
-"""Text to token ids and back.
+"""Tokenizers: text to token ids and back.
 
 ``bytes``              built in: the 256 bytes of UTF-8, then bos 256, eos 257 and pad 258
-``ids:N``              no text at all: files of token ids below N
-``tokenizer.json``     a Hugging Face tokenizer, or the folder it lies in; needs ``tokenizers``
+``ids:N``              for files that hold token ids below N instead of text
+``tokenizer.json``     a Hugging Face tokenizer or its folder; needs the library ``tokenizers``
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 from distca.data.documents import Document, Tokens
 from distca.data.readers import read_json
 
-KNOWN = "bytes, ids:N, or a tokenizer.json and its folder"
+KNOWN = "bytes, ids:N, a tokenizer.json or its folder"
 
 
 class Tokenizer(ABC):
-    """Ids below ``vocab_size``; ``add_bos`` and ``add_eos`` say what a document is put between."""
+    """A tokenizer; ``add_bos`` and ``add_eos`` set which tokens enclose each document."""
 
     def __init__(
         self,
@@ -36,12 +36,12 @@ class Tokenizer(ABC):
         for word, token, add in (("bos", bos, add_bos), ("eos", eos, add_eos)):
             if token is not None and not 0 <= token < vocab_size:
                 raise ValueError(
-                    f"{word} = {token} in the tokenizer {name}: its ids lie from 0 to below"
+                    f"{word} = {token} in the tokenizer {name}: ids must be from 0 to below"
                     f" {vocab_size}"
                 )
             if add and token is None:
                 raise ValueError(
-                    f"the tokenizer {name} names no {word} token: name it with {word} = ..., or set"
+                    f"the tokenizer {name} has no {word} token: set {word} = ..., or"
                     f" add_{word} = false"
                 )
         self.name, self.vocab_size, self.bos, self.eos = name, vocab_size, bos, eos
@@ -50,14 +50,14 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:
-        """The text alone, without bos and eos."""
+        """Returns the tokens of the text, without bos and eos."""
 
     @abstractmethod
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """The text of ``tokens``, without special tokens."""
+        """Returns the text of ``tokens``, without special tokens."""
 
     def document(self, text: str, *, prompt: str = "", index: int = 0) -> Document:
-        """bos, ``prompt`` (read but not learnt), ``text``, eos; empty where there is no text."""
+        """Returns bos, ``prompt`` (without a loss), ``text`` and eos; empty if there is no text."""
         if not prompt and not text:
             return Document.from_tokens([], index=index)
         known = self.encode(prompt)
@@ -67,6 +67,8 @@ class Tokenizer(ABC):
 
 
 class ByteTokenizer(Tokenizer):
+    """The bytes of UTF-8 text, and three special tokens."""
+
     BOS, EOS, PAD, VOCAB_SIZE = 256, 257, 258, 259
 
     def __init__(self, *, add_bos: bool = False, add_eos: bool = True) -> None:
@@ -81,24 +83,24 @@ class ByteTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         ids = np.asarray(tokens, np.int64)
         plain = ids[ids < self.BOS].astype(np.uint8).tobytes()
-        return plain.decode("utf-8", errors="replace")  # a model may write half a character
+        return plain.decode("utf-8", errors="replace")  # a model may generate half a character
 
 
 class IdTokenizer(Tokenizer):
-    """For files that hold ids already: only the size of the vocabulary and its eos are known."""
+    """For files that hold token ids; knows only the size of the vocabulary and its eos."""
 
     def __init__(self, vocab_size: int, *, eos: int | None = None) -> None:
         super().__init__(f"ids:{vocab_size}", vocab_size, eos=eos)
 
     def encode(self, text: str) -> Tokens:
-        raise ValueError(f"the tokenizer {self.name} reads no text: give a tokenizer.json or bytes")
+        raise ValueError(f"the tokenizer {self.name} reads no text: use bytes or a tokenizer.json")
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
         return " ".join(str(int(token)) for token in tokens)
 
 
 class HuggingFaceTokenizer(Tokenizer):
-    """bos and eos by their text, or as the ``tokenizer_config.json`` beside it names them."""
+    """A ``tokenizer.json``; bos and eos are given as text or by its ``tokenizer_config.json``."""
 
     def __init__(
         self,
@@ -127,14 +129,13 @@ class HuggingFaceTokenizer(Tokenizer):
             return None
         number: int | None = self._inner.token_to_id(token)
         if number is None:
-            raise ValueError(f"{word} = {token!r} is no token of {path}: name one that is")
+            raise ValueError(f"{word} = {token!r} is not a token of {path}: set one that is")
         return number
 
     def encode(self, text: str) -> Tokens:
-        text = text.encode("utf-8", errors="replace").decode(
-            "utf-8"
-        )  # JSON may hold half characters
-        # Without the template of the file, which would add bos a second time.
+        # JSON may hold half characters, which tokenizers cannot read.
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        # The file's template would add bos a second time.
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
 
     def decode(self, tokens: Sequence[int] | Tokens) -> str:
@@ -150,7 +151,10 @@ def open_tokenizer(
     add_bos: bool = False,
     add_eos: bool = True,
 ) -> Tokenizer:
-    """See the top of this file; ``bos`` and ``eos`` are text, or a number for ``ids:N``."""
+    """Opens a tokenizer; see the top of this file.
+
+    bos, eos: special tokens as text, or as a number for ``ids:N``.
+    """
     kind, _, size = spec.partition(":")
     if kind == "bytes" and not size:
         if bos is not None or eos is not None:
@@ -158,23 +162,21 @@ def open_tokenizer(
         return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
     if kind == "ids":
         if not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"tokenizer {spec!r}: write ids:N with the size of the vocabulary")
+            raise ValueError(f"tokenizer {spec!r}: write ids:N with the size N of the vocabulary")
         if bos is not None or isinstance(eos, str):
             raise ValueError(
-                f"bos = {bos!r} and eos = {eos!r} with the tokenizer {spec}: only eos is used, the"
-                " id at the end of each document; give it as a number"
+                f"bos = {bos!r} and eos = {eos!r} with the tokenizer {spec}: give only eos, as"
+                " the number that ends each document"
             )
         return IdTokenizer(int(size), eos=eos)
     if isinstance(bos, int) or isinstance(eos, int):
-        raise ValueError(
-            f"bos = {bos!r} and eos = {eos!r}: name the tokens of {spec} by their text"
-        )
+        raise ValueError(f"bos = {bos!r} and eos = {eos!r}: give the tokens of {spec} as text")
     return HuggingFaceTokenizer(spec, bos=bos, eos=eos, add_bos=add_bos, add_eos=add_eos)
 
 
 def _load(path: Path) -> Any:
     if not path.is_file():
-        raise ValueError(f"the tokenizer {path} is not there: give {KNOWN}")
+        raise ValueError(f"the tokenizer {path} does not exist: give {KNOWN}")
     try:
         from tokenizers import Tokenizer as Inner
     except ImportError:
@@ -184,14 +186,14 @@ def _load(path: Path) -> Any:
     try:
         inner = Inner.from_file(str(path))
     except Exception as error:  # the library raises plain Exceptions
-        raise ValueError(f"{path} is no tokenizer.json: {error}") from None
-    inner.no_truncation()  # what the file says about these would cut documents in silence
+        raise ValueError(f"{path} is not a tokenizer.json: {error}") from None
+    inner.no_truncation()  # settings of the file would cut documents silently
     inner.no_padding()
     return inner
 
 
 def _named_tokens(path: Path) -> dict[str, str | None]:
-    """What a ``tokenizer_config.json``, if there is one, calls bos and eos."""
+    """Returns bos and eos of a ``tokenizer_config.json``, if it exists."""
     config = read_json(path) if path.is_file() else {}
     named: dict[str, str | None] = {}
     for word in ("bos", "eos"):

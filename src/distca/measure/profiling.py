@@ -1,7 +1,7 @@
-"""Measures a device for the planner's cost model and the simulator, one figure after the other.
+"""Measures a device for the planner's cost model and the simulator, one figure at a time.
 
-``measure`` takes a profile as far as it is there and yields it again after each figure, so that a
-caller can show how far it is and save it, and an interrupted run goes on where it stopped.
+``measure`` completes a profile and yields it after each figure, so that a caller can show progress
+and save it, and an interrupted measurement can be continued.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or no
 
 @dataclass(frozen=True)
 class Scope:
-    """What is measured, and how thoroughly."""
+    """The sizes that are measured, and the number of repetitions."""
 
     queries: tuple[int, ...]
     keys: tuple[int, ...]
-    call_queries: int  # a fused call has about so many query rows, to fill the device
-    call_keys: int  # and at most so many key rows, or those of one task
+    call_queries: int  # query rows of a fused call, approximately: enough to fill the device
+    call_keys: int  # key rows of a fused call, at most, unless one task has more
     linear_tokens: int
     copy_bytes: int
     exchange_bytes: tuple[int, ...]
     rounds: int
     round_s: float
-    held_out: int = 12  # calls of one shape
-    mixed: int = 4  # calls of documents and shards together
+    held_out: int = 12  # held-out calls with tasks of one shape
+    mixed: int = 4  # held-out calls with documents and shards
 
     @classmethod
     def of(cls, device: torch.device, model: ModelConfig, quick: bool = False) -> Scope:
-        """Minutes on any device; ``quick`` takes every other size."""
+        """Returns a scope that takes minutes on any device; ``quick`` takes every other size."""
         step = 2 if quick else 1
         if device.type == "cpu":
             scope = cls(
@@ -66,14 +66,14 @@ class Scope:
                 round_s=0.01,
             )
         else:
-            # The keys, values and gradients, the latter widened or for all heads, as kernels do.
+            # Keys, values and their gradients, which kernels widen or compute for all heads.
             key_bytes = (16 * model.kv_heads + 4 * model.heads) * model.head_dim
             free, _ = torch.cuda.mem_get_info(device)
             scope = cls(
                 queries=_powers(7, 17, step),
                 keys=_powers(7, 17, step),
                 call_queries=1 << 15,
-                call_keys=min(1 << 20, free // 2 // key_bytes),  # within kernels' 32-bit indices
+                call_keys=min(1 << 20, free // 2 // key_bytes),  # kernels have 32-bit indices
                 linear_tokens=1 << 14,
                 copy_bytes=1 << 30,
                 exchange_bytes=_powers(20, 29, 3),
@@ -102,7 +102,7 @@ class Bench:
         *,
         scope: Scope | None = None,
     ) -> Bench:
-        """Where ranks have joined a world, all of them make it and measure together."""
+        """Returns a bench; if ranks have joined a process group, all of them measure together."""
         dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         scope = scope or Scope.of(device, model)
         several = dist.is_initialized() and dist.get_world_size() > 1
@@ -124,11 +124,11 @@ class Bench:
         return 1 if self.clock.control is None else dist.get_world_size(self.clock.control)
 
     def blank(self, name: str) -> Profile:
-        """A profile of all that is known before anything is measured."""
+        """Returns a profile without figures."""
         nothing = ((None,) * len(self.scope.keys),) * len(self.scope.queries)
         versions = {"distca": __version__, "torch": torch.__version__}
         if self.backend.name == "fa4":
-            with suppress(PackageNotFoundError):  # it may lie on the path without being installed
+            with suppress(PackageNotFoundError):  # it may be importable without being installed
                 versions["flash-attn-4"] = version("flash-attn-4")
         return Profile(
             name=name,
@@ -152,26 +152,26 @@ class Bench:
 
     def attention(self, queries: list[int], keys: list[int]) -> Seconds:
         if self.clock.device.type == "cuda":
-            torch.cuda.empty_cache()  # shapes differ much, and what one left fits no other
+            torch.cuda.empty_cache()  # shapes differ, so cached memory is of little use
         return attention_s(self.clock, self.backend, self.model, self.dtype, queries, keys)
 
     def tasks(self, queries: int, keys: int) -> int:
-        """How many of this shape make a call."""
+        """Returns the number of tasks of this shape in a call."""
         return max(min(-(-self.scope.call_queries // queries), self.scope.call_keys // keys), 1)
 
 
-Step = tuple[str, Callable[[Profile], Profile]]  # what is measured, and the measuring
+Step = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
 
 
 def measure(bench: Bench, profile: Profile) -> Iterator[tuple[str, Profile]]:
-    """What was measured just now, and the profile with it; nothing if nothing is missing."""
+    """Measures the missing figures; yields the name of each and the profile with it."""
     for what, take in steps(bench, profile):
         profile = take(profile)
         yield what, profile
 
 
 def steps(bench: Bench, profile: Profile) -> list[Step]:
-    """What is still missing. The table comes before the calls that are held against it."""
+    """Returns the missing figures; the table comes before the calls that are compared with it."""
     scope = bench.scope
     found: list[Step] = [
         (
@@ -222,6 +222,8 @@ def _exchange(bench: Bench, size: int, profile: Profile) -> Profile:
 
 @dataclass(frozen=True)
 class HeldOutCall:
+    """A fused call that checks the interpolation between the sizes of the table."""
+
     queries: tuple[int, ...]
     keys: tuple[int, ...]
     repeat: int = 1
@@ -242,8 +244,11 @@ def _held_out(bench: Bench, call: HeldOutCall, profile: Profile) -> Profile:
 
 
 def held_out_calls(bench: Bench) -> list[HeldOutCall]:
-    """Shapes between those of the table, the same on every run: calls of one shape, a third of them
-    whole documents, and calls such as plans make, of documents and a few shards."""
+    """Returns calls with sizes between those of the table, the same in every run.
+
+    Some have tasks of one shape, of which a third are whole documents; others have documents and a
+    few shards, as plans do.
+    """
     scope = bench.scope
     draw = np.random.default_rng(0)
     least, most = scope.queries[0], min(scope.queries[-1], scope.keys[-1])
@@ -256,7 +261,7 @@ def held_out_calls(bench: Bench) -> list[HeldOutCall]:
         return length, length
 
     def shard() -> tuple[int, int]:
-        """Cut at tiles, as planners do."""
+        """Draws a shard that is cut at tiles, as planners do."""
         tile = min(TILE, least)
         keys = max(between(2 * least, scope.keys[-1]) // tile * tile, tile)
         return max(between(least, min(keys, most)) // tile * tile, tile), keys
@@ -297,5 +302,5 @@ def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
 
 
 def _short(value: float) -> float:
-    """Four digits: more are noise."""
+    """Rounds to four digits; more are noise."""
     return float(f"{value:.4g}")

@@ -1,104 +1,156 @@
-"""What ``distca selftest`` checks: each function does its part on this rank and says how it went.
+"""The checks of ``distca selftest``: a test suite that runs on the ranks at hand.
 
-Every comparison is with the obvious: one softmax over a whole document, one process going through
-the documents one by one.
+Every check compares distca with a plain reference: torch's attention over each whole document, or
+one process that trains on the documents one by one.
 """
 
-# torch is imported inside the functions: `distca --help` must not wait for it.
+from __future__ import annotations
+
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torch import Tensor
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
-    from distca.model.config import ModelConfig
-    from distca.planning.plan import Plan
-    from distca.runtime.mesh import RankContext
+from distca.attention.core import CoreAttention
+from distca.data.documents import Batch, Document
+from distca.model.config import ModelConfig
+from distca.model.initialize import initialize
+from distca.model.llama import Arriving, Llama, on_meta, plainly
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
+from distca.planning.api import place_and_plan
+from distca.planning.options import PlanOptions
+from distca.planning.plan import Plan
+from distca.planning.policies import Policy, policy_of
+from distca.runtime.batches import Step
+from distca.runtime.mesh import RankContext, join_mesh
+from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.step import StepRunner
+from distca.train.checkpoints import Checkpoints
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
-GRAIN: dict[str, Any] = {"tile": 16, "min_shard": 16, "cost": "pairs"}  # so that little is cut much
+FINE = PlanOptions(tile=16, min_shard=16, cost="pairs")  # so that short documents are cut often
+OPTIONS = replace(FINE, heads=HEADS, kv_heads=KV_HEADS, head_dim=HEAD_DIM)
+MODEL = ModelConfig(
+    vocab_size=61, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=HEAD_DIM, ffn=96
+)
 
-Row = dict[str, Any]  # see ``distca.report.checks``
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a check, on one rank or on all of them."""
+
+    passed: bool | None  # None: the check was skipped
+    error: float | None = None  # the largest relative error
+    limit: float | None = None  # the largest error that passes
+    bytes_per_s: float | None = None
+    words: str | None = None  # why the check failed or was skipped
+
+    @classmethod
+    def worst(cls, outcomes: Iterable[Outcome]) -> Outcome:
+        """Returns a failure if there is one; else the slowest or the least exact outcome."""
+        ordered = sorted(outcomes, key=lambda one: (one.bytes_per_s or 0.0, -(one.error or 0.0)))
+        return next((one for one in ordered if one.passed is False), ordered[0])
+
+    def to_json(self) -> dict[str, Any]:
+        known = {name: value for name, value in asdict(self).items() if value is not None}
+        return {"passed": self.passed} | known
 
 
-def checks_of(context: "RankContext", out: Path) -> dict[str, Callable[[], Row]]:
+Check = Callable[[], Outcome]
+
+
+def checks_of(context: RankContext, out: Path) -> dict[str, Check]:
+    """Returns all checks by name. Every rank calls each of them, in the same order."""
     ranks = context.parallel.num_ranks
-    # One long document, or several, and odd short ones; as many as there are ranks, and uneven.
+    # Long documents next to short and odd ones, so that the attention of ranks is uneven.
     uneven = [[700, 3] if rank % 3 == 0 else [33, 120, 7][: 1 + rank % 3] for rank in range(ranks)]
-    attention: dict[str, Row] = {
-        "in place, uneven": {"ranks": uneven},
-        "in place, balanced placement": {"ranks": uneven, "placement": "balanced"},
-        "in place, window of 100": {"ranks": uneven, "mask": "window:100"},
-        "ranks without tokens": {"ranks": [[900, 40]] + [[]] * (ranks - 1)},
-        "a dedicated server": {"ranks": uneven[:-1], "servers": 1},
+    given, balanced = policy_of("distca"), policy_of("distca", "balanced")
+    window, server = replace(OPTIONS, mask="window:100"), replace(OPTIONS, servers=1)
+    one_rank: list[list[int]] = [[900, 40]] + [[]] * (ranks - 1)
+    attention = partial(_attention, context)
+    checks: dict[str, Check] = {
+        "attention: in place, uneven": partial(attention, uneven, given),
+        "attention: in place, balanced placement": partial(attention, uneven, balanced),
+        "attention: in place, window of 100": partial(attention, uneven, given, window),
+        "attention: ranks without tokens": partial(attention, one_rank, given),
+        "attention: a dedicated server": partial(attention, uneven[:-1], given, server),
+        "attention: launch, compute, wait": partial(attention, uneven, given, asynchronous=True),
+        "training step, FSDP": partial(_step, context, ping_pong=False),
+        "training step, FSDP, ping-pong": partial(_step, context, ping_pong=True),
+        "training step, pipeline of two stages": partial(_pipeline, context),
+        "checkpoint, saved and loaded": partial(_checkpoint, context, out / "checkpoints"),
     }
-    checks: dict[str, Callable[[], Row]] = {
-        f"attention: {name}": partial(_attention, context, options)
-        for name, options in attention.items()
-    }
-    checks["attention: dispatch, compute, combine"] = partial(
-        _attention, context, {"ranks": uneven}, in_steps=True
-    )
-    checks["training step, FSDP"] = partial(_step, context, ping_pong=False)
-    checks["training step, FSDP, ping-pong"] = partial(_step, context, ping_pong=True)
-    checks["training step, pipeline of two stages"] = partial(_pipeline, context)
-    checks["checkpoint, saved and loaded"] = partial(_checkpoint, context, out / "checkpoints")
     for size in (10**6, 10**7, 10**8) if context.device.type == "cuda" else (10**5, 10**6, 10**7):
         checks[f"all-to-all, {size / 1e6:g} MB to each rank"] = partial(_bandwidth, context, size)
     return checks
 
 
-def _attention(context: "RankContext", options: Row, in_steps: bool = False) -> Row:
-    """Output and gradients of this rank's rows, against one softmax over each whole document."""
-    import torch
+def exact(pairs: Iterable[tuple[Tensor, Tensor]], limit: float) -> Outcome:
+    """Compares (found, expected) tensors by their relative error; a NaN never passes."""
+    errors = []
+    for found, expected in pairs:
+        size = expected.double().norm().clamp_min(1e-6).cpu()
+        errors.append(float((found.double().cpu() - expected.double().cpu()).norm() / size))
+    worst = max(errors, key=lambda error: (error != error, error), default=0.0)
+    return Outcome(worst <= limit, error=worst, limit=limit)
 
-    from distca.attention.core import CoreAttention
-    from distca.planning.api import place_and_plan
-    from distca.planning.policies import policy_of
 
-    given = dict(options)
-    if not given["ranks"]:
-        return {"passed": None, "words": "needs two ranks"}
-    policy = policy_of("distca", given.pop("placement", "given"))
-    plan = place_and_plan(
-        given.pop("ranks"),
-        policy,
-        heads=HEADS,
-        kv_heads=KV_HEADS,
-        head_dim=HEAD_DIM,
-        **GRAIN,
-        **given,
-    )
+def dense(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
+    """Computes the attention of one document with torch: [T, H, D] -> [T, H, D]."""
+    position = torch.arange(len(q), device=q.device)
+    behind = position[:, None] - position
+    mask = (behind >= 0) & (behind < reach)
+    q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    return out[0].transpose(0, 1)
+
+
+def _attention(
+    context: RankContext,
+    ranks: list[list[int]],
+    policy: Policy,
+    options: PlanOptions = OPTIONS,
+    asynchronous: bool = False,
+) -> Outcome:
+    """Compares output and gradients of this rank's rows with attention over whole documents."""
+    if not ranks:
+        return Outcome(None, words="needs two ranks")
+    plan = place_and_plan(ranks, policy, options)
     attention = CoreAttention(context.attention_group, control=context.attention_cpu_group)
     if context.rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
-        return {"passed": True, "error": 0.0, "limit": 0.0}
+        return Outcome(True, error=0.0, limit=0.0)
     gpu = context.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32  # what training uses
-    whole = [t.to(dtype) for t in _drawn(plan)]
+    whole = [t.to(dtype) for t in _random_inputs(plan)]
     expected = _expected([t.double() for t in whole], plan)
     rows = _rows_of(plan, context.rank)
     q, k, v, grad_out = (t[rows].to(context.device) for t in whole)
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    if in_steps:
-        pending = attention.dispatch(*leaves, plan)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    if asynchronous:
+        pending = attention.dispatch(*inputs, plan)
         pending.compute()
         found = pending.combine()
     else:
-        found = attention(*leaves, plan)
+        found = attention(*inputs, plan)
     found.backward(grad_out)
-    pairs = zip((found.detach(), *(t.grad for t in leaves)), expected, strict=True)
+    pairs = zip((found.detach(), *(t.grad for t in inputs)), expected, strict=True)
     return exact([(ours, right[rows]) for ours, right in pairs], 2e-2 if gpu else 1e-5)
 
 
-def _drawn(plan: "Plan") -> list["Tensor"]:
-    """q, k, v and the gradient of the output, of all documents; the same on every rank."""
-    import torch
-
+def _random_inputs(plan: Plan) -> list[Tensor]:
+    """Returns q, k, v and the gradient of the output of all documents, the same on every rank."""
     generator = torch.Generator().manual_seed(0)
     total = int(plan.placement.lengths.sum())
     return [
@@ -107,11 +159,8 @@ def _drawn(plan: "Plan") -> list["Tensor"]:
     ]
 
 
-def _rows_of(plan: "Plan", rank: int) -> "Tensor":
-    """Which rows of all documents a rank holds."""
-    import numpy as np
-    import torch
-
+def _rows_of(plan: Plan, rank: int) -> Tensor:
+    """Returns the rows of the concatenated documents that a rank holds."""
     placement = plan.placement
     first = np.cumsum([0, *placement.lengths])
     spans = [np.zeros(0, np.int64)]
@@ -121,11 +170,10 @@ def _rows_of(plan: "Plan", rank: int) -> "Tensor":
     return torch.from_numpy(np.concatenate(spans))
 
 
-def _expected(whole: list["Tensor"], plan: "Plan") -> list["Tensor"]:
-    import torch
-
-    *leaves, grad_out = whole
-    q, k, v = (t.requires_grad_() for t in leaves)
+def _expected(whole: Sequence[Tensor], plan: Plan) -> list[Tensor]:
+    """Returns the output and the gradients of q, k and v, of all documents."""
+    *inputs, grad_out = whole
+    q, k, v = (t.requires_grad_() for t in inputs)
     outputs, first = [], 0
     for length, reach in zip(plan.placement.lengths.tolist(), plan.reach.tolist(), strict=True):
         rows = slice(first, first + length)
@@ -135,154 +183,99 @@ def _expected(whole: list["Tensor"], plan: "Plan") -> list["Tensor"]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
-def dense(q: "Tensor", k: "Tensor", v: "Tensor", reach: int) -> "Tensor":
-    """Returns textbook attention of one whole document, [T, H, D].
-
-    Its gradients come from autograd, which no backend uses.
-    """
-    from distca.attention.backends.reference import dense_forward
-    from distca.planning.masks import Mask
-
-    return dense_forward(q, k, v, Mask(reach), q.shape[-1] ** -0.5).out
-
-
-def exact(pairs: list[tuple["Tensor", "Tensor"]], limit: float) -> Row:
-    """The largest relative error; a NaN passes nothing."""
-    errors = []
-    for ours, right in pairs:
-        size = right.double().norm().clamp_min(1e-6).cpu()
-        errors.append(float((ours.double().cpu() - right.double().cpu()).norm() / size))
-    worst = max(errors, key=lambda error: (error != error, error), default=0.0)
-    return {"passed": worst <= limit, "error": worst, "limit": limit}
-
-
-def _pipeline(context: "RankContext") -> Row:
-    from distca.pipeline.mesh import MeshShape
-    from distca.runtime.mesh import join_mesh
-
+def _pipeline(context: RankContext) -> Outcome:
     ranks = context.parallel.num_ranks
     if ranks % 2:
-        return {"passed": None, "words": "needs an even number of ranks"}
+        return Outcome(None, words="needs an even number of ranks")
     return _step(join_mesh(MeshShape(pp=2, dp=ranks // 2), context.device), True, micro_batches=2)
 
 
-def _step(context: "RankContext", ping_pong: bool, micro_batches: int = 1) -> Row:
-    """Loss and gradients of the sharded model, against one process and document by document."""
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-
-    from distca.data.documents import Batch, Document
-    from distca.model.initialize import initialize
-    from distca.model.llama import Arriving, on_meta, plainly
-    from distca.pipeline.step_planner import StepPlanner
-    from distca.planning.options import PlanOptions
-    from distca.planning.policies import policy_of
-    from distca.runtime.batches import Step
-    from distca.runtime.step import StepRunner
-
-    config = _tiny()
+def _step(context: RankContext, ping_pong: bool, micro_batches: int = 1) -> Outcome:
+    """Compares loss and gradients of a sharded model with one process, document by document."""
     draw = np.random.default_rng(0)
     lengths = [300, 9, 64, 1, 33, 90, 20, 5] * (1 + context.parallel.num_ranks // 4)
-    batch = Batch(tuple(Document.from_tokens(draw.integers(0, 61, n)) for n in lengths))
-    masks = tuple(config.mask_of(layer) for layer in range(config.layers))
+    documents = (Document.from_tokens(draw.integers(0, MODEL.vocab_size, n)) for n in lengths)
+    batch = Batch(tuple(documents))
     planner = StepPlanner(
         context.parallel,
-        masks,
-        PlanOptions(model=config.shape, **GRAIN),
+        tuple(MODEL.mask_of(layer) for layer in range(MODEL.layers)),
+        replace(FINE, model=MODEL.shape),
         policy_of("distca", "balanced"),
         micro_batches=micro_batches,
         ping_pong=ping_pong,
     )
-    step = Step.of(planner, batch)
     assert context.stage is not None
-    model = _sharded(context, config, *planner.stages[context.stage])
-    total = StepRunner.of(context, halves=1 + ping_pong).train(model, step).cpu()
-    dist.all_reduce(total, group=context.world_group)
-
-    def attend(layer: int, q: "Tensor", k: "Tensor", v: "Tensor") -> "Tensor":
-        return dense(q, k, v, masks[layer].reach)
-
-    plain = on_meta(config)
-    initialize(plain, seed=0, device=context.device)  # another kind of device draws other weights
-    expected = torch.zeros((), device=context.device)
-    for document in batch.documents:
-        tokens, positions, labels = (
-            torch.from_numpy(x).to(context.device)
-            for x in (document.tokens, np.arange(len(document)), document.labels)
-        )
-        half = Arriving(tokens, positions, labels=labels)
-        (leaving,) = plain([half], plainly(attend))
-        assert leaving.loss is not None
-        expected = expected + leaving.loss.total / step.batch.num_targets
-    expected.backward()  # type: ignore[no-untyped-call]
-    pairs = [(total, expected.detach())]
+    model = _sharded(context, *planner.stages[context.stage])
+    runner = StepRunner.of(context, halves=1 + ping_pong)
+    loss = runner.train(model, Step.of(planner, batch)).cpu()
+    dist.all_reduce(loss, group=context.world_group)
+    whole, expected = _train_alone(batch, context.device)
+    pairs = [(loss, expected)]
     for name, ours in model.named_parameters():
-        right = plain.get_parameter(name)
+        right = whole.get_parameter(name)
         assert right.grad is not None
-        pairs.append((ours.grad.full_tensor(), right.grad))
+        pairs.append((ours.grad.full_tensor(), right.grad))  # type: ignore[union-attr]
     return exact(pairs, 1e-4)
 
 
-def _tiny() -> "ModelConfig":
-    from distca.model.config import ModelConfig
+def _train_alone(batch: Batch, device: torch.device) -> tuple[Llama, Tensor]:
+    """Returns the whole model with its gradients, and the loss of the batch."""
 
-    return ModelConfig(
-        vocab_size=61, hidden=64, layers=2, heads=4, kv_heads=2, head_dim=HEAD_DIM, ffn=96
-    )
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return dense(q, k, v, MODEL.mask_of(layer).reach)
+
+    model = on_meta(MODEL)
+    initialize(model, seed=0, device=device)  # other kinds of devices draw other weights
+    loss = torch.zeros((), device=device)
+    for document in batch.documents:
+        tokens, positions, labels = (
+            torch.from_numpy(x).to(device)
+            for x in (document.tokens, np.arange(len(document)), document.labels)
+        )
+        (leaving,) = model([Arriving(tokens, positions, labels=labels)], plainly(attend))
+        assert leaving.loss is not None
+        loss = loss + leaving.loss.total / batch.num_targets
+    loss.backward()  # type: ignore[no-untyped-call]
+    return model, loss.detach()
 
 
-def _sharded(
-    context: "RankContext", config: "ModelConfig", start: int = 0, stop: int | None = None
-) -> Any:
-    from distca.model.initialize import initialize
-    from distca.model.llama import on_meta
-    from distca.runtime.parallelize import Precision, parallelize
-
-    model = on_meta(config, start, stop)
+def _sharded(context: RankContext, start: int = 0, stop: int | None = None) -> Llama:
+    model = on_meta(MODEL, start, stop)
     parallelize(model, context, Precision())
     initialize(model, seed=0, device=context.device)
     return model
 
 
-def _checkpoint(context: "RankContext", folder: Path) -> Row:
-    """Weights and moments come back bit by bit."""
-    import torch
-    import torch.distributed as dist
-
-    from distca.train.checkpoints import Checkpoints
-
-    model = _sharded(context, _tiny())
+def _checkpoint(context: RankContext, folder: Path) -> Outcome:
+    """Checks that weights and moments are loaded bit for bit."""
+    model = _sharded(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    state = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())]
-    before = [t.detach().to_local().clone() for t in state]
+
+    def state() -> list[Any]:
+        moments = [optimizer.state[p]["exp_avg"] for p in model.parameters()]
+        return [t.detach().to_local() for t in (*model.parameters(), *moments)]
+
+    before = [t.clone() for t in state()]
     checkpoints = Checkpoints(folder, model, optimizer, context, keep=1)
     checkpoints.save(1, {"step": 1})
     checkpoints.wait()
     optimizer.step()
     extra = checkpoints.load(folder / "step-00000001")
-    state = [*model.parameters(), *(optimizer.state[p]["exp_avg"] for p in model.parameters())]
-    after = [t.detach().to_local() for t in state]
+    found = exact(zip(state(), before, strict=True), 0.0)
     dist.barrier(context.world_group)
     if context.rank == 0:
         rmtree(folder)
-    found = exact(list(zip(after, before, strict=True)), 0.0)
-    return found | {"passed": found["passed"] and extra == {"step": 1}}
+    return replace(found, passed=found.passed and extra == {"step": 1})
 
 
-def _bandwidth(context: "RankContext", size: int) -> Row:
-    """Bytes a second that this rank sends, while it receives as many."""
-    import statistics
-
-    import torch
-    import torch.distributed as dist
-
+def _bandwidth(context: RankContext, size: int) -> Outcome:
+    """Measures the bytes per second that this rank sends while it receives as many."""
     ranks = context.parallel.num_ranks
     if ranks == 1:
-        return {"passed": None, "words": "needs two ranks"}
+        return Outcome(None, words="needs two ranks")
     sent = torch.ones(size * ranks, dtype=torch.uint8, device=context.device)
     received = torch.empty_like(sent)
     seconds = []
@@ -294,4 +287,4 @@ def _bandwidth(context: "RankContext", size: int) -> Row:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     speed = size * (ranks - 1) / statistics.median(seconds[1:])
-    return {"passed": bool((received == 1).all()), "bytes_per_s": speed}
+    return Outcome(bool((received == 1).all()), bytes_per_s=speed)

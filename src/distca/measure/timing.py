@@ -1,8 +1,7 @@
-"""How long the parts of a training step take on a device: fused attention calls, the linear part of
-a layer, a copy, an exchange. Random data; medians after a warm-up.
+"""Measures the parts of a training step on a device: fused attention calls, the linear part of a
+layer, a copy and an exchange. The data is random, and figures are medians after a warm-up.
 
-Ranks that measure at the same time agree on the mean of what they found, so they all go on with the
-same figures.
+Ranks that measure together take the mean of their figures, so that all continue with the same ones.
 """
 
 from __future__ import annotations
@@ -28,27 +27,30 @@ MOST_CALLS = 50  # in one round
 
 
 class Seconds(NamedTuple):
+    """Seconds of one call."""
+
     forward: float
     backward: float
 
 
 @dataclass(frozen=True, eq=False)
 class Clock:
-    """Seconds of something on a device."""
+    """Measures the seconds of work on a device."""
 
     device: torch.device
-    rounds: int  # of which the median is taken
-    round_s: float  # what is short is repeated until a round takes this long
-    control: dist.ProcessGroup | None = None  # of all ranks over the host, if there are several
+    rounds: int  # repetitions, of which the median counts
+    round_s: float  # short work is repeated until a round takes this long
+    control: dist.ProcessGroup | None = None  # a host group of all ranks, if there are several
 
     def of(self, work: Callable[[], object]) -> float:
-        self._round(work, 1)  # kernels are compiled and memory is found
+        """Returns the seconds of ``work``."""
+        self._round(work, 1)  # compiles kernels and allocates memory
         calls = round(self.round_s / max(self._round(work, 1), 1e-6))
         calls = min(max(calls, 1), MOST_CALLS)
         return self._mean(median(self._round(work, calls) for _ in range(self.rounds)))
 
     def together(self, work: Callable[[], object]) -> float:
-        """Of a collective, which all ranks must call equally often."""
+        """Returns the seconds of a collective, which all ranks call equally often."""
         times = []
         for _ in range(2 * self.rounds):
             dist.barrier(self.control)
@@ -56,11 +58,11 @@ class Clock:
         return self._mean(median(times[self.rounds :]))
 
     def _round(self, work: Callable[[], object], calls: int) -> float:
-        """Seconds of each call."""
+        """Returns the seconds of one call."""
         if self.device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             if calls > 1:
-                work()  # the device is busy with this one while the host queues the others
+                work()  # keeps the device busy while the host queues the others
             start.record()
             for _ in range(calls):
                 work()
@@ -88,7 +90,7 @@ def attention_s(
     queries: Sequence[int],
     keys: Sequence[int],
 ) -> Seconds:
-    """One fused call of causal tasks (queries[i], keys[i])."""
+    """Measures one fused call of causal tasks (queries[i], keys[i])."""
     q_offsets, kv_offsets = (as_ints(np.cumsum([0, *sizes])) for sizes in (queries, keys))
     rows, key_rows = int(q_offsets[-1]), int(kv_offsets[-1])
     call = PackedCall.of(Mask(CAUSAL), q_offsets, kv_offsets, clock.device)
@@ -107,7 +109,7 @@ def attention_s(
 
 
 def linear_s(clock: Clock, model: ModelConfig, dtype: torch.dtype, tokens: int) -> Seconds:
-    """A layer but for its attention: the products, and the norms and rotation around them."""
+    """Measures a layer without its attention: products, norms and rotation."""
     with clock.device:
         before, after = Before(model).to(dtype), After(model).to(dtype)
         positions = torch.arange(tokens)
@@ -129,13 +131,14 @@ def linear_s(clock: Clock, model: ModelConfig, dtype: torch.dtype, tokens: int) 
 
 
 def copy_s(clock: Clock, num_bytes: int) -> float:
+    """Measures a copy inside the device's memory."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=clock.device)
     target = torch.empty_like(source)
     return clock.of(lambda: target.copy_(source))
 
 
 def exchange_s(clock: Clock, num_bytes: int) -> float:
-    """An all-to-all over the default group: a rank sends so many to all others together."""
+    """Measures an all-to-all in which each rank sends ``num_bytes`` to all others together."""
     ranks = dist.get_world_size()
     each = num_bytes // (ranks - 1)
     sent = torch.ones(each * ranks, dtype=torch.uint8, device=clock.device)

@@ -1,4 +1,4 @@
-"""A Llama-family model that is open at the attention."""
+"""A Llama-family model whose core attention is computed outside of it."""
 
 from distca.model.config import ModelConfig, RopeScaling
 from distca.model.layers import QKV

@@ -1,12 +1,12 @@
-"""Folders of Hugging Face: ``config.json`` and safetensors, loaded and saved.
+"""Loads and saves Hugging Face folders: ``config.json`` and safetensors.
 
     config.json
     model.safetensors                       or, in parts,
     model-00001-of-00003.safetensors, ...   and model.safetensors.index.json: name -> file
 
-Tensors pass one by one: a load holds one of them beside the model, a save holds one file's worth on
-the rank that writes. Parameters may be sharded (DTensors) or on meta. Weights are the same
-numbers in the same order here and there, since both rotate the two halves of a head.
+Parameters may be sharded (DTensors) or on the meta device. Besides the model, a load holds one
+tensor at a time, and a save holds one file's tensors on rank 0. Weights need no permutation, since
+both sides rotate the two halves of a head.
 """
 
 from __future__ import annotations
@@ -60,13 +60,14 @@ def hf_name(name: str) -> str:
 
 
 def read_config(folder: Path | str) -> ModelConfig:
+    """Returns the configuration of the model in a folder."""
     return from_hf(json.loads(_existing(Path(folder) / CONFIG).read_text()))
 
 
 def load(model: Llama, folder: Path | str, *, device: torch.device | str | None = None) -> None:
-    """Fills a model, or a stage of one, from a folder; what is on meta gets memory first.
+    """Loads a model, or a pipeline stage, from a folder, after allocating what is on meta.
 
-    Every rank reads all of its tensors whole and keeps its share.
+    Every rank reads the whole tensors of its parameters and keeps its shards.
     """
     folder = Path(folder)
     _check_config(model.config, read_config(folder))
@@ -79,7 +80,7 @@ def load(model: Llama, folder: Path | str, *, device: torch.device | str | None 
         if tensor.shape != parameter.shape:
             raise ValueError(
                 f"{name} has shape {tuple(tensor.shape)} in {files[name]} but"
-                f" {tuple(parameter.shape)} by config.json: the folder contradicts itself; fetch it"
+                f" {tuple(parameter.shape)} by config.json: the folder is inconsistent; download it"
                 " again"
             )
         fill(parameter, tensor.to(parameter.device))
@@ -93,18 +94,19 @@ def save(
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Writes a whole model as a folder that ``transformers`` loads; an older one is replaced.
+    """Writes a model as a folder that ``transformers`` loads, replacing the weights in it.
 
-    All ranks call it, since sharded parameters are put together one by one; rank 0 writes.
-    dtype: of the file; by default that of each parameter.
-    extra: more for ``config.json``, such as ``bos_token_id`` and ``eos_token_id``.
+    All ranks call this function, since sharded parameters are gathered one by one; rank 0 writes.
+
+    dtype: the type of the saved tensors; by default that of each parameter.
+    extra: further entries of ``config.json``, such as ``bos_token_id`` and ``eos_token_id``.
     """
     from safetensors.torch import save_file
 
     if not model.is_whole:
         raise ValueError(
             f"layers [{model.start}, {model.stop}) of {model.config.layers}: only a whole model can"
-            " be written; gather its stages from a training checkpoint first"
+            " be saved; load all stages into one model from a training checkpoint first"
         )
     raw = to_hf(model.config)
     kept = dtype or next(model.parameters()).dtype
@@ -116,11 +118,11 @@ def save(
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
         for old in folder.glob("model*.safetensors*"):
-            old.unlink()  # else an old index, say, would still be read
+            old.unlink()  # an old index, for example, would still be read
     for file, names in files.items():
         held = {}
         for name in names:
-            whole = _whole(parameters[name])  # all ranks take part
+            whole = _whole(parameters[name])  # a collective of all ranks
             if writes:
                 held[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
         if writes:
@@ -139,7 +141,7 @@ def _whole(parameter: Tensor) -> Tensor:
 
 
 def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
-    """Files of at most ``limit`` bytes, names in order; a larger tensor has one to itself."""
+    """Returns the tensors of each file of at most ``limit`` bytes, unless one tensor is larger."""
     groups: list[list[str]] = []
     free = 0
     for name, size in sizes.items():
@@ -157,35 +159,40 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 
 def _files(folder: Path) -> dict[str, str]:
-    """name -> file"""
-    from safetensors import safe_open
-
+    """Returns the file of each tensor."""
     if (folder / INDEX).exists():
         index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
         return index
-    with safe_open(_existing(folder / WHOLE), framework="pt") as file:
+    with _open(folder / WHOLE) as file:
         return dict.fromkeys(file.keys(), WHOLE)
 
 
 def _tensors(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
-    """File by file, tensor by tensor; a file is mapped, so that only what is taken is read."""
-    from safetensors import safe_open
-
+    """Yields the tensors in ``files``. Files are memory-mapped, so nothing else is read."""
     for name in sorted(set(files.values())):
-        with safe_open(_existing(folder / name), framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is no mapping
+        with _open(folder / name) as file:
+            for key in file.keys():  # noqa: SIM118 - it is not a mapping
                 if files.get(key) == name:
                     yield key, file.get_tensor(key)
 
 
+def _open(path: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(_existing(path), framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): download it again") from None
+
+
 def _existing(path: Path) -> Path:
     if not path.is_file():
-        raise ValueError(f"{path} is not there: give a folder with {CONFIG} and safetensors")
+        raise ValueError(f"{path} does not exist: give a folder with {CONFIG} and safetensors")
     return path
 
 
 def _check_config(ours: ModelConfig, theirs: ModelConfig) -> None:
-    """Apart from the context, which changes no number."""
+    """Raises ValueError unless both are equal but for the context, which changes no computation."""
     fields = [name for name in vars(ours) if name != "context"]
     other = [n for n in fields if getattr(ours, n) != getattr(theirs, n)]
     if other:
@@ -196,17 +203,18 @@ def _check_config(ours: ModelConfig, theirs: ModelConfig) -> None:
 
 
 def _check_names(config: ModelConfig, found: Iterable[str]) -> None:
-    """The folder holds all tensors of the whole model, and no others."""
-    wanted = {hf_name(name) for name, _ in on_meta(config).named_parameters()}
-    # Older files hold what is computed, and some repeat the embedding as a tied head.
-    spare = {name for name in found if re.search(r"rotary_emb\.inv_freq$", name)}
+    """Raises ValueError unless the tensors found are those of the whole model."""
+    expected = {hf_name(name) for name, _ in on_meta(config).named_parameters()}
+    # Older files contain rotary frequencies, and some repeat a tied embedding as the output head.
+    ignored = {name for name in found if re.search(r"rotary_emb\.inv_freq$", name)}
     if config.tied:
-        spare.add(OUTPUT)
-    missing, over = sorted(wanted - set(found)), sorted(set(found) - wanted - spare)
-    if missing or over:
-        told = [f"lacks {_listed(missing)}"] if missing else []
-        told += [f"has {_listed(over)} left over"] if over else []
-        raise ValueError(f"the checkpoint {' and '.join(told)}: it is of another model")
+        ignored.add(OUTPUT)
+    missing = sorted(expected - set(found))
+    unexpected = sorted(set(found) - expected - ignored)
+    if missing or unexpected:
+        parts = [f"lacks {_listed(missing)}"] if missing else []
+        parts += [f"has unexpected {_listed(unexpected)}"] if unexpected else []
+        raise ValueError(f"the checkpoint {' and '.join(parts)}: it is of another model")
 
 
 def _listed(names: list[str], most: int = 12) -> str:

@@ -1,4 +1,4 @@
-"""What a decoder of the Llama family is: its sizes, its rotations, its masks."""
+"""The configuration of a decoder of the Llama family: sizes, rotary positions and masks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from distca.planning.models import ModelShape
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """How rotary frequencies are slowed down for contexts longer than the first training saw.
+    """Scales rotary frequencies down for contexts longer than those of the first training.
 
-    ``linear`` divides all by ``factor``. ``llama3`` divides those that turn fewer than
-    ``low_freq_factor`` times in ``original_context`` tokens, leaves those that turn more than
-    ``high_freq_factor`` times, and blends in between.
+    ``linear`` divides all frequencies by ``factor``. ``llama3`` divides those with fewer than
+    ``low_freq_factor`` turns in ``original_context`` tokens, keeps those with more than
+    ``high_freq_factor`` turns, and interpolates in between.
     """
 
     kind: str
@@ -29,12 +29,12 @@ class RopeScaling:
         if self.factor < 1:
             raise ValueError(
                 f"rope scaling by factor {self.factor}: it must be at least 1; leave scaling out"
-                " where the context is not stretched"
+                " if the context is not extended"
             )
         if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
             raise ValueError(
                 f"low_freq_factor {self.low_freq_factor} and high_freq_factor"
-                f" {self.high_freq_factor}: they must be above 0 and rise; Llama 3 has 1 and 4"
+                f" {self.high_freq_factor}: they must be above 0 and increase; Llama 3 has 1 and 4"
             )
         if self.original_context < 1:
             raise ValueError(
@@ -48,12 +48,12 @@ class ModelConfig:
     """A decoder with grouped heads, rotary positions, RMS norms and SwiGLU, without biases.
 
     rope_theta, rope_scaling: the rotary frequencies.
-    qk_norm: each head's query and key pass an RMS norm of their own, as in Qwen3.
+    qk_norm: queries and keys of each head have an RMS norm, as in Qwen3.
     tied: the output head uses the embedding's weight.
-    window: how many keys a query sees, its own included; None sees all before it.
-    window_pattern: with a window, every n-th layer (n - 1, 2n - 1, ...) sees all keys instead;
-        0 gives every layer the window. 1 would leave no layer with it and is refused.
-    context: the longest document that the weights are meant for. It changes no computation.
+    window: the number of keys that a query attends to, including its own; None: all before it.
+    window_pattern: with a window, every n-th layer (n - 1, 2n - 1, ...) attends to all keys
+        instead. 0: every layer has the window. 1 is refused, since no layer would have it.
+    context: the longest document that the weights are made for. It changes no computation.
     """
 
     vocab_size: int
@@ -84,8 +84,8 @@ class ModelConfig:
             )
         if self.head_dim % 2:
             raise ValueError(
-                f"head_dim = {self.head_dim}: rotary positions turn pairs, so it must be even;"
-                f" take {self.head_dim + 1}"
+                f"head_dim = {self.head_dim}: rotary positions rotate pairs, so it must be even;"
+                f" use {self.head_dim + 1}"
             )
         for name in ("rope_theta", "norm_eps"):
             if getattr(self, name) <= 0:
@@ -96,24 +96,24 @@ class ModelConfig:
         if self.window is None:
             if self.window_pattern:
                 raise ValueError(
-                    f"window_pattern = {self.window_pattern} without a window: give a window, or"
+                    f"window_pattern = {self.window_pattern} without a window: set a window, or"
                     " leave the pattern at 0"
                 )
             return
         if not 1 <= self.window < CAUSAL:
             raise ValueError(
-                f"window = {self.window}: a query sees at least its own key; give 1 or more, or"
-                " None for all keys"
+                f"window = {self.window}: a query attends at least to its own key; set 1 or more,"
+                " or None for all keys"
             )
         if self.window_pattern < 0 or self.window_pattern == 1:
             raise ValueError(
                 f"window_pattern = {self.window_pattern}: it must be 0 (every layer has the"
-                " window) or at least 2 (every n-th layer sees all); for no window at all set"
+                " window) or at least 2 (every n-th layer has none); for no window at all set"
                 " window = None"
             )
 
     def mask_of(self, layer: int) -> Mask:
-        """What a query sees in ``layer``, counted from 0."""
+        """Returns the mask of ``layer``, counted from 0."""
         pattern = self.window_pattern
         if self.window is None or (pattern and (layer + 1) % pattern == 0):
             return Mask(CAUSAL)
@@ -121,7 +121,7 @@ class ModelConfig:
 
     @property
     def shape(self) -> ModelShape:
-        """What planning needs to know: ``distca.plan(..., model=config.shape)``."""
+        """The sizes that planning needs: ``distca.plan(..., model=config.shape)``."""
         return ModelShape(
             name=f"{self.layers} x {self.hidden}",
             heads=self.heads,
@@ -135,15 +135,15 @@ class ModelConfig:
 
     @property
     def num_parameters(self) -> int:
-        """A tied embedding counts once."""
+        """The number of parameters; a tied embedding counts once."""
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         ends = (1 if self.tied else 2) * self.vocab_size * self.hidden + self.hidden
         return self.layers * (self.shape.layer_elements + norms) + ends
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Forward, of all linear layers and the output head; backward takes twice as many.
+        """FLOPs of all linear layers and the output head in forward; backward has twice as many.
 
-        Core attention comes on top: ``shape.flops_per_pair`` for each pair and layer.
+        Core attention has ``shape.flops_per_pair`` for each pair and layer in addition.
         """
         return 2 * (self.layers * self.shape.layer_elements + self.shape.end_elements)

@@ -1,8 +1,8 @@
-"""``config.json`` of Hugging Face's Llama and Qwen3, read and written.
+"""Reads and writes ``config.json`` of Hugging Face's Llama and Qwen3.
 
-What is read and would change the numbers is either understood or refused. Rotary settings are read
-as they were written before transformers 5 (``rope_theta``, ``rope_scaling``) and since
-(``rope_parameters``), and written the old way, which both understand.
+Every entry that changes the computation is either supported or refused. Rotary settings are read in
+the format of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_parameters``), and
+written in the former, which both can read.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from distca.model.config import ModelConfig, RopeScaling
 FULL, SLIDING = "full_attention", "sliding_attention"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 
-# Where these are absent, transformers takes the value given here.
+# The only supported values, which are also the defaults of transformers.
 _MUST_BE: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_bias": False,
@@ -27,16 +27,16 @@ _MUST_BE: dict[str, Any] = {
 
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
-    """A ``config.json`` as a ModelConfig; what the model cannot do is refused."""
+    """Returns the ModelConfig of a ``config.json``. Raises ValueError for unsupported entries."""
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ValueError(
-            f"model_type {kind!r} in config.json: only {' and '.join(ARCHITECTURES)} can be read"
+            f"model_type {kind!r} in config.json: only {' and '.join(ARCHITECTURES)} are supported"
         )
     for name, value in _MUST_BE.items():
         if raw.get(name, value) != value:
             raise ValueError(
-                f"{name} = {raw[name]!r} in config.json: the model knows only {value!r}; choose"
+                f"{name} = {raw[name]!r} in config.json: only {value!r} is supported; choose"
                 " another checkpoint"
             )
     try:
@@ -63,17 +63,17 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
         )
     except KeyError as error:
         raise ValueError(
-            f"config.json has no {error.args[0]}: it is incomplete; fetch it again"
+            f"config.json has no {error.args[0]}: it is incomplete; download it again"
         ) from None
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
-    """The other way; what transformers cannot do is refused."""
+    """Returns the ``config.json`` of a model. Raises ValueError if transformers has none."""
     kind = "qwen3" if config.qk_norm else "llama"
     if config.window is not None and kind == "llama":
         raise ValueError(
             f"window = {config.window} without qk_norm: Hugging Face's Llama has no sliding window;"
-            " such a model can be kept in training checkpoints only"
+            " such a model can only be saved in training checkpoints"
         )
     raw: dict[str, Any] = {
         "model_type": kind,
@@ -86,9 +86,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "head_dim": config.head_dim,
         "intermediate_size": config.ffn,
         "rope_theta": config.rope_theta,
-        "rope_scaling": None
-        if config.rope_scaling is None
-        else _scaling_to_hf(config.rope_scaling),
+        "rope_scaling": _scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.context,
@@ -107,18 +105,14 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _default_head_dim(kind: str, hidden: int, heads: int) -> int:
-    return 128 if kind == "qwen3" else hidden // heads
-
-
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     known = {"rope_theta": raw.get("rope_theta", 10000.0)}
     rope = known | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError(
-            f"partial_rotary_factor = {rope['partial_rotary_factor']} in config.json: the model"
-            " rotates whole heads; choose another checkpoint"
+            f"partial_rotary_factor = {rope['partial_rotary_factor']} in config.json: only"
+            " rotation of whole heads is supported; choose another checkpoint"
         )
     if kind == "default":
         return rope["rope_theta"], None
@@ -133,7 +127,7 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
             original_context=rope["original_max_position_embeddings"],
         )
     raise ValueError(
-        f"rope type {kind!r} in config.json: only default, linear and llama3 can be read; choose"
+        f"rope type {kind!r} in config.json: only default, linear and llama3 are supported; choose"
         " another checkpoint"
     )
 
@@ -152,9 +146,9 @@ def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
-    """(window, window_pattern) that give Qwen3's layer types."""
+    """Returns (window, window_pattern) of Qwen3's layer types."""
     window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    first = raw.get("max_window_layers", 28)  # Qwen3's layers from this one on have the window
+    first = raw.get("max_window_layers", 28)  # the first layer with a window
     by_default = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
     types = raw.get("layer_types") or by_default
     if types == [FULL] * layers:
@@ -166,6 +160,7 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
         ]:
             return window, pattern
     raise ValueError(
-        f"layer types {', '.join(map(str, types))} with window {window} in config.json: the model"
-        " knows a window on all layers, on none, or on all but every n-th; choose another one"
+        f"layer types {', '.join(map(str, types))} with window {window} in config.json: a"
+        " window is supported on all layers, on none, or on all but every n-th; choose another"
+        " checkpoint"
     )

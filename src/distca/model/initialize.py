@@ -1,9 +1,8 @@
-"""First weights, the same on every mesh.
+"""Initial weights that are the same on every mesh.
 
-Each parameter is drawn whole, from a generator seeded by its name, and then cut to this rank's
-share. So it depends neither on the ranks that hold it nor on the parameters beside it, and a
-pipeline stage draws what the whole model would. Initialising shards in place would give all ranks
-the same numbers.
+Each parameter is drawn whole, from a generator that is seeded by its name, and then sharded. So it
+depends neither on the mesh nor on other parameters, and a pipeline stage draws the same weights as
+the whole model. Initialising shards in place would give all ranks the same numbers.
 """
 
 from __future__ import annotations
@@ -17,15 +16,18 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from distca.model.llama import Llama
 
 STD = 0.02
-INTO_RESIDUAL = (".wo.weight", ".w2.weight")  # two in each layer add to the residual stream
+INTO_RESIDUAL = (
+    ".wo.weight",
+    ".w2.weight",
+)  # added to the residual, two per layer
 
 
 def initialize(model: Llama, seed: int, *, device: torch.device | str | None = None) -> None:
-    """Gives memory to what is on meta, and draws every parameter: normal, norms ones.
+    """Allocates what is on meta and draws every parameter from a normal distribution; norms are 1.
 
-    What adds to the residual stream is scaled by 1 / sqrt(2 x layers), so that the stream does not
-    grow with depth. One whole parameter at a time lies beside the model. CPU and CUDA generators
-    draw different numbers, so weights are the same on any mesh of one kind of device.
+    Weights whose output is added to the residual are scaled by 1 / sqrt(2 x layers), so that the
+    residual does not grow with depth. Besides the model, memory for one whole parameter is needed.
+    CPU and CUDA generators draw different numbers, so weights agree only on devices of one kind.
     """
     materialize(model, device)
     for name, parameter in model.named_parameters():
@@ -40,18 +42,18 @@ def initialize(model: Llama, seed: int, *, device: torch.device | str | None = N
 
 
 def materialize(model: Llama, device: torch.device | str | None = None) -> None:
-    """Gives memory, uninitialised, to a model on meta; others stay as they are."""
+    """Allocates the memory of a model on meta, uninitialised; changes no other model."""
     if any(parameter.is_meta for parameter in model.parameters()):
         model.to_empty(device=device or "cpu")
-        model.tie()  # to_empty makes two of one
+        model.tie()  # to_empty allocates a tied weight twice
 
 
 @torch.no_grad()
 def fill(parameter: nn.Parameter, whole: Tensor) -> None:
-    """Copies a whole tensor, or this rank's share of it, into a parameter. No communication."""
+    """Copies a whole tensor, or this rank's shard of it, into a parameter without communication."""
     if isinstance(parameter, DTensor):
         mesh, placements = parameter.device_mesh, parameter.placements
-        whole = whole.to(mesh.device_type)  # every rank has all of it: nothing is sent
+        whole = whole.to(mesh.device_type)  # every rank has the whole tensor, so nothing is sent
         share = distribute_tensor(whole, mesh, placements, src_data_rank=None)
         parameter.to_local().copy_(share.to_local())
     else:

@@ -1,14 +1,14 @@
-"""The two sides of a layer's attention, on packed tokens.
+"""A layer before and after its core attention, on packed tokens.
 
-Legend: T tokens, H heads, G key/value heads, D head size. There is no batch axis: documents lie end
-to end, and positions [T] say where each token stands in its own.
+Legend: T tokens, H heads, G key/value heads, D head size. There is no batch axis: documents are
+concatenated, and positions [T] count from 0 in each of them.
 
     Before   x -> q, k, v           norm, projections, rotation
     After    x, attended -> x       output projection, norm, SwiGLU, both residuals
 
-What tensor parallelism splits stands in a module that gets the normed tokens once (``qkv`` and
-``ffn``), so that sequence-parallel tokens are gathered once for all of its matrices. Heads are
-counted from what a projection returns, which is then a rank's share.
+The matrices that tensor parallelism splits are in modules that take the normed tokens once (``qkv``
+and ``ffn``), so that sequence-parallel tokens are gathered once for all of them. The number of
+heads is that of a projection's output, which under tensor parallelism is a rank's share.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Before(nn.Module):
         self.qkv = Projections(config)
 
     def forward(self, x: Tensor, positions: Tensor) -> QKV:
-        """x [T, hidden], positions [T] of integers."""
+        """Returns q, k and v of x [T, hidden] at positions [T]."""
         qkv: QKV = self.qkv(self.norm(x), positions)
         return qkv
 
@@ -57,11 +57,11 @@ class Projections(nn.Module):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)) for w in (self.wq, self.wk, self.wv))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        # Positions come in rather than cos and sin: FSDP's mixed precision would cast these to
-        # bfloat16, as it does with all floating inputs; integers it leaves alone.
+        # The input is positions, not cos and sin, since FSDP's mixed precision casts all floating
+        # point inputs to bfloat16; it does not cast integers.
         angles = positions[:, None] * frequencies(*self.rope, positions.device)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, D / 2]
-        # The same memory, but not a view to autograd: FSDP warns of views that leave a module.
+        # FSDP warns of views that leave a module; this one is no view for autograd.
         v = torch.ops.aten._unsafe_view(v, v.shape)
         return QKV(rotate(q, cos, sin), rotate(k, cos, sin), v)
 
@@ -95,19 +95,19 @@ class SwiGLU(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, H, D]; element i makes a pair with i + D / 2, as in the weights of Hugging Face.
+    """Rotates pairs of elements (i, i + D / 2) of x [T, H, D], as Hugging Face does.
 
-    cos and sin are float32, so 16-bit inputs are turned in float32 and rounded once.
+    cos and sin are float32, so 16-bit inputs are rotated in float32 and rounded once.
     """
     a, b = x.chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
-@cache  # a dozen tiny kernels otherwise, in every layer; and a buffer would be lost on meta
+@cache  # saves a dozen tiny kernels per layer; a buffer would be lost on the meta device
 def frequencies(
     head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device
 ) -> Tensor:
-    """[D / 2] of float32: radians per position."""
+    """Returns the rotary frequencies [D / 2] in radians per position, in float32."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     plain = 1.0 / theta**exponents
     if scaling is None:

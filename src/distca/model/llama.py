@@ -1,14 +1,14 @@
-"""A Llama-family decoder, open at the attention and cut into seams.
+"""A Llama-family decoder without its core attention: a sequence of seams.
 
-    seam 0        embedding              and  before layer 0
-    seam l        after layer l - 1      and  before layer l
-    seam L        after layer L - 1      and  final norm, output head, loss
+    seam 0        embedding                            and  layer 0 before its attention
+    seam l        layer l - 1 after its attention      and  layer l before its attention
+    seam L        layer L - 1 after its attention      and  final norm, output head, loss
 
-Between two seams stands one layer's core attention, which has no weights and is computed elsewhere.
-A seam is the unit of sharding: it is called once for all halves of a batch (ping and pong), so its
-parameters are gathered once. A pipeline stage that holds layers [start, stop) has seams start to
-stop, the first without its first part and the last without its second; so a parameter has the same
-name at any split.
+Between two seams is the core attention of one layer, which has no weights and is computed by the
+caller. A seam is the unit of sharding: it is called once for all halves of a batch (ping and pong),
+so its parameters are gathered once. A pipeline stage with layers [start, stop) has the seams start
+to stop, the first without its first part and the last without its second, so that a parameter has
+the same name in every stage split.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distca.model.loss import Loss, cross_entropy
 
 
 class Arriving(NamedTuple):
-    """What one half of a batch brings to a seam. Tuples, since FSDP looks for tensors in them."""
+    """The inputs of a seam for one half of a batch; a tuple, in which FSDP finds tensors."""
 
     x: Tensor  # [T, hidden]; at seam 0 the tokens [T]
     positions: Tensor  # [T], each token's place in its document
@@ -35,7 +35,7 @@ class Arriving(NamedTuple):
 
 
 class Leaving(NamedTuple):
-    """What it takes along: q, k and v to a layer, or a loss."""
+    """The outputs of a seam for one half: q, k and v of the next layer, or a loss."""
 
     x: Tensor  # [T, hidden]; at seam L without labels the logits [T, vocabulary]
     qkv: QKV | None = None
@@ -43,7 +43,7 @@ class Leaving(NamedTuple):
 
 
 EMBEDDING = "seams.0.embed.weight"
-Part = Callable[[Arriving], Leaving]  # a seam's work on one half
+Part = Callable[[Arriving], Leaving]  # a seam on one half
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v -> [T, H, D]
 Walk = Callable[[Sequence["Seam"], list[Arriving]], list[Leaving]]
 
@@ -59,14 +59,14 @@ class Head(nn.Module):
             return Leaving(self.output(self.norm(x)))
         weight: Tensor = self.output.weight
         if isinstance(weight, DTensor):
-            # Tensor parallel: tokens are split, so each rank takes the loss of its own with the
-            # whole vocabulary, and gradients of the weight are added over ranks.
+            # Tensor parallel: each rank computes the loss of its own tokens over the whole
+            # vocabulary, and the gradients of the weight are summed over ranks.
             weight = weight.full_tensor(grad_placements=[Partial()] * weight.device_mesh.ndim)
         return Leaving(x, loss=cross_entropy(self.norm(x), weight, labels))
 
 
 class Seam(nn.Module):
-    """after(number - 1) and before(number), or what stands for them at the ends of the model."""
+    """Layer ``number - 1`` after and layer ``number`` before its attention, or the model's ends."""
 
     def __init__(
         self, config: ModelConfig, number: int, *, enters: bool = True, leaves: bool = True
@@ -94,12 +94,12 @@ class Seam(nn.Module):
         return run(self.part, halves)
 
     def part(self, half: Arriving) -> Leaving:
-        """One half. To be called inside ``forward``, where parameters are gathered."""
+        """Computes one half; to be called inside ``forward``, where parameters are gathered."""
         x = half.x
         if self.embed is not None:
             x = self.embed(x)
         if self.after is not None:
-            assert half.attended is not None, f"what layer {self.number - 1} attended is missing"
+            assert half.attended is not None, f"the attention of layer {self.number - 1} is missing"
             x = self.after(x, half.attended)
         if self.before is not None:
             return Leaving(x, qkv=self.before(x, half.positions))
@@ -111,7 +111,7 @@ class Seam(nn.Module):
 class Llama(nn.Module):
     """Layers [start, stop) of a model; all of them by default.
 
-    ``seams`` maps the number of a seam, as text, to it, in order.
+    ``seams`` maps the number of each seam, as text, to the seam.
     """
 
     def __init__(self, config: ModelConfig, start: int = 0, stop: int | None = None) -> None:
@@ -119,8 +119,8 @@ class Llama(nn.Module):
         stop = config.layers if stop is None else stop
         if not 0 <= start < stop <= config.layers:
             raise ValueError(
-                f"layers [{start}, {stop}) of a model with {config.layers}: a stage holds at least"
-                " one, from 0 on"
+                f"layers [{start}, {stop}) of a model with {config.layers}: a stage has at least"
+                f" one layer, between 0 and {config.layers}"
             )
         self.config, self.start, self.stop = config, start, stop
         self.seams = nn.ModuleDict()
@@ -131,9 +131,10 @@ class Llama(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes a tied output head's weight the embedding's, again after parameters were replaced.
+        """Shares the embedding's weight with a tied output head.
 
-        Where they lie in two stages each has a copy, and whoever trains them adds their gradients.
+        Has to be called again after parameters were replaced. If embedding and head are in two
+        pipeline stages, each has a copy, and the trainer sums their gradients.
         """
         if not self.config.tied or not self.is_whole:
             return
@@ -147,8 +148,10 @@ class Llama(nn.Module):
         return self.start == 0 and self.stop == self.config.layers
 
     def whole_name(self, name: str) -> str:
-        """What a parameter of this stage is called in the whole model: a tied head's weight is the
-        embedding's."""
+        """Returns the name of a stage's parameter in the whole model.
+
+        It differs only for the weight of a tied output head, which is the embedding's.
+        """
         return EMBEDDING if self.config.tied and name == self.output_name else name
 
     @property
@@ -160,15 +163,15 @@ class Llama(nn.Module):
         return [cast(Seam, seam) for seam in self.seams.values()]
 
     def forward(self, halves: Sequence[Arriving], walk: Walk) -> list[Leaving]:
-        """One pass of all halves; ``walk`` calls every seam once, in order, and attends between.
+        """Runs all halves; ``walk`` calls every seam once, in order, with attention in between.
 
-        FSDP prepares a step in the forward of its outermost module, so seams are called from here.
+        Seams are called from here because FSDP prepares a step in the forward of its root module.
         """
         return walk(self.in_order, list(halves))
 
 
 def plainly(attend: Attend) -> Walk:
-    """The obvious walk, without overlap: the reference for every other."""
+    """Returns a walk that attends after each seam, without overlap: the reference for others."""
 
     def onward(seam: Seam, half: Arriving, leaving: Leaving) -> Arriving:
         attended = None if leaving.qkv is None else attend(seam.number, *leaving.qkv)
@@ -184,6 +187,6 @@ def plainly(attend: Attend) -> Walk:
 
 
 def on_meta(config: ModelConfig, start: int = 0, stop: int | None = None) -> Llama:
-    """A model that holds no memory yet: shard it, then ``initialize`` or load it."""
+    """Returns a model without memory: shard it, then ``initialize`` or ``load`` it."""
     with torch.device("meta"):
         return Llama(config, start, stop)

@@ -1,12 +1,12 @@
-"""Cross entropy of the output head, without the logits of all tokens at once.
+"""Cross entropy of the output head without the logits of all tokens at once.
 
 Legend: T tokens, V vocabulary, hidden the width of the model.
 
-A vocabulary of 128K makes the logits of 64K tokens 32 GB in float32. Here they exist for a chunk of
-tokens at a time, forward and backward. Backward computes them a second time from the log-sum-exp
-that forward kept: one product of four more than taking the gradients during forward, but those
-would be held until backward, one [V, hidden] for ping and one for pong, would be computed twice
-where the head is checkpointed, and evaluation would pay for them.
+With a vocabulary of 128K, the logits of 64K tokens take 32 GB in float32. Here they are computed
+for one chunk of tokens at a time, in forward and again in backward from the saved log-sum-exp. The
+alternative, gradients during forward, saves one of four products. But it keeps a [V, hidden]
+gradient for ping and one for pong until backward, computes them twice if the head is checkpointed,
+and computes them even for evaluation.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from distca.data.documents import IGNORE
 
 
 class Loss(NamedTuple):
-    """In float32 (float64 for float64)."""
+    """Losses in float32, or in float64 for float64 inputs."""
 
-    total: Tensor  # [], the sum over targets; whoever knows the global count divides
-    each: Tensor  # [T], 0 where the label is IGNORE; without a gradient
+    total: Tensor  # [], the sum over targets; the trainer divides by the global count
+    each: Tensor  # [T], 0 where the label is IGNORE; has no gradient
 
 
 def cross_entropy(
     hidden: Tensor, weight: Tensor, labels: Tensor, *, chunk_tokens: int = 2048
 ) -> Loss:
-    """-log softmax(hidden weight')[label] of every token that has a label.
+    """Computes -log softmax(hidden weight')[label] of every token that has a label.
 
-    hidden [T, hidden], weight [V, hidden], labels [T] of int64. Takes plain tensors.
-    chunk_tokens: with fewer, less memory; with more, fewer passes over the weight's gradient.
+    hidden [T, hidden], weight [V, hidden], labels [T] of int64: plain tensors, not DTensors.
+    chunk_tokens: fewer need less memory; more need fewer passes over the weight's gradient.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1:] != weight.shape[1:]:
         raise ValueError(
@@ -43,7 +43,7 @@ def cross_entropy(
             f" {tuple(labels.shape)}: they must be [T, width], [vocabulary, width] and [T]"
         )
     if chunk_tokens < 1:
-        raise ValueError(f"chunk_tokens = {chunk_tokens}: take at least one token at a time")
+        raise ValueError(f"chunk_tokens = {chunk_tokens}: it must be at least 1")
     return Loss(*_CrossEntropy.apply(hidden, weight, labels, chunk_tokens))  # type: ignore[no-untyped-call]
 
 
@@ -71,14 +71,14 @@ class _CrossEntropy(torch.autograd.Function):
         hidden, weight, labels, lse = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden = torch.empty_like(hidden) if wants_hidden else None
-        # A sum over T / chunk_tokens parts: in bfloat16 each addition would round to 8 bits.
+        # A sum over T / chunk_tokens parts, of which each would be rounded to 8 bits in bfloat16.
         dweight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wants_weight else None
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
             wide_grad = _logits(hidden[rows], weight).sub_(lse[rows, None]).exp_()
             target = _target(labels[rows])
             wide_grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide_grad.dtype))
             wide_grad *= grad_total * (labels[rows, None] != IGNORE)
-            dlogits = wide_grad.to(hidden.dtype)  # so that products run at the speed of forward
+            dlogits = wide_grad.to(hidden.dtype)  # so that products are as fast as in forward
             if dhidden is not None:
                 torch.mm(dlogits, weight, out=dhidden[rows])
             if dweight is not None:
@@ -91,10 +91,10 @@ def _chunks(tokens: int, size: int) -> Iterator[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """[rows, V], wide and fresh, so that it may be changed in place."""
+    """Returns new logits [rows, V] in the wide type, which may be changed in place."""
     return (hidden @ weight.t()).to(wide(hidden.dtype))
 
 
 def _target(labels: Tensor) -> Tensor:
-    """[rows, 1], with any class where there is none; other negative labels stay, and fail."""
+    """Returns labels [rows, 1] with 0 for IGNORE; other negative labels stay, and fail."""
     return labels.masked_fill(labels == IGNORE, 0)[:, None]

@@ -9,7 +9,7 @@ from distca.planning.models import model_shape
 
 
 def model_config(name: str) -> ModelConfig:
-    """The model called ``name``; for another one, build a ``ModelConfig``."""
+    """Returns a model by name; for another one, build a ``ModelConfig``."""
     try:
         return MODEL_CONFIGS[name]
     except KeyError:
@@ -20,7 +20,7 @@ def model_config(name: str) -> ModelConfig:
 
 
 def _published(name: str, **rest: Any) -> ModelConfig:
-    """Sizes that planning knows too come from there."""
+    """Returns a published model, with the sizes that the planner has for it."""
     shape = model_shape(name)
     return ModelConfig(
         hidden=shape.hidden,
@@ -48,11 +48,11 @@ _QWEN3: dict[str, Any] = {
 }
 
 MODEL_CONFIGS: dict[str, ModelConfig] = {
-    # 256 bytes and three signs: begin, end, padding.
+    # The vocabulary is 256 bytes and the tokens bos, eos and pad.
     "debug": ModelConfig(
         vocab_size=259, hidden=256, layers=4, heads=8, kv_heads=4, head_dim=32, ffn=320
     ),
-    # The vocabulary of GPT-2, filled up to a multiple of 64.
+    # The vocabulary of GPT-2, padded to a multiple of 64.
     "150m": ModelConfig(
         vocab_size=50304, hidden=768, layers=12, heads=12, kv_heads=4, head_dim=64, ffn=2048
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,33 @@ from distca.planning.checks import (
 from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
+from distca.planning.placers.balanced import balanced_placement
+from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
+from distca.planning.placers.variable_length import variable_length_packing
 from distca.planning.plan import Plan
-from distca.planning.policies import PLACERS, SCHEDULERS, Policy
+from distca.planning.policies import GIVEN, Policy
+from distca.planning.problem import Assignment, Problem
+from distca.planning.schedulers.disaggregated import disaggregated
+from distca.planning.schedulers.greedy import greedy
+from distca.planning.schedulers.home import all_gather, at_home
 from distca.planning.spans import as_ints
 from distca.planning.tasks import Tasks
 
 Ranks = Placement | Sequence[Iterable[Entry]]
+
+PLACERS: dict[str, Callable[[Problem], Placement]] = {
+    GIVEN: lambda problem: problem.placement,
+    "balanced": balanced_placement,
+    "head-tail": packed_sequence_placement,
+    "per-document": per_document_placement,
+    "variable-length": variable_length_packing,
+}
+SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
+    "distca": disaggregated,
+    "home": at_home,
+    "all-gather": all_gather,
+    "greedy": greedy,
+}
 
 
 def place(

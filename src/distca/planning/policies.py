@@ -1,34 +1,13 @@
-"""Placers, schedulers, and policies that pair them: ours, and published ones to compare with."""
+"""Policies: a placer and a scheduler under one name, ours and published ones to compare with.
+
+Only names, which ``distca.planning.api`` maps to functions: help texts list policies without numpy.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
-from distca.planning.placement import Placement
-from distca.planning.placers.balanced import balanced_placement
-from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
-from distca.planning.placers.variable_length import variable_length_packing
-from distca.planning.problem import Assignment, Problem
-from distca.planning.schedulers.disaggregated import disaggregated
-from distca.planning.schedulers.greedy import greedy
-from distca.planning.schedulers.home import all_gather, at_home
-
 GIVEN = "given"
-
-PLACERS: dict[str, Callable[[Problem], Placement]] = {
-    GIVEN: lambda problem: problem.placement,
-    "balanced": balanced_placement,
-    "head-tail": packed_sequence_placement,
-    "per-document": per_document_placement,
-    "variable-length": variable_length_packing,
-}
-SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
-    "distca": disaggregated,
-    "home": at_home,
-    "all-gather": all_gather,
-    "greedy": greedy,
-}
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Load per rank as bars of text, before and after, side by side; made for a terminal."""
+"""The load of each rank as bars of text, before and after, for a terminal."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from rich.text import Text
 from distca.report import units
 
 MOST_ROWS = 16
-LONGEST_BAR = 48  # characters; longer bars say no more
+LONGEST_BAR = 48  # characters; longer bars show no more detail
 _BLOCKS = " ▏▎▍▌▋▊▉█"  # eighths of a character
 
 Floats = npt.NDArray[np.float64]
 
 
 def load_bars(record: dict[str, Any], width: int, *, ascii_only: bool = False) -> Table:
-    """Attention per rank in a terminal of ``width`` columns.
+    """Returns the attention of each rank in a terminal of ``width`` columns.
 
     record: ``load_before`` and ``load_after``, each [2, ranks], forward and backward, where 1 is
     the mean of that direction. The bars show the mean of both directions.
@@ -49,16 +49,16 @@ def load_bars(record: dict[str, Any], width: int, *, ascii_only: bool = False) -
 
 
 def caption(num_ranks: int) -> str:
-    """What the bars show, and which ranks when not all of them."""
+    """Returns what the bars show, and how many of the ranks."""
     if num_ranks <= MOST_ROWS:
         return "Attention per rank (the mean is 1)"
     return (
-        f"Attention per rank (the mean is 1): {MOST_ROWS} of {num_ranks}, the heaviest among them"
+        f"Attention per rank (the mean is 1): {MOST_ROWS} of {num_ranks} ranks, with the heaviest"
     )
 
 
 def choose_ranks(before: Floats, after: Floats, most: int = MOST_ROWS) -> npt.NDArray[np.intp]:
-    """All ranks if they are few; else the heaviest before and after, and the rest evenly."""
+    """Returns all ranks if they are few; else the heaviest ones and an even choice of others."""
     if len(after) <= most:
         return np.arange(len(after))
     heaviest = [np.argsort(-load, kind="stable")[: most // 4] for load in (before, after)]
@@ -69,11 +69,11 @@ def choose_ranks(before: Floats, after: Floats, most: int = MOST_ROWS) -> npt.ND
 
 
 def bar(share: float, length: int, ascii_only: bool = False) -> str:
-    """A bar over ``share`` of ``length`` characters, padded to all of them."""
+    """Returns a bar over ``share`` of ``length`` characters, padded to ``length``."""
     share = min(max(share, 0.0), 1.0)
     if ascii_only:
         return ("#" * round(share * length)).ljust(length)
     eighths = round(share * length * 8)
     if share > 0:
-        eighths = max(eighths, 1)  # what is there can be seen
+        eighths = max(eighths, 1)  # small loads stay visible
     return (_BLOCKS[8] * (eighths // 8) + _BLOCKS[eighths % 8]).ljust(length)[:length]

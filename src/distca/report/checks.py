@@ -1,4 +1,4 @@
-"""The table of ``distca selftest``. Input is plain records, as its ``--json`` prints them."""
+"""The table of ``distca selftest`` and ``distca check``. The input is their JSON records."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from distca.report import units
 
 
 def checks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """rows: ``check``, ``passed`` (None: not possible here) and ``error`` with ``limit``,
-    ``bytes_per_s`` or ``words``."""
+    """Returns one line for each check.
+
+    rows: ``check``, ``passed`` (None: skipped) and ``error`` with ``limit``, ``bytes_per_s`` or
+    ``words``.
+    """
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
@@ -26,7 +29,7 @@ def checks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 def _verdict(passed: bool | None) -> Text:
     if passed is None:
-        return Text("left out", "dim")
+        return Text("skipped", "dim")
     return Text("pass", "green") if passed else Text("FAIL", "bold red")
 
 
@@ -34,5 +37,5 @@ def _figure(row: Mapping[str, Any]) -> str:
     if "bytes_per_s" in row:
         return f"{units.size(row['bytes_per_s'])}/s each way, on every rank"
     if "error" in row:
-        return f"off by {row['error']:.1e}, allowed {row['limit']:g}"
+        return f"error {row['error']:.1e}, limit {row['limit']:g}"
     return str(row["words"])

@@ -1,4 +1,4 @@
-"""Training runs as pictures. matplotlib is imported only to draw."""
+"""Plots of training runs. matplotlib is imported only when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ Records = Sequence[Mapping[str, Any]]
 def draw_comparison(
     colocated: Records, disaggregated: Records, compared: Mapping[str, Any], path: Path
 ) -> None:
-    """Losses of both over the steps, one on the other where they agree, and tokens per second.
+    """Draws the losses and the tokens per second of both runs over the steps.
 
-    compared: what ``report.training.comparison`` makes of both.
+    compared: the result of ``report.training.comparison``.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -31,7 +31,7 @@ def draw_comparison(
     sides = (("colocated", colocated, BEFORE), ("disaggregated", disaggregated, AFTER))
     for name, records, colour in sides:
         steps = [record["step"] + 1 for record in records]
-        below = name == "colocated"  # drawn wide, so that both are seen where they are equal
+        below = name == "colocated"  # a wide line, so that both are visible where they are equal
         losses.plot(
             steps,
             [record["loss"] for record in records],
@@ -51,8 +51,8 @@ def draw_comparison(
             label=name,
         )
         speeds.axhline(compared[name]["tokens_per_s"], color=colour, linestyle="--", linewidth=1)
-    apart = f"largest difference {compared['loss_difference']:.0e}"
-    _finish(losses, "Loss", apart)
+    difference = f"largest difference {compared['loss_difference']:.0e}"
+    _finish(losses, "Loss", difference)
     losses.legend(frameon=False, loc="upper right")
     gain = f"{units.ratio(compared['speed_up'])} over all steps (dashed)"
     _finish(speeds, "Tokens per second", gain)
@@ -61,11 +61,11 @@ def draw_comparison(
     figure.savefig(path)
 
 
-def _finish(axes: Axes, title: str, said: str) -> None:
+def _finish(axes: Axes, title: str, note: str) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_title(said, loc="right", fontsize=10)
+    axes.set_title(note, loc="right", fontsize=10)
     axes.set_xlabel("step")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.spines[["top", "right"]].set_visible(False)

@@ -1,4 +1,4 @@
-"""Plans as pictures. matplotlib is imported only to draw."""
+"""Plots of plans. matplotlib is imported only when a plot is drawn."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by colour-blind people too, and dark against light in grey.
+# Okabe and Ito's colours, which differ for colour-blind people and in greyscale too.
 BEFORE, AFTER, BOUND = "#E69F00", "#0072B2", "#222222"
 MOST_BARS = 32  # ranks drawn as separate bars; more become one outline
 MOST_CELLS = 128  # of the traffic matrix along one side; more ranks share cells
@@ -25,7 +25,7 @@ Ints = npt.NDArray[np.int64]
 
 
 def draw_plan(record: dict[str, Any], traffic: Ints, path: str | Path) -> None:
-    """Load per rank before and after, forward and backward, and who sends how much to whom.
+    """Draws the load of each rank before and after, and the traffic between ranks.
 
     record: ``load_before`` and ``load_after`` [2, ranks] over the mean, ``bound`` and ``summary``.
     traffic: [sender, receiver] bytes of one layer's forward.
@@ -70,7 +70,7 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def _draw_load(axes: Axes, before: Floats, after: Floats, bound: float) -> list[Any]:
-    """Draws one direction, and returns what the legend shows, in its order."""
+    """Draws one direction; returns the entries of the legend in order."""
     ranks = np.arange(len(after))
     drawn: list[Any]
     if len(ranks) <= MOST_BARS:
@@ -105,7 +105,7 @@ def _draw_traffic(figure: Figure, axes: Axes, traffic: Ints) -> None:
     shown, top = cells / unit, float(cells.max()) / unit
     side = len(cells) * per_cell - 0.5
     image = axes.imshow(
-        np.ma.masked_equal(shown, 0),  # who sends nothing stays white, so that colours start darker
+        np.ma.masked_equal(shown, 0),  # no traffic stays white, so the colours start darker
         cmap=ListedColormap(colormaps["Blues"](np.linspace(0.2, 1.0, 256))),
         vmin=0,
         vmax=top or 1.0,
@@ -130,11 +130,11 @@ def _draw_traffic(figure: Figure, axes: Axes, traffic: Ints) -> None:
     if top:
         figure.colorbar(image, ax=axes, label=name, shrink=0.8)
     else:
-        axes.text(0.5, 0.5, "nothing moves", ha="center", transform=axes.transAxes, color="gray")
+        axes.text(0.5, 0.5, "no traffic", ha="center", transform=axes.transAxes, color="gray")
 
 
 def _ticks(ranks: int) -> list[int]:
-    """At most 16, or 8 of three digits; a power of two apart, as ranks are on nodes."""
+    """Returns at most 16 ticks, or 8 with three digits, at multiples of a power of two."""
     most, step = 16 if ranks <= 128 else 8, 1
     while ranks > most * step:
         step *= 2
@@ -142,6 +142,6 @@ def _ticks(ranks: int) -> list[int]:
 
 
 def merge(matrix: Ints, size: int) -> Ints:
-    """Sums of blocks of ``size`` x ``size``; the last ones may be smaller."""
+    """Sums blocks of ``size`` x ``size``; the last ones may be smaller."""
     starts = np.arange(0, len(matrix), size)
     return np.add.reduceat(np.add.reduceat(matrix, starts, axis=0), starts, axis=1)

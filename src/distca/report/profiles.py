@@ -1,7 +1,4 @@
-"""Profiles as people see them: tables of what one holds.
-
-Input is plain records, as ``distca profile --json`` prints them.
-"""
+"""Tables of profiles. The input is plain records, as ``distca profile --json`` prints them."""
 
 from __future__ import annotations
 
@@ -14,13 +11,13 @@ from rich.table import Table
 from distca.report import units
 
 
-def rates_table(record: Mapping[str, Any], way: str) -> Table:
-    """Rates of one direction, a row for each query count."""
-    rates = record[f"{way}_tflops"]
+def rates_table(record: Mapping[str, Any], direction: str) -> Table:
+    """Returns the rates of one direction, a row for each number of queries."""
+    rates = record[f"{direction}_tflops"]
     unit, scale = _unit(rates)
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.padding = (0, 1, 0, 0)
-    table.add_column(f"{way}, {unit}", no_wrap=True, justify="right", style="bold")
+    table.add_column(f"{direction}, {unit}", no_wrap=True, justify="right", style="bold")
     for keys in record["keys"]:
         table.add_column(_tokens(keys), no_wrap=True, justify="right")
     for queries, row in zip(record["queries"], rates, strict=True):
@@ -30,7 +27,7 @@ def rates_table(record: Mapping[str, Any], way: str) -> Table:
 
 
 def profile_facts(record: Mapping[str, Any]) -> dict[str, str]:
-    """All that is not in the tables, as names and values."""
+    """Returns everything that is not in the tables, as names and values."""
     sizes = f"{record['heads']} heads, {record['kv_heads']} kv heads, head size"
     facts = {
         "device": f"{record['device']}, {units.several(record['ranks'], 'rank')}",
@@ -43,9 +40,9 @@ def profile_facts(record: Mapping[str, Any]) -> dict[str, str]:
     for one in record["exchange"] or ():
         speed = f"{units.size(one['bytes_per_s'])}/s sent by each rank"
         facts[f"exchange of {units.size(one['bytes'])}"] = speed
-    for way in ("forward", "backward"):
-        errors = record[f"{way}_errors"]
-        facts[f"error, {way}"] = (
+    for direction in ("forward", "backward"):
+        errors = record[f"{direction}_errors"]
+        facts[f"error, {direction}"] = (
             f"median {errors['median']:.1%}, worst {errors['worst']:.1%} of"
             f" {units.several(len(record['held_out']), 'held-out call')}"
         )
@@ -53,11 +50,11 @@ def profile_facts(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _unit(rates: Sequence[Sequence[float | None]]) -> tuple[str, float]:
-    """CPUs are not measured in TFLOP/s."""
+    """Returns TFLOP/s, or GFLOP/s for slow devices such as CPUs, and its scale."""
     most = max(rate for row in rates for rate in row if rate is not None)
     return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
 
 
 def _tokens(count: int) -> str:
-    """131072 -> 128K"""
+    """Formats 131072 as 128K."""
     return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)

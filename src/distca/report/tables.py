@@ -1,4 +1,4 @@
-"""Plans as tables for people. Input is plain records, as ``distca plan --json`` prints them."""
+"""Tables of plans. The input is plain records, as ``distca plan --json`` prints them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NOTHING = "-"
 
 
 def plan_table(record: dict[str, Any]) -> Table:
-    """One plan, before and after. ``record``: see ``distca.cli.records``."""
+    """Returns one plan, before and after. record: see ``distca.cli.records``."""
     before, after, summary = record["before"], record["after"], record["summary"]
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
     table.add_column("one layer", no_wrap=True)
@@ -32,8 +32,8 @@ def plan_table(record: dict[str, Any]) -> Table:
         ("bytes_recv_max", "  most received by a rank"),
     ):
         table.add_row(name, units.size(before[key]), units.size(after[key]))
-    table.add_row("  least within the bound", NOTHING, units.size(summary["bytes_lower_bound"]))
-    table.add_row("  forward over least", NOTHING, _over_least(summary))
+    table.add_row("  lower bound", NOTHING, units.size(summary["bytes_lower_bound"]))
+    table.add_row("  forward over lower bound", NOTHING, _over_bound(summary))
     table.add_row("bytes, backward", *(units.size(s["bytes_backward"]) for s in (before, after)))
     table.add_section()
     table.add_row("tasks", units.count(before["tasks"]), units.count(after["tasks"]))
@@ -45,7 +45,7 @@ def plan_table(record: dict[str, Any]) -> Table:
 
 
 def heading(summary: dict[str, Any]) -> str:
-    """What was planned, in one line."""
+    """Returns what was planned, in one line."""
     tokens = units.several(summary["tokens"], "token")
     documents = units.several(summary["documents"], "document")
     ranks = units.several(summary["ranks"], "rank")
@@ -54,7 +54,7 @@ def heading(summary: dict[str, Any]) -> str:
     return f"{tokens} in {documents} on {ranks}"
 
 
-# Columns of the comparison, most wanted first: a title of one or two lines, and what a row shows.
+# Columns of the comparison, the most important first: a title of two lines, and a row's value.
 _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "imbalance\nforward": lambda row: units.ratio(row["imbalance_each"][0]),
     "\nbackward": lambda row: units.ratio(row["imbalance_each"][1]),
@@ -64,7 +64,7 @@ _COLUMNS: dict[str, Callable[[dict[str, Any]], str]] = {
     "tokens\nper rank": lambda row: units.ratio(row["tokens_imbalance"]),
     "\ntasks": lambda row: units.count(row["tasks"]),
     "time to\nplan": lambda row: units.seconds(row["plan_s"]),
-    "over\nleast": lambda row: _over_least(row),
+    "over\nbound": lambda row: _over_bound(row),
 }
 COMPARE_CAPTION = (
     "imbalance, tokens: the worst rank over the mean; bytes: one layer; worst rank: the most that"
@@ -74,7 +74,7 @@ _GAP = 1  # and one more for the box between columns
 
 
 def compare_table(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
-    """Policies side by side; those that do not apply say why in their row.
+    """Returns a row for each policy, with the reason for those that cannot plan the batch.
 
     rows: ``policy`` and either ``error`` or the figures of ``_COLUMNS``. As many columns are shown
     as fit into ``width`` without wrapping.
@@ -94,7 +94,7 @@ def compare_table(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
         left -= needed
         table.add_column(title, justify="right", no_wrap=True)
         columns.append(cells)
-    refused = Table.grid(padding=(0, _GAP + 1, 0, 0))  # a table has no cells over several columns
+    refused = Table.grid(padding=(0, _GAP + 1, 0, 0))  # cells of a table cannot span columns
     refused.add_column(width=first)
     refused.add_column()
     for name, row, *cells in zip(names, rows, *columns, strict=True):
@@ -105,8 +105,8 @@ def compare_table(rows: Sequence[dict[str, Any]], width: int) -> RenderableType:
     return Group(table, refused) if refused.row_count else table
 
 
-def _over_least(summary: dict[str, Any]) -> str:
-    """Only plans within the bound can be held against the least that the bound allows."""
+def _over_bound(summary: dict[str, Any]) -> str:
+    """Returns the traffic over its lower bound, which holds only for plans within the tolerance."""
     least = summary["bytes_lower_bound"]
     if not least or not summary["meets_bound"]:
         return NOTHING

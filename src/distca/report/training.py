@@ -1,6 +1,6 @@
-"""Training as people watch it: what will run, a bar or lines while it does, and what it came to.
+"""Training runs as text: facts before a run, a line for each step, and results after it.
 
-Input is plain records, as ``metrics.jsonl`` has them, one for each step.
+The input is plain records, one for each step, as they are in ``metrics.jsonl``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from rich.table import Table
 
 from distca.report import units
 
-WARM_UP = 2  # steps that are left out of speeds: memory is found, kernels are chosen
+WARM_UP = 2  # steps that do not count for speeds: memory is allocated, kernels are chosen
 Record = Mapping[str, Any]
 
 
 def facts(rows: Mapping[str, str]) -> Table:
-    """Names and values below each other."""
+    """Returns names and values in two columns."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
@@ -28,19 +28,20 @@ def facts(rows: Mapping[str, str]) -> Table:
     return table
 
 
-def said(record: Record) -> str:
-    """One step in one line."""
-    words = (
+def step_line(record: Record) -> str:
+    """Returns one step in one line."""
+    line = (
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  imbalance {units.ratio(record['imbalance_measured'])}"
     )
-    return words + (f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else "")
+    return line + (f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else "")
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """What a run came to; speed over all steps but the first two, which warm up.
+    """Summarises a run.
 
-    All tokens over all seconds, since steps differ: a median would leave out the long ones.
+    Speeds leave out the warm-up. They are all tokens over all seconds, since steps differ: a median
+    would leave out the long ones.
     """
     if not records:
         return {"steps_taken": 0}
@@ -65,14 +66,17 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
 
 
 def outcome(result: Mapping[str, Any]) -> str:
-    """A run in one sentence. result: its ``summary``, with steps, metrics and checkpoint."""
+    """Returns the end of a run in one sentence.
+
+    result: its ``summary``, with steps, metrics and checkpoint.
+    """
     steps, found = result["steps"], result["checkpoint"]
     if not result["steps_taken"]:
-        return f"all {steps} steps were done already ({found}): raise train.steps, or use --fresh"
+        return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
         return (
             f"stopped after step {result['step']} of {steps}: saved in {found}; the same command"
-            " goes on from there"
+            " continues from there"
         )
     places = [f"records in {result['metrics']}"]
     places += [f"saved in {found}"] if found else []
@@ -86,17 +90,17 @@ def outcome(result: Mapping[str, Any]) -> str:
 def comparison(
     colocated: Sequence[Record], disaggregated: Sequence[Record], tolerance: float
 ) -> dict[str, Any]:
-    """Two runs over the same documents, side by side."""
+    """Compares two runs over the same documents."""
     sides = {"colocated": summary(colocated), "disaggregated": summary(disaggregated)}
-    apart = [
+    differences = [
         abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
         for theirs, ours in zip(colocated, disaggregated, strict=True)
     ]
     return sides | {
         "speed_up": sides["disaggregated"]["tokens_per_s"] / sides["colocated"]["tokens_per_s"],
-        "loss_difference": max(apart),
+        "loss_difference": max(differences),
         "loss_tolerance": tolerance,
-        "losses_agree": max(apart) <= tolerance,  # not so where one is no number
+        "losses_agree": max(differences) <= tolerance,  # false if one is NaN
     }
 
 
@@ -111,17 +115,18 @@ def comparison_table(compared: Mapping[str, Any]) -> Table:
         ("imbalance, planned", "imbalance_planned", units.ratio),
         ("imbalance, measured", "imbalance_measured", units.ratio),
         ("bytes exchanged per step (as bf16)", "bytes_per_step", units.size),
-        ("seconds waited for them per step", "exposed_s", units.seconds),
+        ("exposed communication per step", "exposed_s", units.seconds),
         ("last loss", "loss", "{:.5f}".format),
     ):
         table.add_row(name, show(before[key]), show(after[key]))
     table.add_section()
     table.add_row("speed-up", "", units.ratio(compared["speed_up"]))
-    table.add_row("largest difference of losses", "", f"{compared['loss_difference']:.1e}")
+    table.add_row("largest relative difference of losses", "", f"{compared['loss_difference']:.1e}")
     return table
 
 
 def verdict(compared: Mapping[str, Any]) -> str:
+    """Returns in one sentence whether the losses of both runs agree."""
     steps = units.several(compared["colocated"]["steps_taken"], "step")
     if compared["losses_agree"]:
         return (

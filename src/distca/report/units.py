@@ -1,4 +1,4 @@
-"""Numbers as people read them: 1.20 GB, 1.02x, 23 ms, 1,048,576."""
+"""Formats numbers for people: 1.20 GB, 1.02x, 23 ms, 1,048,576."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ _PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def size(num_bytes: float) -> str:
-    """Bytes with three digits, decimal units: links and memories are sold by those."""
+    """Formats bytes with three digits, in decimal units, as links and memories are specified."""
     power = 0
     while num_bytes >= 999.5 and power < len(_PREFIXES) - 1:
         num_bytes, power = num_bytes / 1000, power + 1
@@ -15,8 +15,8 @@ def size(num_bytes: float) -> str:
 
 
 def scale(largest: float) -> tuple[float, str]:
-    """The unit for an axis up to ``largest`` bytes: what to divide by, and its name."""
-    power = 3  # GB unless that is too coarse or too fine
+    """Returns the unit of an axis up to ``largest`` bytes, as a divisor and a name."""
+    power = 3  # GB, unless that is too coarse or too fine
     while power > 0 and largest < 0.1 * 1000.0**power:
         power -= 1
     while power < len(_PREFIXES) - 1 and largest >= 1000.0 ** (power + 1):
@@ -37,5 +37,5 @@ def count(value: int) -> str:
 
 
 def several(value: int, what: str) -> str:
-    """1 rank, 2 ranks."""
+    """Formats 1 rank, 2 ranks."""
     return f"{count(value)} {what}{'' if value == 1 else 's'}"

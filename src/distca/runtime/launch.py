@@ -1,11 +1,12 @@
-"""Local ranks: started together, ended together, and the first failure told.
+"""Local ranks: they start together, end together, and the first failure is reported.
 
-Every rank shares a socket with its launcher. Over it a rank says what went wrong, at the moment it
-does, so the first to fail is known even though the others fail soon after. And each side sees at
-once when the other is gone: the launcher that a rank has died, a rank that it would be an orphan.
+Every rank shares a socket with its launcher. A rank sends its error over it at the moment of the
+failure, so the launcher knows which rank failed first even though the others fail soon after. And
+each side notices at once when the other is gone: the launcher that a rank has died, and a rank that
+its launcher has died and that it must not stay behind as an orphan.
 
-Ranks have sessions of their own, so a Ctrl-C reaches the launcher alone, which asks all ranks to
-stop by SIGTERM, as whoever started it may do.
+Each rank has a session of its own, so a Ctrl-C reaches only the launcher. The launcher then asks
+all ranks by SIGTERM to save and stop, as it does when it receives SIGTERM itself.
 """
 
 from __future__ import annotations
@@ -24,38 +25,38 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
-CPU_RANKS = 2  # without GPUs ranks are there to be tried, not to be many
-CHANNEL = "DISTCA_CHANNEL"  # the launcher's own variable: which file descriptor the socket has
-STOPS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 3.0  # between asking a rank to end and ending it
-KILLED_S = 0.5  # how long a killed rank may take to be gone
-_NOTE_BYTES = 1 << 16
+CPU_RANKS = 2  # without GPUs, ranks are only for trying things out
+CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+GRACE_S = 3.0  # between SIGTERM and SIGKILL
+DEATH_S = 0.5  # how long a killed rank may take to be reported as dead
+_ERROR_BYTES = 1 << 16
 
 
 class RankFailedError(RuntimeError):
-    """A rank failed, and not by a user's mistake."""
+    """A rank failed for a reason other than a user's mistake."""
 
 
 @dataclass(frozen=True)
 class Stop:
-    """Ranks that ended because a signal asked for it."""
+    """The ranks ended because of a signal."""
 
     signal: signal.Signals
-    early: bool  # one of them before it could do anything about it
+    early: bool  # a rank ended before it could handle the signal
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or ``launch``, has started this process as one of several."""
+    """Returns whether torchrun or ``launch`` has started this process as one of several ranks."""
     return "RANK" in os.environ
 
 
 def is_launched() -> bool:
-    """Whether it was ``launch``, which has then said already what runs."""
+    """Returns whether ``launch`` has started this process; then it has announced the run too."""
     return CHANNEL in os.environ
 
 
 def local_ranks(wanted: int | None) -> int:
-    """How many ranks to start here: one for each GPU, or a few on the CPU."""
+    """Returns the number of ranks to start: by default one for each GPU, or a few on the CPU."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -65,34 +66,34 @@ def local_ranks(wanted: int | None) -> int:
         raise ValueError(f"{wanted} ranks: start 1 or more")
     if gpus and wanted > gpus:
         raise ValueError(
-            f"{wanted} ranks on {gpus} GPUs: each needs a GPU of its own; start at most {gpus}, or"
+            f"{wanted} ranks on {gpus} GPUs: each rank needs its own GPU; start at most {gpus}, or"
             " set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return wanted
 
 
 def launch(command: Sequence[str], num_ranks: int, logs: Path) -> Stop | None:
-    """Runs ``command`` as ranks 0..n-1 until all are done, or a signal has stopped them.
+    """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
 
-    Rank 0 writes to this process's output, and its errors, like all that others write, go to
-    ``logs``. Raises ValueError with the words of a rank's ValueError, RankFailedError for all else.
-    Whatever happens, no rank is left behind. A second signal does not wait for ranks to save.
+    The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
+    a rank's ValueError with its own message, and RankFailedError for any other failure. No rank is
+    left behind in any case. After a second signal, ranks get no time to save.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         ranks: list[_Rank] = []
-        asked: list[signal.Signals] = []
-        stack.callback(_end, ranks, asked)
-        stack.enter_context(_on_stops(ranks, asked))
+        received: list[signal.Signals] = []
+        stack.callback(_end, ranks, received)
+        stack.enter_context(_forward_signals(ranks, received))
         port = _free_port()
         for number in range(num_ranks):
             ranks.append(_start(command, number, num_ranks, port, logs))
-        return _watch(ranks, asked)
+        return _watch(ranks, received)
 
 
 @contextmanager
 def reporting() -> Iterator[None]:
-    """What a rank's whole work stands in; does nothing where there is no launcher of ours."""
+    """Reports an error inside the context to the launcher; without a launcher it does nothing."""
     number = os.environ.get(CHANNEL)
     if number is None:
         yield
@@ -103,24 +104,26 @@ def reporting() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        note = {
+        report = {
             "kind": type(error).__name__,
-            "words": " ".join(str(error).split()),
+            "message": " ".join(str(error).split()),
             "mistake": isinstance(error, ValueError | OSError),
         }
         with suppress(ValueError):  # not the main thread
-            # It ends by itself, and should not be ended in the middle of its traceback.
+            # This rank ends by itself; the launcher must not end it while it prints its traceback.
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(OSError):  # the launcher may be gone
-            channel.sendall(json.dumps(note).encode()[: _NOTE_BYTES - 1] + b"\n")
+            channel.sendall(json.dumps(report).encode()[: _ERROR_BYTES - 1] + b"\n")
         raise
     finally:
-        channel.detach()  # stays open until the process is gone: that is what closes it
+        channel.detach()  # the socket stays open until the process ends, which closes it
 
 
 def _end_with_launcher(channel: socket.socket) -> None:
-    """The other end is never written to, so what comes is its end; then all of this session goes,
-    which ``launch`` gave to this rank alone."""
+    """Kills this rank's session when the launcher is gone.
+
+    The launcher never writes to the socket, so a read returns only when the launcher closes it.
+    """
     with suppress(OSError):
         if os.read(channel.fileno(), 1):
             return
@@ -135,7 +138,7 @@ class _Rank:
     log: Path
 
     def kill(self) -> None:
-        """It, and what it has started."""
+        """Kills the rank and all processes that it has started."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
@@ -153,7 +156,7 @@ def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs:
         "MASTER_PORT": str(port),
         CHANNEL: str(theirs.fileno()),
     }
-    # Ranks that all want all cores hinder each other.
+    # Ranks that each use all cores slow each other down.
     environment.setdefault("OMP_NUM_THREADS", "1")
     with theirs, path.open("wb") as log:
         process = subprocess.Popen(
@@ -168,30 +171,34 @@ def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs:
     return _Rank(number, process, ours, path)
 
 
-def _watch(ranks: Sequence[_Rank], asked: Sequence[signal.Signals]) -> Stop | None:
+def _watch(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> Stop | None:
+    """Waits until all ranks have ended, or raises the first failure."""
     with selectors.DefaultSelector() as selector:
         for rank in ranks:
             selector.register(rank.channel, selectors.EVENT_READ, rank)
         while selector.get_map():
-            heard = [(key.data, _hear(key.data)) for key, _ in selector.select()]
-            # A death that explains the others' trouble may be seen in the same moment.
-            for rank, note in sorted(heard, key=lambda one: one[1] is not None):
-                if note is not None:
-                    if not note["mistake"] and (killed := _killed(ranks)):
-                        _fail_without_words(killed, killed.process.returncode)
-                    _fail(rank, note)
+            events = [(key.data, _receive(key.data)) for key, _ in selector.select()]
+            # Deaths before errors: a death may be the cause of errors that arrive with it.
+            for rank, report in sorted(events, key=lambda event: event[1] is not None):
+                if report is not None:
+                    if not report["mistake"] and (killed := _killed(ranks)):
+                        _raise_ended(killed, killed.process.returncode)
+                    _raise_reported(rank, report)
                 selector.unregister(rank.channel)
-                code = _code(rank)
-                if asked and code == -signal.SIGTERM:
-                    return Stop(asked[0], early=True)
+                code = _exit_code(rank)
+                if received and code == -signal.SIGTERM:
+                    return Stop(received[0], early=True)
                 if code:
-                    _fail_without_words(rank, code)
-    return Stop(asked[0], early=False) if asked else None
+                    _raise_ended(rank, code)
+    return Stop(received[0], early=False) if received else None
 
 
 def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
-    """A rank that a signal has ended. Peers may complain of its absence before it is quite gone."""
-    deadline = time.monotonic() + KILLED_S
+    """Returns a rank that a signal has killed, if there is one.
+
+    Other ranks may report its absence a moment before its death can be seen.
+    """
+    deadline = time.monotonic() + DEATH_S
     while time.monotonic() < deadline:
         for rank in ranks:
             if (rank.process.poll() or 0) < 0:
@@ -200,23 +207,23 @@ def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
     return None
 
 
-def _hear(rank: _Rank) -> Mapping[str, Any] | None:
-    """What a rank says of its failure; None if it is gone."""
+def _receive(rank: _Rank) -> Mapping[str, Any] | None:
+    """Returns a rank's report of its error, or None if the rank is gone."""
     try:
-        said = rank.channel.recv(_NOTE_BYTES)
+        data = rank.channel.recv(_ERROR_BYTES)
     except ConnectionError:
         return None
-    if not said:
+    if not data:
         return None
     try:
-        note: Mapping[str, Any] = json.loads(said)
-    except ValueError:  # cut, being far too long
-        note = {"kind": "an error", "words": said.decode(errors="replace"), "mistake": False}
-    return note
+        report: Mapping[str, Any] = json.loads(data)
+    except ValueError:  # a very long message was cut
+        return {"kind": "an error", "message": data.decode(errors="replace"), "mistake": False}
+    return report
 
 
-def _code(rank: _Rank) -> int:
-    """Of a rank whose socket is closed, so its end is only a moment away."""
+def _exit_code(rank: _Rank) -> int:
+    """Returns the exit code of a rank whose socket is closed, so that it ends in a moment."""
     try:
         return rank.process.wait(GRACE_S)
     except subprocess.TimeoutExpired:
@@ -224,26 +231,27 @@ def _code(rank: _Rank) -> int:
         return rank.process.wait()
 
 
-def _fail(rank: _Rank, note: Mapping[str, Any]) -> NoReturn:
-    if note["mistake"]:
-        raise ValueError(note["words"])
+def _raise_reported(rank: _Rank, report: Mapping[str, Any]) -> NoReturn:
+    if report["mistake"]:
+        raise ValueError(report["message"])
     raise RankFailedError(
-        f"rank {rank.number} failed with {note['kind']}: {note['words']}; all is in {rank.log}"
+        f"rank {rank.number} failed with {report['kind']}: {report['message']}; its output is in"
+        f" {rank.log}"
     )
 
 
-def _fail_without_words(rank: _Rank, code: int) -> NoReturn:
+def _raise_ended(rank: _Rank, code: int) -> NoReturn:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
     raise RankFailedError(
-        f"rank {rank.number} {how}, so all ranks were ended; what it wrote is in {rank.log}"
+        f"rank {rank.number} {how}, so all ranks were ended; its output is in {rank.log}"
     )
 
 
-def _end(ranks: Sequence[_Rank], asked: Sequence[signal.Signals]) -> None:
-    """Asks those that still run, waits a little unless somebody is impatient, and ends them."""
+def _end(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> None:
+    """Ends all ranks: by SIGTERM, and by SIGKILL after a grace period or a second signal."""
     for rank in ranks:
         rank.process.terminate()
-    deadline = time.monotonic() + (GRACE_S if len(asked) < 2 else 0.0)
+    deadline = time.monotonic() + (GRACE_S if len(received) < 2 else 0.0)
     for rank in ranks:
         with suppress(subprocess.TimeoutExpired):
             rank.process.wait(max(deadline - time.monotonic(), 0))
@@ -253,17 +261,17 @@ def _end(ranks: Sequence[_Rank], asked: Sequence[signal.Signals]) -> None:
 
 
 @contextmanager
-def _on_stops(ranks: Sequence[_Rank], asked: list[signal.Signals]) -> Iterator[None]:
-    """The first signal is passed on, so that ranks save and leave; the second ends everything."""
+def _forward_signals(ranks: Sequence[_Rank], received: list[signal.Signals]) -> Iterator[None]:
+    """Forwards the first signal to all ranks, so that they save; a second one ends everything."""
 
-    def react(number: int, _: object) -> None:
-        asked.append(signal.Signals(number))
-        if len(asked) > 1:
+    def handle(number: int, _: object) -> None:
+        received.append(signal.Signals(number))
+        if len(received) > 1:
             raise KeyboardInterrupt
         for rank in ranks:
             rank.process.terminate()
 
-    before = {number: signal.signal(number, react) for number in STOPS}
+    before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
     try:
         yield
     finally:

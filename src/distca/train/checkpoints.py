@@ -1,8 +1,8 @@
-"""Checkpoints: written while training goes on, loadable on any mesh, never half there.
+"""Checkpoints, which are written while training continues and can be loaded on any mesh.
 
-Tensors are known whole and by name, ``model.<parameter>`` and ``optimizer.<parameter>.<moment>``,
-and every rank reads its part of them; so neither the sizes of the mesh nor the groups of the
-optimizer matter. Learning rates and decays are not kept: they come from the configuration.
+Tensors are saved whole and by name, ``model.<parameter>`` and ``optimizer.<parameter>.<moment>``,
+and every rank reads its shards. So a checkpoint depends neither on the mesh nor on the optimizer's
+groups. Learning rates and weight decays are not saved: they come from the configuration.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ _LISTED = 3  # names in a message
 
 
 class Checkpoints:
-    """Those of one run, in a folder that all workers share. Every worker makes every call."""
+    """The checkpoints of one run, in a folder that all workers share.
+
+    All workers call every method.
+    """
 
     def __init__(
         self,
@@ -44,11 +47,11 @@ class Checkpoints:
         *,
         keep: int,
     ) -> None:
-        assert context.checkpoint_group is not None, "a rank that only serves has nothing to save"
+        assert context.checkpoint_group is not None, "a dedicated server has nothing to save"
         self._folders = StepFolders(folder, keep)
         self._model, self._optimizer, self._group = model, optimizer, context.checkpoint_group
         self._leads = dist.get_rank(context.checkpoint_group) == 0
-        # Copies everything before a save returns, into memory that the next save uses again.
+        # Copies the state before ``save`` returns, into memory that the next save reuses.
         self._stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False,
@@ -57,143 +60,143 @@ class Checkpoints:
                 use_non_blocking_copy=False,
             )
         )
-        self._under_way: tuple[Path, Future[Any]] | None = None
+        self._pending: tuple[Path, Future[Any]] | None = None
 
     def save(self, step: int, extra: dict[str, Any]) -> None:
-        """Copies the state and writes it meanwhile; waits for the save before.
+        """Copies the state and writes it in the background, after the previous save is complete.
 
-        The first worker's ``extra`` is kept, and comes back as JSON has it.
+        extra: further state, as JSON; that of the first worker is saved.
         """
         try:
             text = json.dumps(extra, indent=1)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"extra of step {step} is not JSON ({error}): give numbers, text, lists and dicts"
+                f"extra of step {step} is not JSON ({error}): use numbers, text, lists and dicts"
             ) from None
         self.wait()
         path = self._folders.of(step)
-        trouble = None
+        problem = None
         if self._leads:
             try:
                 self._folders.prepare(path, text)
             except OSError as error:
-                trouble = f"{path} cannot be written ({error}): make room, or give another folder"
-        self._agree(trouble)
+                problem = f"{path} cannot be written ({error}): free space, or use another folder"
+        self._raise_on_all(problem)
         future = state_dict_saver.async_save(
             self._weights() | self._moments(),
             storage_writer=FileSystemWriter(path),
             process_group=self._group,
             async_stager=self._stager,
         )
-        self._under_way = path, cast("Future[Any]", future)
+        self._pending = path, cast("Future[Any]", future)
 
     def wait(self) -> None:
-        """Until the last save is complete; call it before exit."""
-        if self._under_way is None:
+        """Waits until the last save is complete; has to be called before exit."""
+        if self._pending is None:
             return
-        (path, future), self._under_way = self._under_way, None
+        (path, future), self._pending = self._pending, None
         try:
             future.result()
-        except (CheckpointException, Exception) as error:  # the former is no Exception
+        except (CheckpointException, Exception) as error:  # the former is a BaseException
             raise RuntimeError(
-                f"{path} is incomplete ({_words(error)}): earlier checkpoints stay as they were"
+                f"{path} is incomplete ({_message(error)}): earlier checkpoints are not affected"
             ) from error
         if self._leads:
             self._folders.tidy()
 
     def newest(self) -> Path | None:
-        """The newest complete one as the first worker sees it, after a save that is under way."""
+        """Returns the newest complete checkpoint, including a save that is in progress."""
         self.wait()
         answer = [newest(self._folders.folder) if self._leads else None]
         dist.broadcast_object_list(answer, group=self._group, group_src=0)
         return answer[0]
 
     def load(self, path: Path) -> dict[str, Any]:
-        """Fills model and optimizer; returns the ``extra`` that was saved with them.
+        """Loads model and optimizer; returns the ``extra`` that was saved with them.
 
-        What is not loadable is refused on all workers before anything is changed.
+        Raises ValueError on all workers, before anything is changed, if it cannot be loaded.
         """
         self.wait()
         extra: dict[str, Any] = {}
         saved: Mapping[str, Any] = {}
-        trouble = None
+        problem = None
         try:
             extra, saved = read_extra(path), self._check(path)
         except ValueError as error:
-            trouble = str(error)
-        self._agree(trouble)
+            problem = str(error)
+        self._raise_on_all(problem)
         weights = self._weights()
-        state = weights | self._room(saved)
+        state = weights | self._empty_moments(saved)
         try:
             state_dict_loader.load(
                 state, storage_reader=FileSystemReader(path), process_group=self._group
             )
         except CheckpointException as error:
             raise RuntimeError(
-                f"{path} is damaged ({_words(error)}): load an earlier checkpoint"
+                f"{path} is damaged ({_message(error)}): load an earlier checkpoint"
             ) from error
         here = {name: state[_MODEL + self._model.whole_name(name)] for name in self._names()}
         set_model_state_dict(self._model, here)
-        self._give_moments({key: value for key, value in state.items() if key not in weights})
+        self._set_moments({key: value for key, value in state.items() if key not in weights})
         return extra
 
     def _weights(self) -> dict[str, Any]:
-        """By name; these are the model's own tensors, not copies."""
+        """Returns the model's own tensors by name, not copies."""
         weights = get_model_state_dict(self._model)
         return {_MODEL + self._model.whole_name(name): weight for name, weight in weights.items()}
 
     def _names(self) -> list[str]:
         return list(get_model_state_dict(self._model))
 
-    # Moments are handled here, not by ``get_optimizer_state_dict``: where there are none yet, that
-    # makes a step with gradients of zero, after which AdamW counts one step too many.
+    # ``get_optimizer_state_dict`` is not used, since without moments it makes a step with gradients
+    # of zero, after which AdamW counts one step too many.
 
     def _moments(self) -> dict[str, Any]:
         return {
             f"{_OPTIMIZER}{name}.{moment}": value
-            for name, (_, parameter) in self._learning().items()
+            for name, (_, parameter) in self._trained().items()
             for moment, value in self._optimizer.state.get(parameter, {}).items()
         }
 
-    def _room(self, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Memory for the moments that were saved of parameters that learn, sharded like them."""
-        learning = self._learning()
-        room: dict[str, Any] = {}
+    def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Allocates the saved moments of trained parameters, sharded like the parameters."""
+        trained = self._trained()
+        moments: dict[str, Any] = {}
         for key, value in saved.items():
             name = _parameter_of(key)
-            if name not in learning:
+            if name not in trained:
                 continue
-            _, parameter = learning[name]
-            room[key] = None  # a plain number, which needs no memory
+            _, parameter = trained[name]
+            moments[key] = None  # a plain number, which needs no memory
             if isinstance(value, TensorStorageMetadata):
                 dtype = value.properties.dtype
                 if value.size == parameter.shape:
-                    room[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                    moments[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
                 else:
-                    room[key] = torch.empty(value.size, dtype=dtype)
-        return room
+                    moments[key] = torch.empty(value.size, dtype=dtype)
+        return moments
 
-    def _give_moments(self, moments: Mapping[str, Any]) -> None:
+    def _set_moments(self, moments: Mapping[str, Any]) -> None:
         state: dict[int, dict[str, Any]] = {}
-        learning = self._learning()
+        trained = self._trained()
         for key, value in moments.items():
-            place, _ = learning[_parameter_of(key)]
-            state.setdefault(place, {})[key.rpartition(".")[2]] = value
+            index, _ = trained[_parameter_of(key)]
+            state.setdefault(index, {})[key.rpartition(".")[2]] = value
         groups = self._optimizer.state_dict()["param_groups"]
         self._optimizer.load_state_dict({"state": state, "param_groups": groups})
 
-    def _learning(self) -> dict[str, tuple[int, nn.Parameter]]:
-        """What the optimizer changes, by name, with its place among the optimizer's parameters."""
+    def _trained(self) -> dict[str, tuple[int, nn.Parameter]]:
+        """Returns trained parameters by name, with their index in the optimizer."""
         given = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        places = {parameter: place for place, parameter in enumerate(given)}
+        indices = {parameter: index for index, parameter in enumerate(given)}
         return {
-            self._model.whole_name(name): (places[parameter], parameter)
+            self._model.whole_name(name): (indices[parameter], parameter)
             for name, parameter in self._model.named_parameters()
-            if parameter in places and parameter.requires_grad
+            if parameter in indices and parameter.requires_grad
         }
 
     def _check(self, path: Path) -> Mapping[str, Any]:
-        """What was saved, by name, if it is of this model; of all of it, not of a stage."""
+        """Returns the metadata of the saved tensors. Raises ValueError if the model is another."""
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:  # unpickling may raise anything
@@ -215,32 +218,32 @@ class Checkpoints:
         if differing:
             raise ValueError(
                 f"{path} is of another model, {len(differing)} parameters differ"
-                f" ({_list(differing)}): give the model it was saved from, or another folder"
+                f" ({_list(differing)}): use the model that it was saved from, or another folder"
             )
         with_moments = {_parameter_of(key) for key in saved}
-        new = [name for name in self._learning() if name not in with_moments]
+        new = [name for name in self._trained() if name not in with_moments]
         if new and with_moments != {""}:
             raise ValueError(
-                f"{path} has no optimizer state of {len(new)} parameters that learn now"
-                f" ({_list(new)}): freeze them as they were when it was saved"
+                f"{path} has no optimizer state of {len(new)} parameters that are trained now"
+                f" ({_list(new)}): freeze them as when it was saved"
             )
         return saved
 
-    def _agree(self, trouble: str | None) -> None:
-        """One worker's trouble is raised on all, so that none waits for another in vain."""
-        told: list[str | None] = [None] * dist.get_world_size(self._group)
-        dist.all_gather_object(told, trouble, group=self._group)
-        for words in told:
-            if words is not None:
-                raise ValueError(words)
+    def _raise_on_all(self, problem: str | None) -> None:
+        """Raises ValueError on all workers if one has a problem, so that none deadlocks."""
+        problems: list[str | None] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(problems, problem, group=self._group)
+        for message in problems:
+            if message is not None:
+                raise ValueError(message)
 
 
 def _parameter_of(key: str) -> str:
-    """Whose moment a key names; nobody's if it names a weight."""
+    """Returns the parameter of a moment's key; empty for the key of a weight."""
     return key.removeprefix(_OPTIMIZER).rpartition(".")[0] if key.startswith(_OPTIMIZER) else ""
 
 
-def _words(error: BaseException) -> str:
+def _message(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = next(iter(error.failures.items()))
         return f"rank {rank}: {cause}"

@@ -1,4 +1,4 @@
-"""Loss of held-out documents, in all and by how long they are."""
+"""Loss of held-out documents, overall and by their length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distca.planning.spans import Floats
 from distca.runtime.batches import Step
 from distca.runtime.step import StepRunner
 
-EDGES = (256, 1024, 4096, 16384, 65536)  # tokens of a document: below the first, between, above
+EDGES = (256, 1024, 4096, 16384, 65536)  # borders of the classes of document lengths, in tokens
 
 
 def bucket_names() -> list[str]:
@@ -26,7 +26,7 @@ def bucket_names() -> list[str]:
 def evaluate(
     model: Llama | None, runner: StepRunner, planner: StepPlanner, batches: Iterable[Batch]
 ) -> dict[str, float]:
-    """Mean loss per target; on all ranks, servers too, which have no model."""
+    """Returns the mean loss per target; all ranks call it, and servers have no model."""
     sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
     for batch in batches:
         step = Step.of(planner.for_evaluation(), batch, train=False)

@@ -1,4 +1,4 @@
-"""Arithmetic that a step must do, counted document by document: the honest side of an MFU."""
+"""FLOPs of a training step, counted document by document, for the MFU."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from distca.planning.costs.base import BACKWARD_FLOPS
 from distca.planning.masks import pairs
 from distca.planning.spans import Ints, as_ints
 
-# Dense bfloat16 of the data sheets, by a part of the device's name.
+# Dense bfloat16 peak of the data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """What an MFU is a share of; None for devices that are not listed."""
+    """Returns the peak of a device; None if it is not listed."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -23,7 +23,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def step_flops(config: ModelConfig, lengths: Ints) -> float:
-    """Forward and backward of documents of these lengths; nothing recomputed, nothing padded."""
+    """Returns FLOPs of forward and backward, without recomputation and padding."""
     tokens = float(np.sum(lengths))
     linear = 3.0 * config.linear_flops_per_token * tokens
     return linear + sum(
@@ -33,7 +33,7 @@ def step_flops(config: ModelConfig, lengths: Ints) -> float:
 
 
 def attention_flops(config: ModelConfig, layer: int, lengths: Ints) -> float:
-    """Forward of one layer: only pairs that the mask shows."""
+    """Returns forward FLOPs of one layer's attention, of unmasked pairs only."""
     reach = np.full(len(lengths), config.mask_of(layer).reach)
     seen = pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach))
     return config.shape.flops_per_pair * float(np.sum(seen))

@@ -1,4 +1,4 @@
-"""Whether a run fits, said before it starts."""
+"""Checks before a run whether it fits into memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distca.pipeline.memory import GIB, Memory
 
 
 def available(device: torch.device, local_ranks: int, limit_gib: float = 0.0) -> int:
-    """Bytes that a rank may take: the limit that was given, or its share of the device."""
+    """Returns the bytes that a rank may use: the given limit, or its share of the device."""
     if limit_gib:
         return int(limit_gib * GIB)
     if device.type == "cuda":
@@ -18,12 +18,12 @@ def available(device: torch.device, local_ranks: int, limit_gib: float = 0.0) ->
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
 
 
-def check(memory: Memory, most: int) -> None:
-    """Refuses with the numbers, and with what would help."""
-    if memory.total > most:
+def check(memory: Memory, limit: int) -> None:
+    """Raises ValueError with the estimate and possible remedies if a run does not fit."""
+    if memory.total > limit:
         parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.table().items())
         raise ValueError(
             f"this run needs about {memory.total / GIB:.1f} GiB per rank ({parts}) and has"
-            f" {most / GIB:.1f}: take more ranks, fewer tokens per step, more micro-batches,"
+            f" {limit / GIB:.1f}: use more ranks, fewer tokens per step, more micro-batches,"
             " parallel.recompute = true, a larger tp, or a smaller model"
         )

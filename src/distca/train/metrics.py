@@ -1,4 +1,4 @@
-"""Records of a run: one JSON line per step, TensorBoard where it is installed, lines for people."""
+"""Records of a run: one line of JSON per step, and TensorBoard if it is installed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Record = dict[str, Any]
 
 
 class Records:
-    """``metrics.jsonl`` in a run's folder; a resumed run goes on in the same file."""
+    """``metrics.jsonl`` in the folder of a run; a resumed run continues the same file."""
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        _forget(self.path, first_step)
+        _drop_from(self.path, first_step)
         self._file = self.path.open("a")
         self._board = _tensorboard(folder)
 
@@ -46,7 +46,7 @@ class Records:
 
 
 def read(path: Path) -> list[Record]:
-    """All whole lines: a run that was killed may have left half of one."""
+    """Returns all complete records; a run that was killed may have left half a line."""
     records = []
     for line in path.read_text().splitlines():
         try:
@@ -56,8 +56,8 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def _forget(path: Path, first_step: int) -> None:
-    """Drops what lies after the checkpoint that a run goes on from: it will be done again."""
+def _drop_from(path: Path, first_step: int) -> None:
+    """Drops the records of steps after the checkpoint of a resumed run, which it repeats."""
     if path.exists():
         kept = [record for record in read(path) if record["step"] < first_step]
         path.write_text("".join(json.dumps(record) + "\n" for record in kept))

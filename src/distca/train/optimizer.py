@@ -1,4 +1,4 @@
-"""AdamW with warm-up and cosine decay, clipping, and parameters that do not learn."""
+"""AdamW with warm-up and cosine decay, gradient clipping, and frozen parameters."""
 
 from __future__ import annotations
 
@@ -16,40 +16,40 @@ from distca.train.config import TrainSection
 
 
 def freeze(model: Llama, patterns: Sequence[str]) -> None:
-    """Switches learning off for parameters whose name fits a pattern (``seams.0.*``).
+    """Freezes parameters whose name matches a pattern such as ``seams.0.*``.
 
-    A pattern that fits nothing in the whole model is a mistake, and said to be one.
+    Raises ValueError for a pattern that matches no parameter of the whole model.
     """
     names = [name for name, _ in on_meta(model.config).named_parameters()]
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             raise ValueError(
-                f"train.frozen: {pattern!r} fits no parameter; names look like {names[0]}"
+                f"train.frozen: {pattern!r} matches no parameter; names look like {names[0]}"
             )
     frozen = {name for pattern in patterns for name in fnmatch.filter(names, pattern)}
     if len(frozen) == len(names):
-        raise ValueError(f"train.frozen = {list(patterns)} freezes every parameter: leave some out")
+        raise ValueError(f"train.frozen = {list(patterns)} freezes every parameter: remove some")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(model.whole_name(name) not in frozen)
 
 
 def adamw(model: nn.Module, config: TrainSection) -> torch.optim.AdamW:
-    """Matrices decay, norms do not."""
-    learning = [p for p in model.parameters() if p.requires_grad]
+    """Returns the optimizer; weight decay applies to matrices, not to norms."""
+    trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
-        {"params": [p for p in learning if p.ndim > 1], "weight_decay": config.weight_decay},
-        {"params": [p for p in learning if p.ndim <= 1], "weight_decay": 0.0},
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": config.weight_decay},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    # A stage in which everything is frozen has one without parameters.
+    # A stage in which everything is frozen has one group without parameters.
     groups = [group for group in groups if group["params"]] or groups[:1]
-    fused = bool(learning) and learning[0].is_cuda  # there it needs no temporary copies
+    fused = bool(trained) and trained[0].is_cuda  # on GPUs it needs no temporary copies
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=config.betas, fused=fused, foreach=not fused
     )
 
 
 def learning_rate(step: int, config: TrainSection) -> float:
-    """Of step 0, 1, ...: rises for ``warmup`` steps, then falls as a cosine to ``min_lr``."""
+    """Returns a linear warm-up over ``warmup`` steps, then a cosine decay to ``min_lr``."""
     if step < config.warmup:
         return config.lr * (step + 1) / config.warmup
     progress = (step - config.warmup) / max(config.steps - config.warmup, 1)
@@ -58,13 +58,14 @@ def learning_rate(step: int, config: TrainSection) -> float:
 
 
 def clip(model: Llama, most: float, stages: dist.ProcessGroup) -> float:
-    """The norm of all gradients over all ranks, which are scaled so that it is at most ``most``.
+    """Scales all gradients so that their norm is at most ``most``; returns the norm before.
 
-    0 only measures. ``stages``: this rank's place in all of them.
+    most: 0 does not scale.
+    stages: the ranks at the same position in all pipeline stages.
     """
-    learning = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    # A tied embedding's copy in the last stage counts in the first.
-    once = [p.grad for name, p in learning.items() if model.whole_name(name) == name]
+    trained = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    # The last stage's copy of a tied embedding counts in the first stage.
+    once = [p.grad for name, p in trained.items() if model.whole_name(name) == name]
     norm: Tensor = nn.utils.get_total_norm([grad for grad in once if grad is not None])
     if isinstance(norm, DTensor):
         norm = norm.full_tensor()
@@ -73,5 +74,5 @@ def clip(model: Llama, most: float, stages: dist.ProcessGroup) -> float:
         dist.all_reduce(squared, group=stages)
         norm = squared.sqrt()
     if most > 0:
-        nn.utils.clip_grads_with_norm_(learning.values(), most, norm)
+        nn.utils.clip_grads_with_norm_(trained.values(), most, norm)
     return float(norm)

@@ -1,4 +1,4 @@
-"""From a config to what a rank trains with: devices, groups, sizes, data, model."""
+"""Builds the parts of a rank from a config: device, mesh, data, model and planner."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from distca.train.optimizer import freeze
 
 
 def join_world() -> torch.device:
-    """Joins the ranks that torchrun or ``distca train`` started, or makes a world of one."""
+    """Joins the ranks of torchrun or ``distca train``, or starts a process group of one rank."""
     local = int(os.environ.get("LOCAL_RANK", "0"))
     gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
     device = torch.device("cuda", local) if gpu else torch.device("cpu")
@@ -49,7 +49,7 @@ def join_world() -> torch.device:
 
 
 def parallel_of(config: Config, world_size: int) -> MeshShape:
-    """The axes' sizes; dp takes the ranks that the others leave."""
+    """Returns the sizes of the mesh; by default dp takes the ranks that the other axes leave."""
     p = config.parallel
     if p.dp:
         return MeshShape(p.pp, p.dp, p.cp, p.tp, p.servers, p.keep_weights)
@@ -58,13 +58,13 @@ def parallel_of(config: Config, world_size: int) -> MeshShape:
     if left < others or left % others:
         raise ValueError(
             f"{world_size} ranks less {p.servers} servers cannot be divided by pp x cp x tp ="
-            f" {others}: start other ranks, or change the sizes"
+            f" {others}: start another number of ranks, or change the sizes"
         )
     return MeshShape(p.pp, left // others, p.cp, p.tp, p.servers, p.keep_weights)
 
 
 def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """By name, or of a folder of weights, with the sizes that are given on top."""
+    """Returns the model by name or of a folder of weights, with ``model.sizes`` on top."""
     path = config.model.path
     named = read_config(Path(path)) if path else model_config(config.model.name)
     try:
@@ -73,7 +73,7 @@ def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         raise ValueError(f"model.sizes: {error}") from None
     if tokenizer.vocab_size > chosen.vocab_size:
         raise ValueError(
-            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, model"
+            f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model"
             f" {path or config.model.name} only {chosen.vocab_size}: set model.sizes.vocab_size"
         )
     return chosen
@@ -125,7 +125,7 @@ def planner_of(
 
 
 def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
-    """The first part of the model with a parameter that learns (see ``pipeline.stages``)."""
+    """Returns the first part of the model with a trained parameter (see ``pipeline.stages``)."""
     if not frozen:
         return 0
     whole = on_meta(model)
@@ -134,7 +134,7 @@ def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
 
 
 def _part(name: str, layers: int) -> int:
-    """seams.3.before.norm.weight -> 7"""
+    """Returns the part of a parameter: seams.3.before.norm.weight -> 7."""
     _, seam, kind, *_ = name.split(".")
     return {
         "embed": 0,
@@ -154,7 +154,7 @@ def precision_of(config: Config, device: torch.device) -> Precision:
 def memory_of(
     config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
 ) -> Memory:
-    """What a worker will take, of the stage that takes most."""
+    """Estimates the memory of a worker in the pipeline stage that needs most."""
     p, precision = config.parallel, precision_of(config, device)
     stages = stage_layers(model.layers, parallel.pp, p.stage_layers)
     held = Schedule.aligned(parallel.pp, p.micro_batches).in_flight

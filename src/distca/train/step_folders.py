@@ -1,12 +1,11 @@
-"""The folders of checkpoints: which of them count, and which may go.
+"""The folders of checkpoints: which are complete, and which may be deleted.
 
-    folder/step-00000120/__0_0.distcp ...   parts of tensors, a file from each rank
-    folder/step-00000120/extra.json         what the trainer adds: step, state of the loader, ...
-    folder/step-00000120/.metadata          written last: without it the folder counts for nothing
+    folder/step-00000120/__0_0.distcp ...   shards of tensors, one file from each rank
+    folder/step-00000120/extra.json         the trainer's state: step, state of the loader, ...
+    folder/step-00000120/.metadata          written last: without it the checkpoint is incomplete
 
-A kill at any moment leaves a complete checkpoint where there was one. Nothing is deleted before
-something newer is complete; and ``.metadata`` is deleted first, so what is half deleted does not
-count either.
+A run that is killed at any moment keeps its last complete checkpoint: a checkpoint is deleted only
+when a newer one is complete, and its ``.metadata`` is deleted first.
 """
 
 from __future__ import annotations
@@ -26,23 +25,23 @@ _OURS = re.compile(rf"step-\d{{8,}}({re.escape(_REPLACED)})?")
 
 @dataclass(frozen=True)
 class StepFolders:
-    """Those of one run. One process prepares and tidies, while no save is under way."""
+    """The checkpoints of one run. One process calls it, while no save is in progress."""
 
     folder: Path
     keep: int
 
     def __post_init__(self) -> None:
         if self.keep < 1:
-            raise ValueError(f"keep = {self.keep}: 1 or more, or there would be nothing to load")
+            raise ValueError(f"keep = {self.keep}: it must be at least 1")
 
     def of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
 
     def prepare(self, path: Path, extra: str) -> None:
-        """An empty folder for a new checkpoint, but for its extra."""
+        """Creates the folder of a new checkpoint, with its ``extra.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
         self.tidy()
-        if path.exists():  # and complete, or it were gone now: it counts until the new one does
+        if path.exists():  # it is complete, and stays valid until the new one is complete
             aside = path.with_name(path.name + _REPLACED)
             _remove(aside)
             path.rename(aside)
@@ -53,7 +52,7 @@ class StepFolders:
             os.fsync(file.fileno())
 
     def tidy(self) -> None:
-        """Deletes what is incomplete, and all but the newest."""
+        """Deletes incomplete checkpoints, and all complete ones but the newest."""
         kept = _complete(self.folder)[: self.keep]
         for path in self.folder.iterdir():
             if _OURS.fullmatch(path.name) and path not in kept:
@@ -61,16 +60,16 @@ class StepFolders:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, None if there is none."""
+    """Returns the newest complete checkpoint of a run, or None."""
     return next(iter(_complete(folder)), None)
 
 
 def read_extra(path: Path) -> dict[str, Any]:
-    """The ``extra`` of a complete checkpoint."""
+    """Returns the ``extra`` of a complete checkpoint."""
     if not (path / COMPLETE).is_file():
         what = "is an incomplete checkpoint" if path.is_dir() else "does not exist"
         latest = newest(path.parent)
-        hint = f"the newest complete one there is {latest.name}" if latest else "give another"
+        hint = f"the newest complete one is {latest.name}" if latest else "choose another one"
         raise ValueError(f"{path} {what}: {hint}")
     try:
         extra = json.loads((path / EXTRA).read_text())
@@ -84,7 +83,7 @@ def read_extra(path: Path) -> dict[str, Any]:
 
 
 def _complete(folder: Path) -> list[Path]:
-    """Newest first: as they were completed, since a run may go back to an earlier step."""
+    """Returns complete checkpoints, the latest first; a later one may have an earlier step."""
     found = []
     for path in folder.iterdir() if folder.is_dir() else ():
         if _OURS.fullmatch(path.name) and (path / COMPLETE).is_file():

@@ -1,4 +1,4 @@
-"""One step as a timeline over all ranks, for Perfetto or chrome://tracing."""
+"""A timeline of one step over all ranks, for Perfetto or chrome://tracing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 @contextmanager
 def tracing(folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
-    """Records what happens inside on every rank of the group; rank 0 merges to ``trace.json``."""
+    """Profiles the context on every rank of the group; rank 0 merges all into ``trace.json``."""
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -29,9 +29,9 @@ def tracing(folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def merge(paths: list[Path], out: Path) -> None:
-    """Puts every rank's events on a process of its own, named after the rank.
+    """Merges the traces of all ranks, with one process for each rank.
 
-    Each file counts from a base of its own; clocks of one host agree, so the bases line them up.
+    Each file has its own time base. The clocks of one host agree, so the bases align the files.
     """
     traces = [json.loads(path.read_text()) for path in paths]
     bases = [int(trace.get("baseTimeNanoseconds", 0)) for trace in traces]

@@ -1,9 +1,10 @@
-"""The training loop: the same on every rank, with or without weights.
+"""The training loop, which is the same on all ranks.
 
     trainer = Trainer(Config.read("run.toml"))
     trainer.fit()
 
-A rank that only serves goes through the same steps with the same plans, and computes attention.
+A dedicated server has no weights. It runs the same steps with the same plans, and computes
+attention.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ Show = Callable[[Record], None]
 
 
 class Trainer:
-    """One rank of a run. Raises ValueError, with a sentence, for what cannot be run."""
+    """One rank of a run. Raises ValueError with one sentence for a config that cannot run."""
 
     def __init__(self, config: Config, show: Show | None = None) -> None:
         self.config, self._show = config, show
@@ -72,11 +73,11 @@ class Trainer:
         self._agree_on_start()
 
     def fit(self) -> list[Record]:
-        """All steps that are left; on rank 0, the records of those that were taken."""
+        """Trains until the last step or a signal; returns the records of the steps on rank 0."""
         train, taken = self.config.train, []
         records = self._open_records()
         batches = Prefetcher(self.loader, self.planner)
-        with _on_sigterm(self._ask_to_stop):
+        with _on_sigterm(self._request_stop):
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
                     record = self._step(step, batches.next())
@@ -95,13 +96,13 @@ class Trainer:
                     break
             batches.close()
             if self.model is not None:
-                self.checkpoints.wait()  # a signal must not end it either
+                self.checkpoints.wait()  # still inside the handler: a signal must not end it
         if records is not None:
             records.close()
         return taken
 
     def evaluate(self) -> dict[str, float]:
-        """Held-out documents, as many as ``eval_tokens`` hold."""
+        """Returns losses of the first ``eval_tokens`` tokens of held-out documents."""
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
@@ -125,14 +126,14 @@ class Trainer:
         )
 
     def _check_memory(self, parallel: MeshShape) -> Memory:
-        """The estimate for a worker; refuses what cannot fit."""
+        """Returns the estimate for a worker. Raises ValueError if it exceeds the memory."""
         memory = setup.memory_of(self.config, parallel, self.model_config, self.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
         check(memory, available(self.device, local, self.config.parallel.memory_gib))
         return memory
 
     def _agree_on_start(self) -> None:
-        """All ranks go on from the step, and the place in the data, that rank 0 has found."""
+        """Continues on all ranks from the step and the data position that rank 0 has loaded."""
         found: list[Any] = [None]
         if self.model is not None and self.config.resume and (path := self.checkpoints.newest()):
             found = [self.checkpoints.load(path)]
@@ -153,12 +154,12 @@ class Trainer:
         start = time.perf_counter()
         self._loader_state = fetched.loader_state
         loss = float(self.runner.train(self.model, fetched.step))
-        norm = 0.0 if self.model is None else self._change(step)
+        norm = 0.0 if self.model is None else self._update(step)
         taken = time.perf_counter() - start
         return self._record(step, fetched, loss, norm, taken)
 
-    def _change(self, step: int) -> float:
-        """The weights, by their gradients; the norm of all of them."""
+    def _update(self, step: int) -> float:
+        """Updates the weights; returns the norm of the gradients."""
         assert self.model is not None
         norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
         for group in self.optimizer.param_groups:
@@ -216,16 +217,16 @@ class Trainer:
         if self.model is not None:
             self.checkpoints.save(step, {"step": step, "loader": self._loader_state})
 
-    def _ask_to_stop(self) -> None:
+    def _request_stop(self) -> None:
         self._stop = True
 
 
 @contextmanager
 def _on_sigterm(react: Callable[[], None]) -> Iterator[None]:
-    """Ends the step, saves and leaves, instead of dying in the middle."""
+    """Calls ``react`` on SIGTERM, so that the run ends after its step and saves a checkpoint."""
     try:
         before = signal.signal(signal.SIGTERM, lambda *_: react())
-    except ValueError:  # not the main thread: somebody else takes care of signals
+    except ValueError:  # not the main thread, so signals are handled elsewhere
         yield
         return
     try:

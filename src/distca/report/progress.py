@@ -1,4 +1,4 @@
-"""How far something is, for people: a bar on a terminal, a line anywhere else."""
+"""Progress of long work: a bar on a terminal, a line for each step anywhere else."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rich.progress import (
 )
 
 
-class Watch:
-    """Called with how many of ``total`` are done, and a few words."""
+class ProgressBar:
+    """Shows how many of ``total`` steps are done."""
 
     def __init__(self, console: Console, title: str, total: int) -> None:
         self._console, self._title, self._total = console, title, total
@@ -27,24 +27,25 @@ class Watch:
                 TextColumn("{task.description}"),
                 BarColumn(bar_width=None),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[said]}"),
+                TextColumn("{task.fields[text]}"),
                 TimeRemainingColumn(),
                 console=console,
                 expand=True,
             )
 
-    def __call__(self, done: int, said: str) -> None:
+    def update(self, done: int, text: str) -> None:
+        """Shows that ``done`` steps are done, with a few words about the last one."""
         if self._bar is not None:
-            if self._task is None:  # what goes on does not begin at 0
+            if self._task is None:  # resumed work does not begin at 0
                 self._task = self._bar.add_task(
-                    self._title, total=self._total, completed=done - 1, said=""
+                    self._title, total=self._total, completed=done - 1, text=""
                 )
-            self._bar.update(self._task, completed=done, said=said)
+            self._bar.update(self._task, completed=done, text=text)
             return
         count = f"{done:{len(str(self._total))}}/{self._total}"
-        self._console.print(f"{self._title} {count}  {said}", soft_wrap=True)
+        self._console.print(f"{self._title} {count}  {text}", soft_wrap=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> ProgressBar:
         if self._bar is not None:
             self._bar.start()
         return self

@@ -1,0 +1,98 @@
+"""Reads frozen dataclasses from TOML files and from ``--set a.b=c``.
+
+A field whose type is a dataclass is a section. Names and types are checked, and each mistake is
+reported in one sentence that names the value, the rule and the way out.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+Record = TypeVar("Record")
+_WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+def read_toml(path: Path | str) -> dict[str, Any]:
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def assign(values: dict[str, Any], setting: str) -> None:
+    """Writes ``a.b=c`` into nested dictionaries, with c read as TOML or, failing that, as text."""
+    name, equals, text = setting.partition("=")
+    if not equals or not name.strip():
+        raise ValueError(f"--set {setting}: write it as section.name=value")
+    *sections, last = name.strip().split(".")
+    for section in sections:
+        values = values.setdefault(section, {})
+        if not isinstance(values, dict):
+            raise ValueError(f"--set {setting}: {section} is a value, not a section")
+    try:
+        values[last] = tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        values[last] = text.strip()
+
+
+def build(kind: type[Record], values: Any, where: str = "") -> Record:
+    """Returns a dataclass with ``values`` by name and defaults for the rest.
+
+    where: the section that the values are from, for error messages.
+    """
+    return kind(**check(kind, values, where))
+
+
+def check(kind: type, values: Any, where: str = "") -> dict[str, Any]:
+    """Returns ``values`` with the types of the dataclass's fields; see ``build``."""
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{where} = {values!r}: it must be a section with names and values")
+    types = get_type_hints(kind)
+    checked = {}
+    for name, value in values.items():
+        path = f"{where}.{name}" if where else name
+        check_known(name, types, path)
+        checked[name] = _convert(types[name], value, path)
+    return checked
+
+
+def check_known(name: str, known: Iterable[str], path: str) -> None:
+    known = list(known)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+        raise ValueError(f"{path} is unknown: {hint}")
+
+
+def _convert(kind: Any, value: Any, path: str) -> Any:
+    """Returns ``value`` as ``kind``.
+
+    One value may stand for a list of one, and for text a number or a list: 64 is "64", and
+    [64, 128] is "64,128".
+    """
+    if is_dataclass(kind):
+        return build(kind, value, path)  # type: ignore[arg-type]
+    origin, inner = get_origin(kind), get_args(kind)
+    if NoneType in inner:
+        return _convert(inner[0], value, path)
+    if origin in (tuple, list):
+        items = value if isinstance(value, list) else [value]
+        if origin is tuple and inner[-1] is not Ellipsis and len(inner) != len(items):
+            raise ValueError(f"{path} has {len(items)} values: it must have {len(inner)}")
+        return origin(_convert(inner[0], item, path) for item in items)
+    if origin is not None:
+        return value  # a mapping, checked by the code that uses it
+    if kind is str and isinstance(value, list):
+        return ",".join(_convert(str, item, path) for item in value)
+    is_bool = isinstance(value, bool)
+    if kind in (float, str) and isinstance(value, int | float) and not is_bool:
+        return kind(value)
+    if not isinstance(value, kind) or is_bool != (kind is bool):
+        raise ValueError(f"{path} = {value!r}: it must be {_WORDS[kind]}")
+    return value
