@@ -25,7 +25,7 @@ from distca.planning.spans import Floats, Ints
 def traffic_lower_bound(problem: Problem, total_work: int, *, free_placement: bool) -> int:
     """Bytes of one layer's forward that no plan of this total work within the bound can save."""
     capacity = problem.devices.capacity(total_work, problem.tolerance)
-    pairs = capacity / problem.cost.least_forward_ps_per_pair
+    pairs = capacity / problem.cost.min_forward_ps_per_pair
     held = np.maximum(pairs, 1.0)  # what a rank can hold
     free = _free_tokens(problem, float(held.max()))
     return int(free if free_placement else max(free, _placed_tokens(problem, held)))

@@ -1,4 +1,4 @@
-"""Placers, schedulers, and policies that pair them: ours, and published ones to compare with."""
+"""Placers and schedulers by name, and policies that pair them: distca and published baselines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
 
 @dataclass(frozen=True)
 class Policy:
-    """Where tokens are placed, and which rank computes their attention."""
+    """A placer, which chooses the worker of each token, and a scheduler, which moves tasks."""
 
     name: str
     placer: str
@@ -41,7 +41,7 @@ class Policy:
 
     @property
     def places_tokens(self) -> bool:
-        """Whether tokens may end up elsewhere than they were given."""
+        """Whether the policy changes the placement that it is given."""
         return self.placer != GIVEN
 
 
@@ -56,7 +56,7 @@ POLICIES = {
         Policy("greedy", GIVEN, "greedy"),
     )
 }
-PLACEMENTS = (GIVEN, "balanced")  # that a policy without a placer of its own can be combined with
+PLACEMENTS = (GIVEN, "balanced")  # placements for policies that do not place tokens themselves
 
 
 def policy_of(name: str, placement: str = GIVEN) -> Policy:

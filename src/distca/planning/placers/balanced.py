@@ -29,7 +29,7 @@ from distca.planning.devices import Devices
 from distca.planning.placement import Placement
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import Bins, cut_from_the_tail, deal_slices, net_rooms
-from distca.planning.problem import Documents, DoesNotFitError, Grain, Problem
+from distca.planning.problem import DoesNotFitError, Grain, PricedDocuments, Problem
 from distca.planning.schedulers.disaggregated import STRATEGIES, schedule
 from distca.planning.spans import Floats, Ints, cumulative
 from distca.planning.traffic import forward_traffic
@@ -67,10 +67,10 @@ def balanced_placement(problem: Problem) -> Placement:
 def _search(problem: Problem) -> tuple[float, Placement] | None:
     """The first placement within the bound, or the nearest to it, and its imbalance."""
     cost, workers = problem.cost, problem.devices.workers_only()
-    documents = problem.documents(
+    documents = problem.priced_documents(
         lambda q, k, p: cost.forward_ps(q, k, p) + cost.backward_ps(q, k, p)
     )
-    total = int(documents.whole.sum())
+    total = int(documents.whole_load.sum())
     nearest: tuple[float, Placement] | None = None
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
@@ -86,7 +86,7 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
     return nearest
 
 
-def _attempts(documents: Documents, capacity: Floats, grain: Grain) -> Iterator[Bins]:
+def _attempts(documents: PricedDocuments, capacity: Floats, grain: Grain) -> Iterator[Bins]:
     """Filled workers for one phi after the other; last those that lacked least to be fillable."""
     lacking: list[tuple[float, float]] = []
     for phi in _filler_densities(documents, capacity):
@@ -103,7 +103,9 @@ def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> floa
     """Of every task at home, the larger of forward and backward."""
     worst = 1.0
     for price in (problem.cost.forward_ps, problem.cost.backward_ps):
-        loads = problem.documents(price).load(placement.document, placement.start, placement.stop)
+        loads = problem.priced_documents(price).load(
+            placement.document, placement.start, placement.stop
+        )
         work = np.zeros(placement.num_workers, np.int64)
         np.add.at(work, placement.worker, loads)
         worst = max(worst, workers.imbalance(work))
@@ -124,7 +126,7 @@ def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float
     return missed, traffic.worst, traffic.total
 
 
-def _filler_densities(documents: Documents, capacity: Floats) -> Iterator[float]:
+def _filler_densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
     """Guesses of phi, from below the density of the short documents upwards.
 
     Small phi leaves much room for slices, so few of them; but the fillers must be that light.
@@ -133,8 +135,8 @@ def _filler_densities(documents: Documents, capacity: Floats) -> Iterator[float]
     phi = 0.0
     for _ in range(4):
         net_room = float(np.median(capacity)) - phi * tokens
-        short = documents.whole - phi * documents.lengths <= MEDIUM * net_room
-        phi = float(documents.whole[short].sum() / max(documents.lengths[short].sum(), 1))
+        short = documents.whole_load - phi * documents.lengths <= MEDIUM * net_room
+        phi = float(documents.whole_load[short].sum() / max(documents.lengths[short].sum(), 1))
     if phi == 0.0:
         return  # no short documents at all
     for step in range(PHI_TRIES):
@@ -142,13 +144,13 @@ def _filler_densities(documents: Documents, capacity: Floats) -> Iterator[float]
 
 
 def _deal_long(
-    documents: Documents, capacity: Floats, phi: float, grain: Grain
+    documents: PricedDocuments, capacity: Floats, phi: float, grain: Grain
 ) -> tuple[Bins, float]:
     """Workers with slices and medium documents, and the share of load they lack for the rest."""
     workers = len(capacity)
     tokens = float(documents.lengths.sum()) / workers
     room = float(np.median(capacity)) - phi * tokens
-    medium = documents.whole - phi * documents.lengths > MEDIUM * room
+    medium = documents.whole_load - phi * documents.lengths > MEDIUM * room
     bins = Bins.empty(capacity, tokens, short=np.flatnonzero(~medium))
     if room <= 0:
         return bins, np.inf
@@ -159,33 +161,33 @@ def _deal_long(
     return bins, _lack(documents, bins)
 
 
-def _fill_up(documents: Documents, bins: Bins, grain: Grain) -> Bins:
+def _fill_up(documents: PricedDocuments, bins: Bins, grain: Grain) -> Bins:
     _deal_short(documents, bins.short, bins)
     _even_tokens(bins, grain)
     return bins
 
 
-def _lack(documents: Documents, bins: Bins) -> float:
+def _lack(documents: PricedDocuments, bins: Bins) -> float:
     """By how much the lightest short documents are too heavy where area per token is least.
 
     In means of a worker's load; 0 where they fit, from the tightest worker upwards.
     """
     area, tokens = np.asarray(bins.area), np.asarray(bins.tokens)
-    lengths, loads = documents.lengths[bins.short], documents.whole[bins.short]
+    lengths, loads = documents.lengths[bins.short], documents.whole_load[bins.short]
     lightest = np.argsort(loads / lengths, kind="stable")
     filled, load = cumulative(lengths[lightest]), cumulative(loads[lightest])
     tightest = np.argsort(area / np.maximum(tokens, 1.0), kind="stable")
     needed = np.interp(np.cumsum(tokens[tightest]), filled, load)
     worst = float(np.max(needed - np.cumsum(area[tightest])))
-    lack = worst * len(area) / float(documents.whole.sum())
+    lack = worst * len(area) / float(documents.whole_load.sum())
     return lack if lack > FILL_SLACK else 0.0
 
 
-def _deal_short(documents: Documents, short: Ints, bins: Bins) -> None:
+def _deal_short(documents: PricedDocuments, short: Ints, bins: Bins) -> None:
     """Longest first, to the worker with most area beyond what its other tokens will bring."""
     workers = len(bins.area)
     order = short[np.argsort(-documents.lengths[short], kind="stable")]
-    lengths, loads = documents.lengths[order], documents.whole[order]
+    lengths, loads = documents.lengths[order], documents.whole_load[order]
     tokens_left, load_left = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
     for first in range(0, len(order), workers):
         chunk = slice(first, min(first + workers, len(order)))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.problem import Documents, Grain
+from distca.planning.problem import Grain, PricedDocuments
 from distca.planning.schedulers.cuts import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
@@ -55,7 +55,7 @@ class Bins:
 
 
 def cut_from_the_tail(
-    documents: Documents, chosen: Ints, phi: float, room: float, tokens: float, grain: Grain
+    documents: PricedDocuments, chosen: Ints, phi: float, room: float, tokens: float, grain: Grain
 ) -> tuple[list[Slice], float]:
     """Slices of net load ``room``, all documents at once; and the most key tokens one receives.
 
@@ -102,7 +102,7 @@ def cut_from_the_tail(
 
 
 def deal_slices(
-    documents: Documents,
+    documents: PricedDocuments,
     slices: list[Slice],
     bins: Bins,
     phi: float,
@@ -165,7 +165,7 @@ def _most_room(
 
 
 def _split(
-    documents: Documents, piece: Slice, room: float, tokens: float, phi: float, grain: Grain
+    documents: PricedDocuments, piece: Slice, room: float, tokens: float, phi: float, grain: Grain
 ) -> list[Slice]:
     """The upper part of a slice, as large as room and tokens allow, and the lower; or it, uncut."""
     low = -(-(piece.start + grain.minimum) // grain.step)

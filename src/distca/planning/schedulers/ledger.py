@@ -28,7 +28,7 @@ class Ledger:
         placement, servers, shape = problem.placement, problem.devices, problem.shape
         self.problem, self.price = problem, price
         self.placement, self.devices, self.shape = placement, servers, shape
-        documents = problem.documents(price)
+        documents = problem.priced_documents(price)
         self.loads = documents.load(placement.document, placement.start, placement.stop)
         self.work = np.zeros(servers.num_ranks, np.int64)
         np.add.at(self.work, placement.worker, self.loads)

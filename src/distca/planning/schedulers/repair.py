@@ -36,7 +36,7 @@ def repair(problem: Problem, price: Price, tasks: Tasks) -> tuple[Tasks, float]:
 
 
 def _best_move(problem: Problem, price: Price, tasks: Tasks, work: Ints) -> Tasks | None:
-    servers, documents = problem.devices, problem.documents(price)
+    servers, documents = problem.devices, problem.priced_documents(price)
     finish = servers.seconds_ps(work)
     worst = int(np.argmax(finish))
     serving = servers.serving
@@ -106,4 +106,4 @@ def _move(problem: Problem, tasks: Tasks, task: int, low: int, high: int, server
 
 
 def _loads(problem: Problem, price: Price, tasks: Tasks) -> Ints:
-    return problem.documents(price).load(tasks.document, tasks.q_start, tasks.q_stop)
+    return problem.priced_documents(price).load(tasks.document, tasks.q_start, tasks.q_stop)
