@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from distca.pipeline.mesh import MeshShape
-from distca.pipeline.packing import by_group, filled, split
+from distca.pipeline.packing import pack_in_groups, pad_to_multiple, split
 from distca.pipeline.pool import masks_of, pooled
 from distca.pipeline.schedule import FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
@@ -122,7 +122,7 @@ class StepPlanner:
     def _place(self, members: Ints, lengths: Ints) -> Half:
         """Places documents on the workers of one stage, each with a multiple of tp tokens."""
         p = self.parallel
-        given = by_group(lengths, p.dp, p.cp, multiple=p.tp)
+        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp)
         if not self.policy.places_tokens:
             return Half(members, given, given)
         widest = max(self.masks, key=lambda mask: mask.reach)
@@ -133,7 +133,7 @@ class StepPlanner:
             speed = np.concatenate([by_stage.mean(axis=0), speed[workers:]])
         options = replace(self.plan_options, mask=widest, speed=speed)
         placement = place(given, None, options, placer=self.policy.placer)
-        padded = filled(placement, p.tp)
+        padded = pad_to_multiple(placement, p.tp)
         return Half(members, padded, given if padded is placement else padded)
 
     @property
