@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.pipeline.packing import FILLER, by_group, filled, split
+from distca.pipeline.packing import FILLER, pack_in_groups, pad_to_multiple, split
 from distca.planning.placement import Placement
 
 some_lengths = st.lists(st.integers(1, 300), min_size=1, max_size=40).map(np.array)
@@ -36,7 +36,7 @@ def test_halves_are_about_even_in_tokens_and_attention() -> None:
 def test_documents_stay_within_their_group(
     lengths: np.ndarray, dp: int, cp: int, multiple: int
 ) -> None:
-    placement = by_group(lengths, dp, cp, multiple=multiple)
+    placement = pack_in_groups(lengths, dp, cp, multiple=multiple)
     assert placement.num_workers == dp * cp
     assert not np.any(placement.tokens % multiple)
     assert placement.lengths[: len(lengths)].tolist() == lengths.tolist()
@@ -51,7 +51,7 @@ def test_documents_stay_within_their_group(
 
 
 def test_a_long_row_of_fillers_is_cut_into_tiles() -> None:
-    placement = filled(Placement.from_ranks([[10], []]), 300)
+    placement = pad_to_multiple(Placement.from_ranks([[10], []]), 300)
     assert placement.tokens.tolist() == [300, 0]
     assert placement.lengths.tolist() == [10, 128, 128, 34]
 
@@ -59,4 +59,4 @@ def test_a_long_row_of_fillers_is_cut_into_tiles() -> None:
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (1, 0, 1), (1, 1, 0)])
 def test_nonsense_is_refused(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="each must be 1 or more"):
-        by_group(np.array([5]), sizes[0], sizes[1], multiple=sizes[2])
+        pack_in_groups(np.array([5]), sizes[0], sizes[1], multiple=sizes[2])

@@ -72,8 +72,8 @@ def sound() -> Plan:
         (repeat, "every query token exactly once"),
         (overlap, "every query token exactly once"),
         (gap, "every query token exactly once"),
-        (extra_key, "other keys than its mask needs"),
-        (missing_key, "other keys than its mask needs"),
+        (extra_key, "not those that its mask needs"),
+        (missing_key, "not those that its mask needs"),
         (wrong_home, "more than one worker"),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_straggler_that_is_not_said_is_refused() -> None:
 
 def test_another_mask_is_refused() -> None:
     plan = sound()
-    with pytest.raises(ValueError, match="other keys"):
+    with pytest.raises(ValueError, match="not those that its mask needs"):
         verify(replace(plan, reach=np.full(3, 7)))
 
 

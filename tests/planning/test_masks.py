@@ -54,7 +54,7 @@ def test_a_mask_prints_what_it_parses(text: str) -> None:
     "text", ["", "Causal", "window", "window:", "window:0", "window:-4", "window:4.5", "window:x"]
 )
 def test_an_unknown_mask_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^mask .* is unknown: say causal, full, or window:N"):
+    with pytest.raises(ValueError, match=r"^mask .* is unknown: use causal, full, or window:N"):
         Mask.parse(text)
 
 

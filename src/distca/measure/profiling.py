@@ -26,7 +26,7 @@ from distca.measure.timing import Clock, Seconds, attention_s, copy_s, exchange_
 from distca.model.config import ModelConfig
 from distca.planning.costs.analytic import TILE
 from distca.planning.costs.base import BACKWARD_FLOPS, PS
-from distca.planning.costs.profile import Exchange, HeldOut, Profile
+from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
 from distca.planning.costs.table import TableCost
 from distca.planning.spans import Ints, as_ints
 
@@ -217,7 +217,7 @@ def _copy(bench: Bench, profile: Profile) -> Profile:
 
 def _exchange(bench: Bench, size: int, profile: Profile) -> Profile:
     speed = _short(size / exchange_s(bench.clock, size))
-    return replace(profile, exchange=(*profile.exchange, Exchange(size, speed)))
+    return replace(profile, exchange=(*profile.exchange, MeasuredExchange(size, speed)))
 
 
 @dataclass(frozen=True)

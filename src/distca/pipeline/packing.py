@@ -1,7 +1,7 @@
-"""Whole documents into sets, and sets onto workers, as a loader packs them before a plan.
+"""Packs whole documents into micro-batches and onto groups of workers, before they are planned.
 
-Nothing is dropped and no document lies in two sets, so the sum of all gradients is the same however
-a batch is split. Numbers of documents are positions in the list of lengths.
+No document is dropped or split over two sets, so the sum of all gradients does not depend on how a
+batch is split. A document's number is its position in the list of lengths.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ import heapq
 
 import numpy as np
 
-from distca.planning.placement import Placement
+from distca.planning.placement import Placement, Shard
 from distca.planning.spans import Ints, as_ints, cumulative
 
-FILLER = 128  # tokens of a filler document at most: one tile of a kernel
+FILLER = 128  # most tokens of a filler document: one tile of a kernel
 
 
 def split(lengths: Ints, count: int) -> list[Ints]:
-    """Sets of documents with about equal tokens and about equal attention, each in order.
+    """Splits documents into sets with about equal tokens and about equal attention.
 
-    For micro-batches, and for the two halves of a ping-pong step.
+    The sets are micro-batches, or the two halves of a ping-pong step. Documents keep their order.
     """
     lengths = as_ints(lengths)
     if count < 1:
@@ -29,76 +29,64 @@ def split(lengths: Ints, count: int) -> list[Ints]:
             f"{len(lengths)} documents cannot be split into {count} sets of whole documents: take"
             " more tokens per step, shorter documents, fewer micro-batches, or ping-pong off"
         )
-    # Both shares count: long documents even out the attention, short ones then the tokens.
+    # Both shares count: long documents balance the attention, and then short ones the tokens.
     pairs = lengths * (lengths + 1) / 2
     weight = pairs / pairs.sum() + lengths / lengths.sum()
-    return [np.sort(members) for members in _spread(lengths, weight, count)]
+    return [np.sort(members) for members in _spread(weight, count)]
 
 
-def by_group(lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1) -> Placement:
-    """Documents as plain packed data parallel places them: whole on a group of ``cp`` workers.
+def pack_in_groups(lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1) -> Placement:
+    """Places each document on one group of ``cp`` workers, as packed data parallelism does.
 
-    Groups get about equal tokens; inside one, documents follow each other in order over its
-    workers. Filler documents, numbered after the real ones, make every worker's tokens a
-    ``multiple``.
+    The ``dp`` groups get about equal tokens. Inside a group, documents are packed in order over its
+    workers. Filler documents, numbered after the real ones, make the tokens of every worker a
+    multiple of ``multiple``.
     """
     if dp < 1 or cp < 1 or multiple < 1:
         raise ValueError(f"dp {dp}, cp {cp}, multiple {multiple}: each must be 1 or more")
     lengths = as_ints(lengths)
-    groups = _spread(lengths, lengths.astype(np.float64), dp)
-    shards: list[tuple[int, int, int, int]] = []
-    for group, members in enumerate(groups):
-        own = lengths[np.sort(members)]
-        per_worker = -(-int(own.sum()) // (cp * multiple)) * multiple
-        ends = cumulative(own)
-        for document, start in zip(np.sort(members).tolist(), ends[:-1].tolist(), strict=True):
-            shards += _cut(document, int(lengths[document]), start, per_worker, group * cp)
-    return filled(Placement.from_shards(lengths, shards, dp * cp), multiple)
+    shards: list[Shard] = []
+    for group, members in enumerate(_spread(lengths.astype(np.float64), dp)):
+        documents = np.sort(members)
+        rows = cumulative(lengths[documents])
+        per_worker = -(-int(rows[-1]) // (cp * multiple)) * multiple
+        for document, row in zip(documents.tolist(), rows[:-1].tolist(), strict=True):
+            shards += _pack(document, int(lengths[document]), row, per_worker, group * cp)
+    return pad_to_multiple(Placement.from_shards(lengths, shards, dp * cp), multiple)
 
 
-def filled(placement: Placement, multiple: int) -> Placement:
-    """The same with filler documents, so that every worker's tokens are a multiple."""
+def pad_to_multiple(placement: Placement, multiple: int) -> Placement:
+    """Adds filler documents, so that the tokens of every worker are a multiple of ``multiple``."""
     missing = (-placement.tokens) % multiple
     if not missing.any():
         return placement
-    shards = list(
-        zip(
-            placement.worker.tolist(),
-            placement.document.tolist(),
-            placement.start.tolist(),
-            placement.stop.tolist(),
-            strict=True,
-        )
-    )
-    lengths = placement.lengths.tolist()
+    shards, lengths = placement.shards(), placement.lengths.tolist()
     for worker, count in enumerate(missing.tolist()):
         for start in range(0, count, FILLER):
             size = min(FILLER, count - start)
-            shards.append((worker, len(lengths), 0, size))
+            shards.append(Shard(worker, len(lengths), 0, size))
             lengths.append(size)
     return Placement.from_shards(as_ints(lengths), shards, placement.num_workers)
 
 
-def _spread(lengths: Ints, weight: np.ndarray, count: int) -> list[Ints]:
-    """Largest weight first, always to the lightest set; ties go to the first."""
+def _spread(weight: np.ndarray, count: int) -> list[Ints]:
+    """Assigns documents, largest weight first, to the lightest of ``count`` sets."""
     heap = [(0.0, number) for number in range(count)]
     members: list[list[int]] = [[] for _ in range(count)]
-    for document in np.lexsort((np.arange(len(lengths)), -weight)).tolist():
+    for document in np.lexsort((np.arange(len(weight)), -weight)).tolist():
         load, number = heapq.heappop(heap)
         members[number].append(document)
         heapq.heappush(heap, (load + float(weight[document]), number))
     return [as_ints(chosen) for chosen in members]
 
 
-def _cut(
-    document: int, length: int, start: int, per_worker: int, first_worker: int
-) -> list[tuple[int, int, int, int]]:
-    """Shards (worker, document, start, stop) of a document that begins at a group's row."""
+def _pack(document: int, length: int, row: int, per_worker: int, first_worker: int) -> list[Shard]:
+    """Returns the shards of a document whose first token is at ``row`` of its group's tokens."""
     shards = []
-    done = 0
-    while done < length:
-        worker, row = divmod(start + done, per_worker)
-        size = min(length - done, per_worker - row)
-        shards.append((first_worker + worker, document, done, done + size))
-        done += size
+    start = 0
+    while start < length:
+        worker, offset = divmod(row + start, per_worker)
+        stop = min(length, start + per_worker - offset)
+        shards.append(Shard(first_worker + worker, document, start, stop))
+        start = stop
     return shards

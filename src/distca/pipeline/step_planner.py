@@ -19,7 +19,7 @@ from itertools import count
 import numpy as np
 
 from distca.pipeline.mesh import MeshShape
-from distca.pipeline.packing import by_group, filled, split
+from distca.pipeline.packing import pack_in_groups, pad_to_multiple, split
 from distca.pipeline.pool import pool_masks, pool_placements
 from distca.pipeline.schedule import FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
@@ -135,7 +135,7 @@ class StepPlanner:
     def _place(self, members: Ints, lengths: Ints) -> Half:
         """Places documents on the workers of one stage, with a multiple of tp tokens on each."""
         p = self.parallel
-        given = by_group(lengths, p.dp, p.cp, multiple=p.tp)
+        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp)
         if not self.policy.places_tokens:
             return Half(members, given, given)
         widest = max(self.masks, key=lambda mask: mask.reach)
@@ -144,7 +144,7 @@ class StepPlanner:
         speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
         options = replace(self.plan_options, mask=widest, speed=speed)
         placement = place(given, None, options, placer=self.policy.placer)
-        padded = filled(placement, p.tp)
+        padded = pad_to_multiple(placement, p.tp)
         return Half(members, padded, given if padded is placement else padded)
 
 

@@ -54,10 +54,10 @@ def place(
     placer: str = "balanced",
     **changes: Any,
 ) -> Placement:
-    """Chooses the worker of every token, before any of them is loaded.
+    """Chooses the worker of every token, before any token is loaded.
 
-    The linear layers do not care where a token lives, so tokens are placed such that both token
-    counts and attention are even and (almost) only keys and values have to travel.
+    The linear layers do not depend on where a token lives. Balanced placement therefore gives every
+    worker equal tokens and about equal attention, so that (almost) only keys and values are sent.
 
     documents: the length of each document, or a placement whose documents are to be placed again.
     workers: the number of ranks to place them on; that of the placement by default.
@@ -69,7 +69,7 @@ def place(
         raise ValueError(f"placer {placer!r} is unknown: choose one of {', '.join(PLACERS)}")
     if not isinstance(documents, Placement):
         if workers is None:
-            raise ValueError("lengths say nothing about workers: give the number of workers")
+            raise ValueError("workers is missing: give the number of workers to place documents on")
         documents = Placement.in_order(as_ints(documents), workers)
     elif workers not in (None, documents.num_workers):
         documents = Placement.in_order(documents.lengths, workers)
@@ -97,8 +97,8 @@ def plan(
         ``{"document": d, "start": s, "stop": e}`` of documents that span ranks.
     options, changes: a ``PlanOptions``, and options by name that replace its own.
     scheduler: ``distca``; or ``home``, ``all-gather`` or ``greedy``, as published policies do.
-    given: where the tokens were before ``place`` moved them, if it did. The plan's
-        ``imbalance_before`` then refers to it, and its lower bound of bytes to any placement.
+    given: the placement before ``place``, if there was one. The plan's ``imbalance_before`` then
+        refers to it, and ``bytes_lower_bound`` holds for any placement.
     """
     began = time.perf_counter()
     if scheduler not in SCHEDULERS:

@@ -1,94 +1,187 @@
-"""How few bytes any plan must move: lower bounds, so that a plan can say how far it may be off.
+"""Lower bounds of the bytes that any plan must move, so that a plan can report how far it is off.
 
-Let one pair cost at least ``u`` picoseconds. A rank of capacity C holds at most C / u pairs, in
-any plan that keeps the bound. From there two bounds, of which the larger counts:
-
-- *Placed tokens.* A rank with more pairs than it may hold sends the rest away. A server that takes
-  P pairs of one document receives at least sqrt(2 P ((kv + q + o)^2 - (q + o)^2)) bytes, wherever
-  they are cut (docs/planning.md), and takes at most C / u of them; the root is concave, so that few
-  full servers are the cheapest. Keys of documents that span workers may be there already: for
-  them only q and o count.
-- *Free tokens.* Wherever tokens live, a document of L tokens needs sum(m_r) - L keys moved if its
-  servers reach up to m_r; no server holds more than C / u pairs of it, so the m_r cannot all be
-  small.
+Let a pair cost at least u picoseconds. In a plan that keeps the bound, a rank of capacity C
+computes at most H = C / u pairs. Every bound below follows from this. ``q`` is short for the bytes
+of a query and its output, ``kv`` for those of a key and its value.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from distca.planning import masks
+from distca.planning.placement import Placement
 from distca.planning.problem import Problem
-from distca.planning.spans import Floats, Ints
+from distca.planning.spans import Bools, Floats, Ints
 
 
 def traffic_lower_bound(problem: Problem, total_work: int, *, free_placement: bool) -> int:
-    """Bytes of one layer's forward that no plan of this total work within the bound can save."""
+    """Returns bytes of one layer's forward pass that every plan within the bound must move.
+
+    free_placement: whether the bound is to hold for any placement of the tokens.
+    """
     capacity = problem.devices.capacity(total_work, problem.tolerance)
-    pairs = capacity / problem.cost.least_forward_ps_per_pair
-    held = np.maximum(pairs, 1.0)  # what a rank can hold
-    free = _free_tokens(problem, float(held.max()))
-    return int(free if free_placement else max(free, _placed_tokens(problem, held)))
+    max_pairs = np.maximum(capacity / problem.cost.min_forward_ps_per_pair, 1.0)
+    for_any_placement = _any_placement(problem, float(max_pairs.max()))
+    if free_placement:
+        return int(for_any_placement)
+    return int(max(for_any_placement, _given_placement(problem, max_pairs)))
 
 
-def _free_tokens(problem: Problem, held: float) -> float:
-    """Keys that travel when every document is cut from its tail into the largest slices."""
+def _any_placement(problem: Problem, max_pairs: float) -> float:
+    """Bounds the keys that are sent wherever the tokens live.
+
+    If the servers of a document of L tokens need keys up to positions m_r, sum(m_r) - L of these
+    keys live on another server. The sum is smallest if the document is cut from its tail into
+    slices of H pairs. Causal queries [0, m) have ((m + 1/2)^2 - 1/4) / 2 pairs, so each slice
+    lowers (m + 1/2)^2 by 2 H. Under a full mask, every server beyond the first needs all L keys.
+    """
     lengths = problem.placement.lengths.astype(np.float64)
     causal = problem.reach >= problem.placement.lengths
     full = problem.reach == masks.FULL
-    others = np.ceil(lengths[full] ** 2 / held) - 1  # servers beside the first, all need all keys
-    keys = float(np.sum(np.maximum(others, 0) * lengths[full]))
-    reach = (lengths[causal] + 0.5) ** 2
-    while len(reach):
-        reach = reach - 2 * held
-        reach = reach[reach > 0.25]
-        keys += float(np.sum(np.sqrt(reach) - 0.5))
+    other_servers = np.ceil(lengths[full] ** 2 / max_pairs) - 1
+    keys = float(np.sum(np.maximum(other_servers, 0) * lengths[full]))
+    squares = (lengths[causal] + 0.5) ** 2
+    while len(squares):
+        squares = squares - 2 * max_pairs
+        squares = squares[squares > 0.25]
+        keys += float(np.sum(np.sqrt(squares) - 0.5))
     return keys * problem.shape.kv_bytes
 
 
-def _placed_tokens(problem: Problem, held: Floats) -> float:
-    """What surplus ranks must send, and what tails of documents must fetch or be sent to."""
-    placement, shape = problem.placement, problem.shape
-    document, workers = placement.document, placement.num_workers
-    length, reach = placement.lengths[document], problem.reach[document]
-    pairs = masks.pairs(placement.start, placement.stop, length, reach)
-    size = placement.stop - placement.start
-    spanning = size < length
-    seen = np.where(reach == masks.FULL, length, np.minimum(reach, length))  # keys of one query
+def _given_placement(problem: Problem, max_pairs: Floats) -> float:
+    """Bounds the bytes that are sent for the queries of each worker, and adds them up.
 
-    def added(values: Ints) -> Floats:
-        total: Floats = np.bincount(placement.worker, values, minlength=workers).astype(np.float64)
-        return total
+    Several bounds hold for the same worker and may count the same bytes: the largest one is taken.
+    """
+    shards = _Shards.of(problem.placement, problem.reach)
+    workers = problem.placement.num_workers
+    sizes = 2 * problem.shape.q_bytes, problem.shape.kv_bytes
+    surplus = np.maximum(shards.total(shards.pairs) - max_pairs[:workers], 0.0)
+    bounds = (
+        _surplus(shards, surplus, float(max_pairs.max()), *sizes),
+        _fetched_keys(shards, *sizes),
+        _idle_workers(shards, problem.devices.speed[:workers] == 0, *sizes),
+        np.zeros(workers),
+    )
+    return float(np.sum(np.maximum.reduce(bounds)))
 
-    def largest(values: Ints) -> Ints:
-        result = np.ones(workers, np.int64)
-        np.maximum.at(result, placement.worker, values)
+
+@dataclass(frozen=True, eq=False)
+class _Shards:
+    """Facts about each shard, and sums and maxima of them over workers."""
+
+    placement: Placement
+    reach: Ints  # [shards], like the arrays below
+    length: Ints  # of the document
+    size: Ints
+    pairs: Ints
+    spanning: Bools  # whether other workers hold a part of the document
+    keys_per_query: Ints  # at most
+
+    @classmethod
+    def of(cls, placement: Placement, reach: Ints) -> _Shards:
+        length, reach = placement.lengths[placement.document], reach[placement.document]
+        size = placement.stop - placement.start
+        return cls(
+            placement=placement,
+            reach=reach,
+            length=length,
+            size=size,
+            pairs=masks.pairs(placement.start, placement.stop, length, reach),
+            spanning=size < length,
+            keys_per_query=np.where(reach == masks.FULL, length, np.minimum(reach, length)),
+        )
+
+    def total(self, values: Ints) -> Floats:
+        """[workers] Returns the sum of ``values`` over the shards of each worker."""
+        placement = self.placement
+        total = np.bincount(placement.worker, values, minlength=placement.num_workers)
+        return total.astype(np.float64)
+
+    def largest(self, values: Ints) -> Ints:
+        """[workers] Returns the largest of ``values`` on each worker, at least 1."""
+        result = np.ones(self.placement.num_workers, np.int64)
+        np.maximum.at(result, self.placement.worker, values)
         return result
 
-    q, kv = 2 * shape.q_bytes, shape.kv_bytes
-    root = np.sqrt(2.0 * ((q + kv) ** 2 - q**2))
-    room = float(held.max())
-    surplus = np.maximum(added(pairs) - held[:workers], 0.0)
-    full, rest = np.divmod(surplus, room)
-    causal = added((reach < length).astype(np.int64)) == 0
 
-    # 1. Documents that live whole on the rank: few full servers; and a line that lies below.
-    rounding = kv * (full + 1)
-    concave = root * (full * np.sqrt(room) + np.sqrt(rest)) - rounding
-    slope = np.where(causal, root / np.sqrt(room), (q + kv) / largest(seen))
-    linear = slope * surplus - rounding
-    # 2. Documents that span workers: their keys may be on the server already.
-    moved = np.minimum(surplus, added(pairs * spanning))
-    tails = slope * (surplus - moved) - rounding + moved * q / largest(seen * spanning)
-    shed = np.where(moved > 0, np.minimum(linear, tails), np.where(causal, concave, linear))
-    # 3. A worker's only shard of a document fetches the keys it lacks, or sends all its queries.
-    _, where, count = np.unique(
-        document * workers + placement.worker, return_inverse=True, return_counts=True
+def _surplus(shards: _Shards, surplus: Floats, max_pairs: float, q: int, kv: int) -> Floats:
+    """[workers] Bounds the bytes of the pairs above a worker's capacity.
+
+    surplus: [workers] pairs that the worker cannot compute itself.
+    """
+    causal = shards.total((shards.reach < shards.length).astype(np.int64)) == 0
+    per_pair = _bytes_per_pair(shards, causal, max_pairs, q, kv)
+    # The bounds are continuous in positions; whole tokens save at most one key on each server.
+    rounding = kv * (np.floor_divide(surplus, max_pairs) + 1)
+    linear = per_pair * surplus - rounding
+    concave = _whole_documents(surplus, max_pairs, q, kv) - rounding
+    # Pairs of documents that span workers may go to servers that hold their keys already, and then
+    # only q and o are sent. The bound is linear in how many of them go: an extreme is the smallest.
+    moved = np.minimum(surplus, shards.total(shards.pairs * shards.spanning))
+    queries_only = moved * q / shards.largest(shards.keys_per_query * shards.spanning)
+    spanning = per_pair * (surplus - moved) - rounding + queries_only
+    bound: Floats = np.where(
+        moved > 0, np.minimum(linear, spanning), np.where(causal, concave, linear)
     )
-    first = masks.first_key(placement.start, reach)
-    last = masks.last_key(placement.stop, length, reach)
+    return bound
+
+
+def _whole_documents(surplus: Floats, max_pairs: float, q: int, kv: int) -> Floats:
+    """[workers] Bounds the bytes of a surplus of causal documents that live whole on the worker.
+
+    The bytes of a server are concave in its pairs, so the cheapest way is to fill as few servers as
+    possible with H pairs each, and to send the rest to one more.
+    """
+    full, rest = np.divmod(surplus, max_pairs)
+    bound: Floats = _bytes_per_root(q, kv) * (full * np.sqrt(max_pairs) + np.sqrt(rest))
+    return bound
+
+
+def _bytes_per_root(q: int, kv: int) -> float:
+    """Returns c such that a server receives at least c sqrt(P) bytes for P pairs of a document.
+
+    Causal queries [a, b) take q (b - a) + kv b bytes and have P = (b^2 - a^2) / 2 pairs. For fixed
+    P the bytes are smallest at a / b = q / (q + kv) (docs/planning.md).
+    """
+    return float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
+
+
+def _bytes_per_pair(shards: _Shards, causal: Bools, max_pairs: float, q: int, kv: int) -> Floats:
+    """[workers] Bounds the bytes of one moved pair of a document that lives whole on the worker.
+
+    Causal: the chord of c sqrt(P) from 0 to H pairs, which lies below the curve. Other masks: a
+    query sees at most k keys and needs its own, so P pairs take P / k queries and as many keys.
+    """
+    chord = _bytes_per_root(q, kv) / np.sqrt(max_pairs)
+    bound: Floats = np.where(causal, chord, (q + kv) / shards.largest(shards.keys_per_query))
+    return bound
+
+
+def _fetched_keys(shards: _Shards, q: int, kv: int) -> Floats:
+    """[workers] Bounds the bytes for shards whose keys live partly on other workers.
+
+    A worker's only shard of a document either fetches the keys that it lacks, or sends its queries.
+    """
+    placement = shards.placement
+    _, index, count = np.unique(
+        placement.document * placement.num_workers + placement.worker,
+        return_inverse=True,
+        return_counts=True,
+    )
+    first = masks.first_key(placement.start, shards.reach)
+    last = masks.last_key(placement.stop, shards.length, shards.reach)
     lacking = np.maximum(placement.start - first, 0) + np.maximum(last - placement.stop, 0)
-    fetch = added(np.minimum(lacking * kv, size * q) * (count[where] == 1))
-    # 4. A worker that serves nothing sends every query, and the keys that only it has.
-    idle = (problem.devices.speed[:workers] == 0) * added(size * (q + kv * ~spanning))
-    return float(np.sum(np.maximum.reduce([shed, fetch, idle, np.zeros(workers)])))
+    return shards.total(np.minimum(lacking * kv, shards.size * q) * (count[index] == 1))
+
+
+def _idle_workers(shards: _Shards, idle: Bools, q: int, kv: int) -> Floats:
+    """[workers] Bounds the bytes of workers that compute no attention.
+
+    They send every query, and the keys of every document that lives on them alone.
+    """
+    bound: Floats = idle * shards.total(shards.size * (q + kv * ~shards.spanning))
+    return bound

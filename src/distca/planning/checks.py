@@ -1,4 +1,4 @@
-"""What must hold of every plan, checked from scratch; and why a bound is not met."""
+"""Checks of problems and plans, and the reason why a plan misses its bound."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from distca.planning.traffic import memory_bytes
 
 
 def verify(plan: Plan) -> None:
-    """Raises ``ValueError`` where a plan breaks a promise. Slow and obvious on purpose."""
+    """Raises ``ValueError`` if a plan is wrong. Recomputes everything from the tasks."""
     for name, tasks in (("forward", plan.forward), ("backward", plan.backward)):
         _verify_tasks(plan, tasks, name)
         _verify_memory(plan, tasks, name)
@@ -25,7 +25,10 @@ def verify(plan: Plan) -> None:
                 f"{name}: {traffic.send.sum()} bytes sent, {traffic.recv.sum()} received"
             )
     if plan.meets_bound and plan.imbalance > 1.0 + plan.tolerance:
-        raise ValueError(f"imbalance {plan.imbalance} above 1 + {plan.tolerance}, and not said")
+        raise ValueError(
+            f"imbalance {plan.imbalance} is above 1 + {plan.tolerance}, but the plan states no"
+            " shortfall"
+        )
 
 
 def _verify_memory(plan: Plan, tasks: Tasks, name: str) -> None:
@@ -41,22 +44,22 @@ def _verify_memory(plan: Plan, tasks: Tasks, name: str) -> None:
 def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
     placement = plan.placement
     length, reach = placement.lengths[tasks.document], plan.reach[tasks.document]
-    # Every query token in exactly one task.
-    fresh = np.diff(tasks.document, prepend=-1) != 0
-    expected = np.where(fresh, 0, np.roll(tasks.q_stop, 1))
-    last = np.append(fresh[1:], True)[: len(tasks)]
+    # 1. Every query token is in exactly one task.
+    is_first = np.diff(tasks.document, prepend=-1) != 0
+    expected = np.where(is_first, 0, np.roll(tasks.q_stop, 1))
+    last = np.append(is_first[1:], True)[: len(tasks)]
     if (
         np.any(tasks.q_start != expected)
         or np.any(tasks.q_stop[last] != length[last])
-        or np.count_nonzero(fresh) != placement.num_documents
+        or np.count_nonzero(is_first) != placement.num_documents
     ):
         raise ValueError(f"{name}: the tasks do not cover every query token exactly once")
-    # Exactly the keys that the mask needs.
+    # 2. A task has exactly the keys that its mask needs.
     if np.any(tasks.kv_start != masks.first_key(tasks.q_start, reach)) or np.any(
         tasks.kv_stop != masks.last_key(tasks.q_stop, length, reach)
     ):
-        raise ValueError(f"{name}: a task has other keys than its mask needs")
-    # Queries with one home, on a rank that serves.
+        raise ValueError(f"{name}: the keys of a task are not those that its mask needs")
+    # 3. The queries of a task have one home, and its server computes attention.
     if np.any(tasks.home != placement.home(tasks.document, tasks.q_start)) or np.any(
         tasks.home != placement.home(tasks.document, tasks.q_stop - 1)
     ):
@@ -66,22 +69,23 @@ def _verify_tasks(plan: Plan, tasks: Tasks, name: str) -> None:
 
 
 def check_representable(problem: Problem) -> None:
-    """Refuses documents whose attention, in picoseconds, would overflow 64-bit integers."""
+    """Raises ``ValueError`` if the attention in picoseconds would overflow 64-bit integers."""
     lengths = problem.placement.lengths.astype(np.float64)
-    sample = np.asarray([1 << 16], dtype=np.int64)  # representable at any rate
+    sample = np.asarray([1 << 16], dtype=np.int64)  # a document that fits at any rate
     ps_per_pair = float(problem.cost.backward_ps(sample, sample, sample * sample)[0]) / 2.0**32
     total_ps = float(np.sum(lengths * lengths)) * ps_per_pair
     if total_ps > 2.0**62:
         raise ValueError(
             f"documents of up to {lengths.max():.3g} tokens make {total_ps / PS:.3g} s of"
-            f" attention, more than the {2.0**62 / PS:.3g} s that can be counted: split them"
+            f" attention, more than the {2.0**62 / PS:.3g} s that 64-bit picoseconds can hold:"
+            " split them"
         )
 
 
 def check_own_memory(problem: Problem) -> None:
-    """Refuses a placement with more tokens on a rank than its memory holds."""
-    weight = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    own, limit = problem.placement.tokens * weight, problem.devices.memory_bytes
+    """Raises ``ValueError`` if a rank has more tokens than its memory holds."""
+    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
+    own, limit = problem.placement.tokens * token_bytes, problem.devices.memory_bytes
     worst = int(np.argmax(own - limit[: len(own)]))
     if own[worst] > limit[worst]:
         raise ValueError(
@@ -92,7 +96,7 @@ def check_own_memory(problem: Problem) -> None:
 
 
 def check_memory(problem: Problem, assignment: Assignment) -> None:
-    """Refuses tasks that need more memory than a rank has, fetched keys included."""
+    """Raises ``DoesNotFitError`` if tasks and fetched keys need more memory than a rank has."""
     limit = problem.devices.memory_bytes
     for tasks in (assignment.forward, assignment.backward):
         used = memory_bytes(tasks, problem.placement, problem.shape, len(limit))
@@ -110,26 +114,26 @@ def shortfall(problem: Problem, work: tuple[Ints, Ints], *, bounded: bool) -> st
 
     bounded: whether the scheduler tries to meet the bound at all.
     """
-    servers, tolerance = problem.devices, problem.tolerance
-    imbalance, way = max(
-        (servers.imbalance(work[0]), "forward"), (servers.imbalance(work[1]), "backward")
+    devices, tolerance = problem.devices, problem.tolerance
+    imbalance, direction = max(
+        (devices.imbalance(work[0]), "forward"), (devices.imbalance(work[1]), "backward")
     )
     if imbalance <= 1.0 + tolerance:
         return ""
-    loads = work[0] if way == "forward" else work[1]
-    worst = int(np.argmax(servers.seconds_ps(loads)))
-    bound = (1.0 + tolerance) * servers.mean_ps(int(loads.sum()))
-    said = f"{way}, rank {worst} finishes at {imbalance:.3f} x mean"
+    loads = work[0] if direction == "forward" else work[1]
+    worst = int(np.argmax(devices.seconds_ps(loads)))
+    bound = (1.0 + tolerance) * devices.mean_ps(int(loads.sum()))
+    slowest = f"{direction}, rank {worst} finishes at {imbalance:.3f} x mean"
     if not bounded:
-        return f"{said}: this policy does not bound it"
-    if servers.busy_ps[worst] > bound:
+        return f"{slowest}: this policy does not bound it"
+    if devices.busy_ps[worst] > bound:
         return (
-            f"{said}: it is busy with other work for {servers.busy_s[worst]:.3g} s,"
-            f" past the bound of {bound / PS:.3g} s"
+            f"{slowest}: it is busy with other work for {devices.busy_s[worst]:.3g} s,"
+            f" longer than the bound of {bound / PS:.3g} s"
         )
-    if np.any(servers.memory_bytes < UNLIMITED):
-        return f"{said}: the ranks that finish first have no memory to take more of it"
+    if np.any(devices.memory_bytes < UNLIMITED):
+        return f"{slowest}: the ranks that finish first have no memory to take more of its tasks"
     return (
-        f"{said}: no single move of a task, whole or cut at a multiple of {problem.grain.step}"
+        f"{slowest}: no single move of a task, whole or cut at a multiple of {problem.grain.step}"
         f" tokens into pieces of {problem.grain.minimum} or more, would lower it"
     )

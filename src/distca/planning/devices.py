@@ -1,4 +1,4 @@
-"""The ranks that can compute tasks, and how much each may take."""
+"""What each rank can do for a plan: its speed, memory, node and other work."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, eq=False)
 class Devices:
-    """All ranks: workers 0..W-1, then dedicated servers. One mechanism for every role.
+    """All ranks of a plan: the workers 0..W-1, then the dedicated servers.
 
-    A rank of speed 0 computes no attention (a worker beside a dedicated pool); a slower GPU has a
-    smaller speed; a rank with other work in this phase is busy for a while first.
+    A rank of speed 0 computes no attention, such as a worker beside dedicated servers. A slower GPU
+    has a smaller speed. A rank with other work starts its attention after ``busy_s`` seconds.
     """
 
     num_workers: int
     speed: Floats  # [ranks] relative to the device that the cost model describes
-    memory_bytes: Ints  # [ranks] for one layer's q, k, v and o, own and received
+    memory_bytes: Ints  # [ranks] limit for one layer's q, k, v and o, local and received
     node: Ints  # [ranks]
     busy_s: Floats  # [ranks]
 
     def __post_init__(self) -> None:
         if not np.any(self.speed > 0):
-            raise ValueError("no rank serves: give one of them a speed above 0")
+            raise ValueError("no rank computes attention: give at least one a speed above 0")
         for what, values in (("speed", self.speed), ("busy_s", self.busy_s)):
             if np.any(~np.isfinite(values)) or np.any(values < 0):
-                raise ValueError(f"{what} = {values.min()}: it must be finite and not negative")
+                raise ValueError(f"{what} = {values.min()}: it must be finite and at least 0")
 
     @classmethod
     def of(
@@ -46,7 +46,10 @@ class Devices:
         ranks_per_node: int | None = None,
         busy_s: Sequence[float] | Floats | None = None,
     ) -> Devices:
-        """In-place servers by default; with dedicated ones the workers serve only if asked to."""
+        """Fills in defaults.
+
+        Workers serve in place, unless there are dedicated servers and ``workers_serve`` is not set.
+        """
         ranks = num_workers + dedicated
         if dedicated < 0:
             raise ValueError(f"{dedicated} dedicated servers: give 0 or more")
@@ -58,7 +61,9 @@ class Devices:
         busy = np.zeros(ranks) if busy_s is None else np.asarray(busy_s, dtype=np.float64)
         for what, values in (("speed", speeds), ("busy_s", busy)):
             if values.shape != (ranks,):
-                raise ValueError(f"{values.size} values of {what} for {ranks} ranks: give one each")
+                raise ValueError(
+                    f"{values.size} values of {what} for {ranks} ranks: give one for each"
+                )
         if not workers_serve:
             speeds = speeds.copy()
             speeds[:num_workers] = 0.0
@@ -73,7 +78,7 @@ class Devices:
         )
 
     def workers_only(self) -> Devices:
-        """The workers by themselves, as they serve; if none does, as if all did alike."""
+        """Returns the workers alone; if none of them serves, all of them with speed 1."""
         speed = self.speed[: self.num_workers]
         return Devices(
             num_workers=self.num_workers,
@@ -89,6 +94,7 @@ class Devices:
 
     @property
     def serving(self) -> Ints:
+        """Ranks that compute attention."""
         return np.flatnonzero(self.speed > 0)
 
     @property
@@ -96,23 +102,23 @@ class Devices:
         return np.rint(self.busy_s * PS).astype(np.int64)
 
     def seconds_ps(self, work: Ints) -> Ints:
-        """When each rank is done, given its work in picoseconds of a speed-1 device."""
+        """[ranks] Returns finishing times, given work in picoseconds of a device of speed 1."""
         safe = np.where(self.speed > 0, self.speed, 1.0)
         finish: Ints = self.busy_ps + np.ceil(work / safe).astype(np.int64)
         return finish
 
     def mean_ps(self, total_work: int) -> float:
-        """Mean finishing time, weighted by speed: the level at which all would finish together."""
+        """Returns the mean finishing time, weighted by speed, when all would finish together."""
         busy = float(np.sum(self.speed * self.busy_ps))
         return (busy + float(total_work)) / float(np.sum(self.speed))
 
     def capacity(self, total_work: int, tolerance: float) -> Ints:
-        """The work each rank may hold so that none finishes later than (1 + tolerance) x mean."""
-        level = np.floor((1.0 + tolerance) * self.mean_ps(total_work))
-        work: Ints = np.maximum((level - self.busy_ps) * self.speed, 0.0).astype(np.int64)
+        """[ranks] Returns the work with which a rank finishes at (1 + tolerance) x mean."""
+        latest = np.floor((1.0 + tolerance) * self.mean_ps(total_work))
+        work: Ints = np.maximum((latest - self.busy_ps) * self.speed, 0.0).astype(np.int64)
         return work
 
     def imbalance(self, work: Ints) -> float:
-        """Worst over mean finishing time; 1.0 where there is nothing to do."""
+        """Returns the worst finishing time over the mean, or 1.0 if there is no work."""
         mean = self.mean_ps(int(work.sum()))
         return float(self.seconds_ps(work).max()) / mean if mean > 0 else 1.0

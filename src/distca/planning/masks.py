@@ -1,8 +1,9 @@
-"""Which keys a query sees: causal, full, or a sliding window.
+"""Attention masks: causal, full, or a sliding window.
 
-A mask is a *reach*: query i of a document sees min(i + 1, reach) keys, ending with its own. Causal
-is a reach without end; full sees the whole document and is written as reach 0. One integer for
-each document lets every formula below run over all tasks at once.
+A mask is stored as its *reach*: query i of a document sees min(i + 1, reach) keys, the last of
+which is its own. A causal mask has an unlimited reach. A full mask, under which every query sees
+the whole document, is written as reach 0. One integer for each document lets every formula below
+run over all tasks at once.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from distca.planning.spans import Ints, as_ints
+from distca.planning.spans import Ints, Span, as_ints
 
 FULL = 0
 CAUSAL = 1 << 40
@@ -20,7 +21,7 @@ CAUSAL = 1 << 40
 
 @dataclass(frozen=True)
 class Mask:
-    """One document's mask. Parses from and prints as ``causal``, ``full`` or ``window:4096``."""
+    """The mask of a document. Parses from and prints as ``causal``, ``full`` or ``window:N``."""
 
     reach: int = CAUSAL
 
@@ -36,7 +37,7 @@ class Mask:
         if kind == "window" and size.isdecimal() and 0 < int(size) < CAUSAL:
             return cls(int(size))
         raise ValueError(
-            f"mask {text!r} is unknown: say causal, full, or window:N with N >= 1 keys"
+            f"mask {text!r} is unknown: use causal, full, or window:N with N >= 1 keys"
         )
 
     def __str__(self) -> str:
@@ -44,41 +45,42 @@ class Mask:
 
 
 def reach_of(mask: str | Mask | Sequence[str | Mask], num_documents: int) -> Ints:
-    """One reach per document, from one mask for all or one for each."""
+    """Returns one reach per document, from one mask for all documents or one for each."""
     if isinstance(mask, str | Mask):
         return np.full(num_documents, Mask.parse(mask).reach, dtype=np.int64)
     if len(mask) != num_documents:
         raise ValueError(
-            f"{len(mask)} masks for {num_documents} documents: give one for all or one for each"
+            f"{len(mask)} masks for {num_documents} documents: give one mask for all of them,"
+            " or one for each"
         )
     return as_ints([Mask.parse(m).reach for m in mask])
 
 
 def pairs(start: Ints, stop: Ints, length: Ints, reach: Ints) -> Ints:
-    """Query-key pairs of queries [start, stop) of a document of ``length`` tokens."""
+    """Returns the query-key pairs of queries [start, stop) of documents of ``length`` tokens."""
     seen = _seen_before(stop, reach) - _seen_before(start, reach)
     return np.where(reach == FULL, (stop - start) * length, seen)
 
 
 def first_key(start: Ints, reach: Ints) -> Ints:
-    """First key that queries from ``start`` on need."""
+    """Returns the first key that queries from ``start`` on need."""
     return np.where(reach == FULL, 0, np.maximum(start - reach + 1, 0))
 
 
 def last_key(stop: Ints, length: Ints, reach: Ints) -> Ints:
-    """One past the last key that queries up to ``stop`` need."""
+    """Returns one past the last key that queries before ``stop`` need."""
     return np.where(reach == FULL, length, stop)
 
 
-def keys_needed(queries: tuple[int, int], length: int, reach: int) -> tuple[int, int]:
-    """``first_key`` and ``last_key`` of one span of queries, in plain integers."""
+def keys_needed(queries: Span, length: int, reach: int) -> Span:
+    """Returns the keys that one span of queries needs, in Python integers."""
     if reach == FULL:
         return 0, length
     return max(queries[0] - reach + 1, 0), queries[1]
 
 
 def _seen_before(position: Ints, reach: Ints) -> Ints:
-    """Pairs of all queries before ``position``: a triangle, then a band of width ``reach``."""
+    """Returns the pairs of all queries before ``position``: a triangle, then a band."""
     triangle = np.minimum(position, reach)
     seen: Ints = triangle * (triangle + 1) // 2 + (position - triangle) * reach
     return seen

@@ -1,15 +1,15 @@
-"""Shapes of models: what attention costs and weighs per token."""
+"""Shapes of models: the FLOPs and bytes of attention and of the linear layers, per token."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-BYTES_PER_ELEMENT = 2  # bf16 on the wire
+BYTES_PER_ELEMENT = 2  # tensors are sent in bf16
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A decoder's attention (before tensor parallelism) and the widths of its linear layers."""
+    """Sizes of a decoder's attention and linear layers, before tensor parallelism."""
 
     name: str
     heads: int
@@ -34,37 +34,40 @@ class ModelShape:
 
     @property
     def q_bytes(self) -> int:
-        """One token's query, or its output, in one layer."""
+        """Bytes of one token's query, or of its output, in one layer."""
         return BYTES_PER_ELEMENT * self.heads * self.head_dim
 
     @property
     def kv_bytes(self) -> int:
-        """One token's key and value in one layer."""
+        """Bytes of one token's key and value in one layer."""
         return 2 * BYTES_PER_ELEMENT * self.kv_heads * self.head_dim
 
     @property
     def flops_per_pair(self) -> int:
-        """Forward, one layer: two products of head_dim multiply-adds for each head."""
+        """FLOPs of one query-key pair in the forward pass of one layer.
+
+        Each head computes two products of ``head_dim`` multiply-adds: QK^T and PV.
+        """
         return 4 * self.heads * self.head_dim
 
     @property
     def linear_flops_per_token(self) -> int:
-        """Forward, one layer: the products with its matrices."""
+        """FLOPs of one token in the weight matrices of one layer, in the forward pass."""
         return 2 * self.layer_elements
 
     @property
     def layer_elements(self) -> int:
-        """Of one layer's matrices: wq and wo, wk and wv, w1, w2 and w3."""
+        """Elements of the weight matrices of one layer: wq, wo, wk, wv, w1, w2 and w3."""
         attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
         return attention + 3 * self.hidden * self.ffn
 
     @property
     def end_elements(self) -> int:
-        """Of the embedding, or of the output head."""
+        """Elements of the embedding, or of the output head."""
         return self.vocab_size * self.hidden
 
     def share(self, tp: int) -> ModelShape:
-        """What one of ``tp`` tensor-parallel ranks computes: its heads, and its part of the FFN."""
+        """Returns the shape that one of ``tp`` tensor-parallel ranks computes."""
         if self.heads % tp or self.kv_heads % tp or self.ffn % tp:
             raise ValueError(
                 f"tp = {tp} does not divide {self.heads} heads, {self.kv_heads} kv heads and an"
@@ -89,6 +92,7 @@ MODELS = {shape.name: shape for shape in _SHAPES}
 
 
 def model_shape(name: str) -> ModelShape:
+    """Returns the shape of a known model."""
     try:
         return MODELS[name]
     except KeyError:

@@ -1,4 +1,4 @@
-"""How a batch is planned: one record that every caller passes on."""
+"""Plan options: everything that a plan depends on besides the documents, in one record."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class PlanOptions:
 
     model: a name from ``distca.planning.models`` or a shape; or heads, kv_heads and head_dim.
     mask: ``causal``, ``full`` or ``window:N``, one for all documents or one for each.
-    cost: what a task costs: the name or the file of a profile, ``analytic``, ``cpu``, ``pairs`` or
-        a CostModel. ``auto`` is the profile of an H200 (see ``for_device``).
+    cost: the cost model: the name or the file of a profile, ``analytic``, ``cpu``, ``pairs``, or a
+        CostModel. ``auto`` is the profile of an H200 (see ``for_device``).
     tolerance: the slowest rank may finish at most this far above the mean, relative to the mean.
     servers: dedicated ranks beyond the workers. Workers then compute attention only with
         ``workers_serve=True``.
@@ -68,18 +68,18 @@ class PlanOptions:
 
     @classmethod
     def of(cls, options: PlanOptions | None, changes: dict[str, Any]) -> PlanOptions:
-        """``options``, or the defaults, with ``changes`` by name."""
+        """Returns ``options``, or the defaults, with ``changes`` applied."""
         known = [field.name for field in fields(cls)]
         for name in changes:
             if name not in known:
                 near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
                 raise ValueError(f"plan option {name!r} is unknown: {hint}")
         return replace(cls() if options is None else options, **changes)
 
     @property
     def shape(self) -> ModelShape:
-        """The model's attention."""
+        """The shape of the model's attention."""
         if isinstance(self.model, ModelShape):
             return self.model
         if self.model is not None:
@@ -90,7 +90,7 @@ class PlanOptions:
         return ModelShape("custom", self.heads, kv_heads, self.head_dim)
 
     def for_device(self, device_type: str) -> PlanOptions:
-        """The same options with ``auto`` costs resolved for ``cuda`` or ``cpu``."""
+        """Returns the same options with ``auto`` costs resolved for ``cuda`` or ``cpu``."""
         if self.cost == "auto" and device_type == "cpu":
             return replace(self, cost="cpu")
         return self
@@ -107,7 +107,7 @@ class PlanOptions:
         )
 
     def problem(self, placement: Placement) -> Problem:
-        """Everything that placers and schedulers need to know."""
+        """Returns the input of placers and schedulers."""
         shape = self.shape
         return Problem(
             placement=placement,

@@ -1,31 +1,41 @@
-"""Which worker holds which tokens."""
+"""Placements: which worker holds which tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.planning.spans import Ints, Spans, as_ints, cumulative
 
-Entry = int | Mapping[str, int]  # a whole document's length, or one shard of a document
+Entry = int | Mapping[str, int]  # the length of a whole document, or one shard of a document
+
+
+class Shard(NamedTuple):
+    """Tokens [start, stop) of a document that live on one worker."""
+
+    worker: int
+    document: int
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Shards on workers: every token of every document exactly once.
+    """Shards on workers, such that every token of every document is placed exactly once.
 
-    Shards are sorted by worker, and inside a worker in the order of its packed tensors. A document
-    may have shards on several workers: it SPANS them, and its keys live on all of them.
+    Shards are sorted by worker, and on each worker they are in the order of its packed tensors. A
+    document may *span* workers: then each of them holds some of its shards and their keys.
     """
 
     lengths: Ints  # [documents]
-    document: Ints  # [shards], as the three below
-    start: Ints
-    stop: Ints
-    worker: Ints
+    document: Ints  # [shards]
+    start: Ints  # [shards]
+    stop: Ints  # [shards]
+    worker: Ints  # [shards]
     num_workers: int
     row: Ints = field(init=False)  # [shards] first row of the shard in its worker's tensors
     tokens: Ints = field(init=False)  # [workers]
@@ -41,56 +51,51 @@ class Placement:
         object.__setattr__(self, "tokens", tokens)
 
     @classmethod
-    def from_shards(
-        cls, lengths: Ints, shards: Sequence[tuple[int, int, int, int]], num_workers: int
-    ) -> Placement:
-        """From (worker, document, start, stop) rows in any order of workers."""
+    def from_shards(cls, lengths: Ints, shards: Sequence[Shard], num_workers: int) -> Placement:
+        """Builds a placement from shards, whose order on each worker is kept."""
         table = as_ints(shards).reshape(-1, 4)
         worker, document, start, stop = table[np.argsort(table[:, 0], kind="stable")].T
         return cls(lengths, document.copy(), start.copy(), stop.copy(), worker.copy(), num_workers)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Iterable[Entry]]) -> Placement:
-        """What a trainer holds: for each rank its documents' lengths, or shards of documents.
+        """Builds a placement from the documents of each rank, as a trainer has them.
 
-        A bare length is a whole document. ``{"document": d, "start": s, "stop": e}`` is a shard;
-        equal ``d`` is the same document. Documents are numbered in order of appearance.
+        A number is the length of a whole document. ``{"document": d, "start": s, "stop": e}`` is a
+        shard; shards with the same ``d`` belong to the same document. Documents are numbered in
+        order of appearance.
         """
         number: dict[int | tuple[int, int], int] = {}
-        shards: list[tuple[int, int, int, int]] = []
+        shards: list[Shard] = []
         for worker, entries in enumerate(ranks):
             if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
                 raise ValueError(f"rank {worker} is {entries!r}: it must be a list of documents")
             for index, entry in enumerate(entries):
                 where = f"entry {index} of rank {worker}"
                 if isinstance(entry, Mapping):
-                    document, start, stop = _read_shard(entry, where)
-                    shards.append((worker, number.setdefault(document, len(number)), start, stop))
+                    name, start, stop = _read_shard(entry, where)
+                    document = number.setdefault(name, len(number))
                 else:
-                    length = _read_int(entry, where)
-                    if length < 1:
-                        raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
-                    shards.append(
-                        (worker, number.setdefault((worker, index), len(number)), 0, length)
-                    )
+                    start, stop = 0, _read_int(entry, where)
+                    if stop < 1:
+                        raise ValueError(f"{where} is a document of {stop} tokens: it needs >= 1")
+                    document = number.setdefault((worker, index), len(number))
+                shards.append(Shard(worker, document, start, stop))
         if not ranks:
-            raise ValueError("no ranks at all: give one list of documents for each rank")
-        table = as_ints(shards).reshape(-1, 4)
-        lengths = np.zeros(len(number), np.int64)
-        np.maximum.at(lengths, table[:, 1], table[:, 3])
-        return cls.from_shards(lengths, shards, len(ranks))
+            raise ValueError("there are no ranks at all: give one list of documents for each rank")
+        return cls.from_shards(lengths_of(shards, len(number)), shards, len(ranks))
 
     @classmethod
     def in_order(cls, lengths: Ints, num_workers: int) -> Placement:
-        """Packs documents in order of arrival, equally many tokens on every worker (to one).
+        """Packs documents in order of arrival; the tokens of two workers differ by one at most.
 
-        A document that reaches a worker's border goes on on the next worker.
+        A document that does not fit on a worker continues on the next one.
         """
         ends = np.cumsum(lengths, dtype=np.int64)
         total = int(ends[-1]) if len(ends) else 0
-        borders = np.arange(1, num_workers, dtype=np.int64) * total // num_workers
-        cuts = np.unique(np.concatenate([np.zeros(1, np.int64), ends, borders]))
-        first, last = cuts[:-1], cuts[1:]
+        worker_ends = np.arange(1, num_workers, dtype=np.int64) * total // num_workers
+        boundaries = np.unique(np.concatenate([np.zeros(1, np.int64), ends, worker_ends]))
+        first, last = boundaries[:-1], boundaries[1:]
         document = np.searchsorted(ends, first, side="right")
         begin = ends - lengths
         return cls(
@@ -98,7 +103,7 @@ class Placement:
             document,
             first - begin[document],
             last - begin[document],
-            np.searchsorted(borders, first, side="right"),
+            np.searchsorted(worker_ends, first, side="right"),
             num_workers,
         )
 
@@ -106,28 +111,33 @@ class Placement:
     def num_documents(self) -> int:
         return len(self.lengths)
 
+    def shards(self) -> list[Shard]:
+        """Returns the shards as records, in the order of the arrays."""
+        columns = (self.worker, self.document, self.start, self.stop)
+        return [Shard(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
+
     @cached_property
     def by_document(self) -> Ints:
-        """The shards' order by (document, start)."""
+        """Indices of the shards, sorted by (document, start)."""
         return np.lexsort((self.start, self.document))
 
     @cached_property
     def spans(self) -> Spans:
-        """The shards in that order, grouped by document: disjoint, and covering each document."""
+        """Shards in the order of ``by_document``, grouped by document; they cover each document."""
         order = self.by_document
         return Spans(self.document[order], self.start[order], self.stop[order])
 
     def home(self, document: Ints, position: Ints) -> Ints:
-        """The worker that holds each token."""
+        """Returns the worker that holds each token."""
         return self.worker[self.shard_of(document, position)]
 
     def row_of(self, document: Ints, position: Ints) -> Ints:
-        """The row of each token in its worker's packed tensors."""
+        """Returns the row of each token in its worker's packed tensors."""
         shard = self.shard_of(document, position)
         return self.row[shard] + position - self.start[shard]
 
     def shard_of(self, document: Ints, position: Ints) -> Ints:
-        """The shard that each token is in."""
+        """Returns the index of the shard that holds each token."""
         spans = self.spans
         stride = int(self.lengths.max(initial=0)) + 1
         first = spans.group * stride + spans.start
@@ -136,7 +146,7 @@ class Placement:
 
     def _validate(self, size: Ints) -> None:
         if self.num_workers < 1:
-            raise ValueError(f"{self.num_workers} workers: a placement needs one or more")
+            raise ValueError(f"{self.num_workers} workers: a placement needs at least one")
         if np.any(self.lengths < 1):
             bad = int(np.argmin(self.lengths))
             raise ValueError(f"document {bad} has {self.lengths[bad]} tokens: it needs >= 1")
@@ -147,12 +157,17 @@ class Placement:
                 f" [{self.start[bad]}, {self.stop[bad]}): stop must be above start"
             )
         if np.any(np.diff(self.worker) < 0) or np.any(self.worker >= self.num_workers):
-            raise ValueError("shards must be sorted by worker, and workers be below num_workers")
+            raise ValueError(
+                f"shards must be sorted by worker, and workers must be below {self.num_workers}"
+            )
         if np.any(self.document < 0) or np.any(self.document >= len(self.lengths)):
-            raise ValueError(f"a shard names a document that is none of the {len(self.lengths)}")
+            raise ValueError(
+                f"a shard belongs to document {self.document.max()}, but there are only"
+                f" {len(self.lengths)}: documents are numbered from 0"
+            )
         document, start, stop = self.spans
-        fresh = np.diff(document, prepend=-1) != 0
-        expected = np.where(fresh, 0, np.roll(stop, 1))
+        is_first = np.diff(document, prepend=-1) != 0
+        expected = np.where(is_first, 0, np.roll(stop, 1))
         wrong = np.flatnonzero(start != expected)
         if len(wrong):
             bad = wrong[0]
@@ -162,9 +177,17 @@ class Placement:
                 f"tokens [{low}, {high}) of document {document[bad]} are placed {what}:"
                 " every token must be placed exactly once"
             )
-        ends = np.flatnonzero(np.append(fresh[1:], True)[: len(document)])
+        ends = np.flatnonzero(np.append(is_first[1:], True)[: len(document)])
         if len(ends) != len(self.lengths) or np.any(stop[ends] != self.lengths):
             raise ValueError("the shards do not cover every document to its end")
+
+
+def lengths_of(shards: Sequence[Shard], num_documents: int) -> Ints:
+    """Returns the length of each document: where its last shard stops."""
+    table = as_ints(shards).reshape(-1, 4)
+    lengths = np.zeros(num_documents, np.int64)
+    np.maximum.at(lengths, table[:, 1], table[:, 3])
+    return lengths
 
 
 def _read_shard(entry: Mapping[str, int], where: str) -> tuple[int, int, int]:

@@ -1,4 +1,4 @@
-"""The plan: tasks on servers for all ranks. Immutable; saves as JSON; says how good it is."""
+"""Plans: the tasks of a batch on servers, for all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distca.planning.costs.base import PS
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
-from distca.planning.placement import Placement
+from distca.planning.placement import Placement, Shard, lengths_of
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, backward_traffic, forward_traffic
@@ -24,38 +24,39 @@ from distca.planning.traffic import Traffic, backward_traffic, forward_traffic
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Where every query token of a batch is attended, for one layer, forward and backward.
+    """The rank that computes each query token of a batch, for one layer, forward and backward.
 
-    ``backward`` is the same object as ``forward`` where one set of tasks meets both bounds.
+    A plan is immutable, saves as JSON, and reports its own quality (``summary``). ``backward`` is
+    the same object as ``forward`` if one set of tasks meets the bound in both directions.
     """
 
     placement: Placement
-    reach: Ints  # [documents] the mask of each (see planning.masks)
+    reach: Ints  # [documents] the mask of each document (see planning.masks)
     devices: Devices
     shape: ModelShape
     forward: Tasks
     backward: Tasks
-    forward_work_ps: Ints  # [ranks] on a speed-1 device
-    backward_work_ps: Ints
+    forward_work_ps: Ints  # [ranks] on a device of speed 1
+    backward_work_ps: Ints  # [ranks] on a device of speed 1
     policy: str
     cost: str
     tolerance: float
-    gather: int  # keys are all-gathered over groups of so many workers; 0: only what is needed
-    imbalance_before: float  # every task at home, tokens placed as given
+    gather: int  # keys are all-gathered over groups of this size; 0: only needed keys are sent
+    imbalance_before: float  # with every task at home and tokens placed as given
     bytes_lower_bound: int
-    shortfall: str  # why the bound is not met; empty where it is
+    shortfall: str  # why the bound is not met; empty if it is met
     plan_s: float
 
     @property
     def seconds(self) -> tuple[Floats, Floats]:
-        """When each rank finishes, forward and backward, other work included."""
+        """[ranks] Finishing times in forward and in backward, including other work."""
         both = (self.forward_work_ps, self.backward_work_ps)
         forward, backward = (self.devices.seconds_ps(work) / PS for work in both)
         return forward, backward
 
     @property
     def imbalance(self) -> float:
-        """Worst over mean finishing time, the larger of forward and backward."""
+        """The slowest rank's finishing time over the mean, the larger of forward and backward."""
         return max(
             self.devices.imbalance(self.forward_work_ps),
             self.devices.imbalance(self.backward_work_ps),
@@ -67,20 +68,21 @@ class Plan:
 
     @cached_property
     def traffic(self) -> Traffic:
-        """Bytes of the forward pass of one layer."""
+        """Bytes that each rank sends and receives in the forward pass of one layer."""
         return forward_traffic(
             self.forward, self.placement, self.shape, self.devices.node, self.gather
         )
 
     @cached_property
     def backward_traffic(self) -> Traffic:
+        """Bytes that each rank sends and receives in the backward pass of one layer."""
         return backward_traffic(
             self.backward, self.placement, self.shape, self.devices.node, self.gather
         )
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on two ranks exactly when they hold the same plan."""
+        """A hash that is equal on two ranks if and only if they hold the same plan."""
         digest = hashlib.sha256()
         p = self.placement
         for array in (p.lengths, p.document, p.start, p.stop, p.worker, self.reach):
@@ -93,7 +95,7 @@ class Plan:
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:
-        """What people ask of a plan. Bytes: one layer, bf16, before tensor parallelism."""
+        """Returns the figures of the plan. Bytes: one layer, bf16, before tensor parallelism."""
         return {
             "policy": self.policy,
             "cost": self.cost,
@@ -119,6 +121,7 @@ class Plan:
         }
 
     def to_json(self) -> dict[str, Any]:
+        """Returns the plan as an object of JSON values."""
         same = self.backward is self.forward
         return {
             "placement": _placement_json(self.placement),
@@ -141,15 +144,14 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
+        """Restores a plan from the result of ``to_json``."""
         shards = [
-            (worker, shard["document"], shard["start"], shard["stop"])
+            Shard(worker, shard["document"], shard["start"], shard["stop"])
             for worker, shards in enumerate(data["placement"])
             for shard in shards
         ]
         reach = as_ints([Mask.parse(mask).reach for mask in data["masks"]])
-        lengths = np.zeros(len(reach), np.int64)
-        table = as_ints(shards).reshape(-1, 4)
-        np.maximum.at(lengths, table[:, 1], table[:, 3])
+        lengths = lengths_of(shards, len(reach))
         placement = Placement.from_shards(lengths, shards, len(data["placement"]))
         forward = _tasks_from_json(data["tasks"], placement)
         backward = data["backward_tasks"]
@@ -180,17 +182,18 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
+        """Writes the plan to a JSON file."""
         Path(path).write_text(json.dumps(self.to_json()) + "\n")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
+        """Reads a plan that ``save`` wrote."""
         return cls.from_json(json.loads(Path(path).read_text()))
 
 
 def _placement_json(placement: Placement) -> list[list[dict[str, int]]]:
     ranks: list[list[dict[str, int]]] = [[] for _ in range(placement.num_workers)]
-    rows = np.stack([placement.worker, placement.document, placement.start, placement.stop], 1)
-    for worker, document, start, stop in rows.tolist():
+    for worker, document, start, stop in placement.shards():
         ranks[worker].append({"document": document, "start": start, "stop": stop})
     return ranks
 

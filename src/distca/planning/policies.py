@@ -12,7 +12,7 @@ GIVEN = "given"
 
 @dataclass(frozen=True)
 class Policy:
-    """Where tokens are placed, and which rank computes their attention."""
+    """A placer, which chooses the worker of each token, and a scheduler, which moves tasks."""
 
     name: str
     placer: str
@@ -20,7 +20,7 @@ class Policy:
 
     @property
     def places_tokens(self) -> bool:
-        """Whether tokens may end up elsewhere than they were given."""
+        """Whether the policy changes the placement that it is given."""
         return self.placer != GIVEN
 
     @property
@@ -40,7 +40,7 @@ POLICIES = {
         Policy("greedy", GIVEN, "greedy"),
     )
 }
-PLACEMENTS = (GIVEN, "balanced")  # that a policy without a placer of its own can be combined with
+PLACEMENTS = (GIVEN, "balanced")  # placements for policies that do not place tokens themselves
 
 
 def policy_of(name: str, placement: str = GIVEN) -> Policy:

@@ -1,4 +1,4 @@
-"""What every policy is given, and what it answers."""
+"""The input of placers and schedulers, and the output of schedulers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Price = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseco
 
 
 class DoesNotFitError(ValueError):
-    """Tasks have to go to servers that have no memory for them."""
+    """Raised when tasks have to go to servers that have no memory for them."""
 
 
 @dataclass(frozen=True)
 class Grain:
-    """Where documents may be cut: multiples of ``tile`` from their start, pieces >= ``minimum``."""
+    """Where documents may be cut: at multiples of ``tile`` tokens, into pieces >= ``minimum``."""
 
     tile: int = 128
     minimum: int = 128
@@ -38,35 +38,35 @@ class Grain:
 
     @property
     def step(self) -> int:
-        """Tokens between possible cuts, so that no piece falls below the minimum."""
+        """Tokens between possible cuts: whole tiles, at least the minimum."""
         return self.tile * -(-self.minimum // self.tile)
 
 
 @dataclass(frozen=True)
-class Documents:
-    """All documents of a batch, priced in one direction or in both together."""
+class PricedDocuments:
+    """All documents of a batch with a price, of one direction or of both together."""
 
     lengths: Ints
     reach: Ints
     price: Price
 
     def load(self, document: Ints, start: Ints, stop: Ints) -> Ints:
-        """Picoseconds of queries [start, stop) of each document; an empty span costs nothing."""
+        """Returns the load of queries [start, stop) of each document; empty spans have load 0."""
         length, reach = self.lengths[document], self.reach[document]
         keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
         pairs = masks.pairs(start, stop, length, reach)
         return self.price(stop - start, keys, pairs) * (stop > start)
 
     @cached_property
-    def whole(self) -> Ints:
-        """[documents] the load of each, uncut."""
-        everything = np.arange(len(self.lengths), dtype=np.int64)
-        return self.load(everything, np.zeros_like(self.lengths), self.lengths)
+    def whole_load(self) -> Ints:
+        """[documents] The load of each document without cuts."""
+        documents = np.arange(len(self.lengths), dtype=np.int64)
+        return self.load(documents, np.zeros_like(self.lengths), self.lengths)
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Tokens on workers, ranks that may serve, and what things cost."""
+    """A placement, the ranks that may serve, and what tasks cost."""
 
     placement: Placement
     reach: Ints  # [documents]
@@ -75,16 +75,16 @@ class Problem:
     cost: CostModel
     tolerance: float
     grain: Grain
-    cp: int  # workers that share a packed sequence, for the context-parallel policies
-    search_orders: int = 8  # orders that the scheduler tries where there are few ranks
+    cp: int  # workers in a context-parallel group, for the context-parallel policies
+    search_orders: int = 8  # how many orders the scheduler tries if there are few ranks
 
-    def documents(self, price: Price) -> Documents:
-        return Documents(self.placement.lengths, self.reach, price)
+    def priced_documents(self, price: Price) -> PricedDocuments:
+        return PricedDocuments(self.placement.lengths, self.reach, price)
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """Tasks of both directions on servers: what a scheduler returns.
+    """Tasks of both directions on servers, as a scheduler returns them.
 
     gather: if above 0, keys are all-gathered over groups of this many workers.
     """
@@ -94,7 +94,7 @@ class Assignment:
     gather: int = 0
 
     def work_ps(self, problem: Problem) -> tuple[Ints, Ints]:
-        """[ranks] forward and backward work, in picoseconds of a device of speed 1."""
+        """[ranks] Returns forward and backward work, in picoseconds of a device of speed 1."""
         placement, reach, ranks = problem.placement, problem.reach, problem.devices.num_ranks
         forward, _ = self.forward.work_ps(placement, reach, problem.cost, ranks)
         _, backward = self.backward.work_ps(placement, reach, problem.cost, ranks)

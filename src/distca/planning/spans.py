@@ -1,7 +1,12 @@
-"""Spans of tokens as arrays, and their algebra. Everything is int64 and half-open."""
+"""Half-open spans of token positions and their algebra, over arrays and over short lists.
+
+Arrays serve whole batches at once. Lists serve the scheduler, which keeps a few spans for each
+document and rank and changes one of them at a time.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -11,9 +16,11 @@ Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
 
+Span = tuple[int, int]  # [start, stop)
+
 
 class Spans(NamedTuple):
-    """Many spans, each in a group (a document, or a document on a server)."""
+    """Many spans as int64 arrays, each in a group (a document, or a document on a server)."""
 
     group: Ints
     start: Ints
@@ -21,7 +28,7 @@ class Spans(NamedTuple):
 
 
 class Overlaps(NamedTuple):
-    """Where span ``left`` of one list meets span ``right`` of another, and on which tokens."""
+    """Tokens [start, stop) that span ``left`` of one list shares with span ``right`` of another."""
 
     left: Ints
     right: Ints
@@ -30,11 +37,12 @@ class Overlaps(NamedTuple):
 
 
 def as_ints(values: object) -> Ints:
+    """Returns ``values`` as an int64 array."""
     return np.asarray(values, dtype=np.int64)
 
 
 def expand(starts: Ints, lengths: Ints) -> Ints:
-    """The rows of all spans, one after the other: (5, 0), (2, 3) -> 5 6 0 1 2."""
+    """Returns the rows of all spans, one after the other: (5, 0), (2, 3) -> 5 6 0 1 2."""
     ends = np.cumsum(lengths)
     total = int(ends[-1]) if len(ends) else 0
     rows: Ints = np.arange(total, dtype=np.int64) + np.repeat(starts - (ends - lengths), lengths)
@@ -42,29 +50,29 @@ def expand(starts: Ints, lengths: Ints) -> Ints:
 
 
 def cumulative(lengths: Ints) -> Ints:
-    """Offsets with a leading zero: (3, 4) -> 0 3 7."""
+    """Returns cumulative sums with a leading zero: (3, 4) -> 0 3 7."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
 def union(spans: Spans) -> Spans:
-    """The union inside each group, sorted by (group, start); touching spans become one."""
+    """Returns the union inside each group, sorted by (group, start); touching spans are merged."""
     group, start, stop = spans
     if not len(group):
         return spans
     order = np.lexsort((start, group))
     group, start, stop = group[order], start[order], stop[order]
-    # A running maximum that restarts in each group: lift every group above the one before it.
-    lift = (np.cumsum(np.diff(group, prepend=group[0]) != 0)) * (int(stop.max()) + 2)
-    reach = np.maximum.accumulate(stop + lift)
-    fresh = np.ones(len(group), dtype=bool)
-    fresh[1:] = (start + lift)[1:] > reach[:-1]
-    first = np.flatnonzero(fresh)
+    # A running maximum that restarts in each group: offset every group above the one before it.
+    offset = (np.cumsum(np.diff(group, prepend=group[0]) != 0)) * (int(stop.max()) + 2)
+    reach = np.maximum.accumulate(stop + offset)
+    begins = np.ones(len(group), dtype=bool)
+    begins[1:] = (start + offset)[1:] > reach[:-1]
+    first = np.flatnonzero(begins)
     last = np.append(first[1:], len(group)) - 1
-    return Spans(group[first], start[first], reach[last] - lift[first])
+    return Spans(group[first], start[first], reach[last] - offset[first])
 
 
 def overlaps(left: Spans, right: Spans) -> Overlaps:
-    """All meetings of two lists of spans; ``right`` is disjoint and sorted by (group, start)."""
+    """Returns all overlaps of two lists; ``right`` is disjoint and sorted by (group, start)."""
     stride = int(max(left.stop.max(initial=0), right.stop.max(initial=0))) + 1
     first = np.searchsorted(
         right.group * stride + right.stop, left.group * stride + left.start, side="right"
@@ -78,3 +86,20 @@ def overlaps(left: Spans, right: Spans) -> Overlaps:
     return Overlaps(
         i, j, np.maximum(left.start[i], right.start[j]), np.minimum(left.stop[i], right.stop[j])
     )
+
+
+def num_shared(spans: Sequence[Span], other: Span) -> int:
+    """Returns the number of tokens that disjoint spans share with another span."""
+    return sum(max(min(stop, other[1]) - max(start, other[0]), 0) for start, stop in spans)
+
+
+def with_span(spans: Sequence[Span], other: Span) -> list[Span]:
+    """Returns the union of disjoint spans and another span, sorted; touching spans are merged."""
+    start, stop = other
+    apart = []
+    for low, high in spans:
+        if high < start or low > stop:
+            apart.append((low, high))
+        else:
+            start, stop = min(start, low), max(stop, high)
+    return sorted([*apart, (start, stop)])

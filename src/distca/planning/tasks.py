@@ -1,4 +1,4 @@
-"""Tasks: the unit that moves. Queries with one home, the keys they need, and a server."""
+"""Tasks: spans of queries with one home, the keys they need, and the server that computes them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from distca.planning.spans import Bools, Ints
 
 @dataclass(frozen=True, eq=False)
 class Tasks:
-    """All tasks of one direction, sorted by (document, q_start). One array entry per task."""
+    """All tasks of one direction, sorted by (document, q_start). Arrays have one entry per task."""
 
     document: Ints
     q_start: Ints
     q_stop: Ints
     kv_start: Ints
     kv_stop: Ints
-    home: Ints  # the worker that holds the queries
-    server: Ints  # the rank that computes
+    home: Ints  # the worker on which the queries live
+    server: Ints  # the rank that computes the task
 
     @classmethod
     def build(
@@ -34,12 +34,15 @@ class Tasks:
         q_stop: Ints,
         server: Ints,
     ) -> Tasks:
-        """From query spans of shards. Adjacent ones of a shard on one server become one task."""
+        """Builds tasks from spans of queries inside shards, and adds the keys that they need.
+
+        Adjacent spans of one shard on one server become one task.
+        """
         order = np.lexsort((q_start, placement.document[shard]))
         shard, q_start, q_stop, server = shard[order], q_start[order], q_stop[order], server[order]
         same = (shard[1:] == shard[:-1]) & (server[1:] == server[:-1])
-        fresh = np.append(True, ~(same & (q_start[1:] == q_stop[:-1])))[: len(shard)]
-        first = np.flatnonzero(fresh)
+        begins = np.append(True, ~(same & (q_start[1:] == q_stop[:-1])))[: len(shard)]
+        first = np.flatnonzero(begins)
         last = np.append(first[1:], len(shard))[: len(first)] - 1
         shard, server = shard[first], server[first]
         q_start, q_stop = q_start[first], q_stop[last]
@@ -57,7 +60,7 @@ class Tasks:
 
     @classmethod
     def at_home(cls, placement: Placement, reach: Ints) -> Tasks:
-        """Every shard computed where it lives."""
+        """Returns one task per shard, computed on the worker that holds it."""
         shards = np.arange(len(placement.document), dtype=np.int64)
         return cls.build(
             placement, reach, shards, placement.start, placement.stop, placement.worker
@@ -67,7 +70,7 @@ class Tasks:
         return len(self.document)
 
     def only(self, chosen: Bools) -> Tasks:
-        """Some of the tasks."""
+        """Returns the chosen tasks."""
         return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
     @property
@@ -80,10 +83,11 @@ class Tasks:
 
     @property
     def moved(self) -> Ints:
-        """Indices of the tasks whose queries travel."""
+        """Indices of the tasks whose server is not their home."""
         return np.flatnonzero(self.home != self.server)
 
     def pairs(self, placement: Placement, reach: Ints) -> Ints:
+        """[tasks] Returns the query-key pairs of each task."""
         return masks.pairs(
             self.q_start, self.q_stop, placement.lengths[self.document], reach[self.document]
         )
@@ -91,7 +95,7 @@ class Tasks:
     def work_ps(
         self, placement: Placement, reach: Ints, cost: CostModel, num_ranks: int
     ) -> tuple[Ints, Ints]:
-        """Forward and backward work of every rank, in picoseconds of a speed-1 device."""
+        """[ranks] Returns forward and backward work, in picoseconds of a device of speed 1."""
         pairs = self.pairs(placement, reach)
         work = []
         for price in (cost.forward_ps, cost.backward_ps):

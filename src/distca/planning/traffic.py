@@ -1,7 +1,7 @@
-"""What has to move for a set of tasks, and how many bytes that is.
+"""What has to be sent for a set of tasks, and how many bytes that is.
 
-Queries travel from home to server and outputs back. Keys and values travel once to each server
-that needs them and does not hold them, however many of its tasks use them.
+Queries are sent from home to server, and outputs back. Keys and values are sent once to each server
+that needs them and does not hold them, no matter how many of its tasks use them.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from distca.planning.placement import Placement
 from distca.planning.spans import Bools, Ints, Spans, overlaps, union
 from distca.planning.tasks import Tasks
 
-LSE_BYTES = 4  # one float per head and query
+LSE_BYTES = 4  # log-sum-exp: one float32 per head and query
 
 
 @dataclass(frozen=True, eq=False)
 class KeyMoves:
-    """Spans of keys and values, each from the worker that holds it to a server that needs it."""
+    """Spans of keys and values, each sent from its worker to a server that needs it."""
 
-    shard: Ints  # index into the placement's shards
+    shard: Ints  # index of the shard in the placement
     start: Ints
     stop: Ints
     source: Ints
@@ -31,22 +31,25 @@ class KeyMoves:
 
 @dataclass(frozen=True, eq=False)
 class Flows:
-    """Who sends how much to whom in one layer and direction: there, and then the way back."""
+    """Bytes between pairs of ranks in one layer and direction.
+
+    A pair of ranks may occur several times.
+    """
 
     source: Ints
     target: Ints
-    out: Ints  # bytes from source to target, before the kernel
-    back: Ints  # bytes from target to source, after it
+    out: Ints  # bytes from source to target, dispatched before the kernel
+    back: Ints  # bytes from target to source, combined after the kernel
 
 
 @dataclass(frozen=True, eq=False)
 class Traffic:
-    """Bytes of one layer and direction, by rank."""
+    """Bytes that each rank sends and receives in one layer and direction."""
 
-    send: Ints
-    recv: Ints
-    cross_node: int  # of the total, what leaves a node
-    key_copies: int  # keys that a fused kernel call needs more than once on one server
+    send: Ints  # [ranks]
+    recv: Ints  # [ranks]
+    cross_node: int  # the part of the total that is sent between nodes
+    key_copies: int  # bytes of keys that fused kernel calls hold more than once on a server
 
     @property
     def total(self) -> int:
@@ -54,30 +57,30 @@ class Traffic:
 
     @property
     def worst(self) -> int:
-        """The busiest port: the larger of sent and received over all ranks."""
+        """The most bytes that any rank sends or receives."""
         return int(max(self.send.max(), self.recv.max()))
 
 
 def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
-    """Keys needed on each server, less those that live there."""
-    # 1. What each (server, document) needs, each key once.
+    """Returns the keys that servers need and do not hold, each with its source."""
+    # 1. The keys that each server needs of each document, each key once.
     needs = union(
         Spans(
             tasks.server * placement.num_documents + tasks.document, tasks.kv_start, tasks.kv_stop
         )
     )
     server, document = np.divmod(needs.group, max(placement.num_documents, 1))
-    # 2. Who holds it.
+    # 2. The shards that hold them.
     found = overlaps(Spans(document, needs.start, needs.stop), placement.spans)
     shard = placement.by_document[found.right]
     source, server = placement.worker[shard], server[found.left]
-    # 3. What already lives on the server stays.
+    # 3. Keys that live on the server already are not sent.
     away = source != server
     return KeyMoves(shard[away], found.start[away], found.stop[away], source[away], server[away])
 
 
 def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
-    """[tasks] Whether a task waits for anything: its queries, or some of its keys."""
+    """[tasks] Returns whether queries or keys of a task have to be received from other ranks."""
     count = placement.num_documents
     order = np.lexsort((placement.start, placement.document, placement.worker))
     own = Spans(
@@ -93,25 +96,32 @@ def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
 
 
 def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_ranks: int) -> Ints:
-    """What one layer takes on each rank: own q, k, v, o; fetched keys; and, of every task that
-    came from elsewhere, q, o and a packed copy of its keys."""
+    """[ranks] Returns the bytes of one layer: local q, k, v and o, keys fetched for tasks at home,
+    and for every received task q, o and a packed copy of its keys.
+    """
     used = np.zeros(num_ranks, np.int64)
     used[: placement.num_workers] = placement.tokens * (2 * shape.q_bytes + shape.kv_bytes)
     moved = tasks.moved
-    weight = 2 * tasks.queries[moved] * shape.q_bytes + tasks.keys[moved] * shape.kv_bytes
-    np.add.at(used, tasks.server[moved], weight)
+    size = 2 * tasks.queries[moved] * shape.q_bytes + tasks.keys[moved] * shape.kv_bytes
+    np.add.at(used, tasks.server[moved], size)
     fetched = key_moves(tasks.only(tasks.home == tasks.server), placement)
     np.add.at(used, fetched.server, (fetched.stop - fetched.start) * shape.kv_bytes)
     return used
 
 
 def forward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
-    """q and kv out, o back. ``gather``: all keys of groups of so many workers, needed or not."""
+    """Returns the flows of the forward pass: q, k and v out, o back.
+
+    gather: if above 0, groups of this many workers all-gather their keys, needed or not.
+    """
     return _flows(tasks, placement, shape, gather, (shape.q_bytes, shape.q_bytes), (1, 0))
 
 
 def backward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
-    """Devices keep nothing: q, o, do, log-sum-exp and kv out; dq and dkv back."""
+    """Returns the flows of the backward pass: q, o, do, log-sum-exp, k and v out; dq, dk, dv back.
+
+    Servers keep no tensors of the forward pass.
+    """
     out = 3 * shape.q_bytes + LSE_BYTES * shape.heads
     return _flows(tasks, placement, shape, gather, (out, shape.q_bytes), (1, 1))
 
@@ -147,7 +157,11 @@ def _flows(
     query_bytes: tuple[int, int],
     key_times: tuple[int, int],
 ) -> Flows:
-    """query_bytes: of a query token, out and back. key_times: how often keys travel, likewise."""
+    """Returns the flows of tasks.
+
+    query_bytes: bytes of a query token, (out, back).
+    key_times: how many times the bytes of a key are sent, (out, back).
+    """
     moved, keys = tasks.moved, key_moves(tasks, placement)
     source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
     if gather:
@@ -167,7 +181,7 @@ def _flows(
 
 
 def _all_gather(placement: Placement, group: int) -> tuple[Ints, Ints]:
-    """Every ordered pair of different workers inside a group: each sends all its keys to each."""
+    """Returns (source, target) of every ordered pair of different workers inside a group."""
     worker = np.arange(placement.num_workers, dtype=np.int64)
     source = np.repeat(worker, group)
     target = source // group * group + np.tile(np.arange(group), placement.num_workers)
@@ -175,7 +189,7 @@ def _all_gather(placement: Placement, group: int) -> tuple[Ints, Ints]:
 
 
 def _copied_keys(tasks: Tasks) -> int:
-    """Keys over all tasks, less the different keys on each server."""
+    """Returns the keys of all tasks less the distinct keys on each server."""
     num_documents = int(tasks.document.max(initial=0)) + 1
     needs = union(
         Spans(tasks.server * num_documents + tasks.document, tasks.kv_start, tasks.kv_stop)

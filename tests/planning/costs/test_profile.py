@@ -10,7 +10,7 @@ import pytest
 
 from distca.planning.api import plan
 from distca.planning.costs.choice import cost_model
-from distca.planning.costs.profile import Errors, Exchange, HeldOut, Profile
+from distca.planning.costs.profile import Errors, HeldOut, MeasuredExchange, Profile
 from distca.planning.costs.table import TableCost
 from distca.planning.models import model_shape
 
@@ -36,7 +36,7 @@ WHOLE = Profile(
     versions={"torch": "2.13"},
     linear_tflops=55.5,
     copy_bytes_per_s=1e10,
-    exchange=(Exchange(1000, 1e9), Exchange(2000, 1.5e9)),
+    exchange=(MeasuredExchange(1000, 1e9), MeasuredExchange(2000, 1.5e9)),
     held_out=(CALL, replace(CALL, repeat=1, forward_s=1.1e-3), replace(CALL, forward_s=2.2e-3)),
 )
 
@@ -102,14 +102,14 @@ def test_only_the_same_setting_is_gone_on_with() -> None:
         ({"name": None}, "'name' is missing"),
         ({"tile": 0}, "a tile has one row or more"),
         ({"tile": "big"}, "not usable"),
-        ({"linear_tflops": -1.0}, "linear_tflops and copy_bytes_per_s must be above zero"),
-        ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s must be above zero"),
-        ({"queries": [64.5, 256]}, "64.5 is no whole number"),
+        ({"linear_tflops": -1.0}, "linear_tflops = -1.0: it must be finite and above zero"),
+        ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s = nan: it must be finite"),
+        ({"queries": [64.5, 256]}, "64.5 is not a whole number"),
         ({"queries": 64}, "not usable"),
         ({"exchange": [{"bytes": 3}]}, "bytes_per_s"),
         ({"exchange": [3]}, "not usable"),
         ({"held_out": [{"queries": [3]}]}, "'keys'"),
-        ({"forward_tflops": [[1, 2], [3, float("inf")]]}, "rates must be above zero"),
+        ({"forward_tflops": [[1, 2], [3, float("inf")]]}, "rates must be finite and above zero"),
     ],
 )
 def test_a_bad_file_is_one_sentence(change: dict[str, Any], words: str, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Analytic costs: a kernel's rate, and what its tiles, rows, keys and tasks add."""
+"""Analytic costs: the rate of a kernel, and overheads for its tiles, rows, keys and tasks."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from distca.planning.costs.base import BACKWARD_FLOPS, LINEAR_TFLOPS, PS
 from distca.planning.models import ModelShape
 from distca.planning.spans import Ints
 
-TILE = 128  # query rows that a kernel works on at once
+TILE = 128  # query rows that a kernel computes together
 
 
 @dataclass(frozen=True)
 class KernelRate:
-    """One direction of a varlen kernel, in the terms its measurements follow (docs/planning.md).
+    """The speed of a varlen kernel in one direction (measurements: docs/planning.md).
 
-    A task takes ``(pairs + row_keys * queries + key_queries * keys) / rate + task_s``: each row of
-    queries costs as much as ``row_keys`` more keys (loading q, storing o), and each key costs as
-    much as ``key_queries`` more queries (backward reads and writes dk and dv once per task).
+    A task takes ``(pairs + row_keys * queries + key_queries * keys) / rate + task_s``. Each row of
+    queries costs as much as ``row_keys`` more keys, because q is loaded and o is stored. Each key
+    costs as much as ``key_queries`` more queries, because backward reads and writes dk and dv once
+    for each task.
     """
 
     tflops: float
@@ -30,18 +31,18 @@ class KernelRate:
 
 @dataclass(frozen=True)
 class AnalyticCost:
-    """FLOPs over a rate, with tile quantisation and the overheads of short shards."""
+    """FLOPs divided by a rate, with tile quantisation and the overheads of short shards."""
 
     flops_per_pair: float
     forward: KernelRate
     backward: KernelRate
     name: str = "analytic"
-    tile: int = TILE  # query rows that are computed together, full or not
+    tile: int = TILE  # query rows that are computed together; the last tile may be partly empty
     linear_tflops: float = LINEAR_TFLOPS
 
     @classmethod
     def of(cls, shape: ModelShape) -> AnalyticCost:
-        """Constants fitted to flash-attn-4 on an H200 (docs/planning.md shows fit and figures)."""
+        """Returns constants fitted to flash-attn-4 on an H200 (docs/planning.md shows the fit)."""
         return cls(
             flops_per_pair=shape.flops_per_pair,
             forward=KernelRate(tflops=645.0, row_keys=550.0, key_queries=0.0, task_s=0.5e-6),
@@ -50,7 +51,7 @@ class AnalyticCost:
 
     @classmethod
     def cpu(cls, shape: ModelShape) -> AnalyticCost:
-        """torch's flash kernel on one core, fitted to timed calls: short documents are cheap."""
+        """Returns constants fitted to torch's flash kernel on one CPU core."""
         return cls(
             flops_per_pair=shape.flops_per_pair,
             forward=KernelRate(tflops=0.092, row_keys=54.0, key_queries=10.0, task_s=1.2e-6),
@@ -61,11 +62,11 @@ class AnalyticCost:
         )
 
     @property
-    def least_forward_ps_per_pair(self) -> float:
+    def min_forward_ps_per_pair(self) -> float:
         return self.flops_per_pair / self.forward.tflops
 
     @property
-    def least_backward_ps_per_pair(self) -> float:
+    def min_backward_ps_per_pair(self) -> float:
         return BACKWARD_FLOPS * self.flops_per_pair / self.backward.tflops
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
@@ -75,8 +76,8 @@ class AnalyticCost:
         return self._ps(self.backward, BACKWARD_FLOPS, queries, keys, pairs)
 
     def _ps(self, rate: KernelRate, flops: float, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        # Rows that pad the last tile cost as much as the others, and the diagonal tile of every
-        # row is computed whole, half of it masked.
+        # Padding rows of the last tile cost as much as the others, and tiles on the diagonal are
+        # computed in full although half of each is masked.
         rows = (queries + (self.tile - 1)) // self.tile * self.tile
         work = pairs * (rows / np.maximum(queries, 1))
         work += rows * (rate.row_keys + self.tile / 2) + keys * rate.key_queries

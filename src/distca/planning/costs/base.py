@@ -1,8 +1,8 @@
-"""What a task costs, in whole picoseconds, forward and backward.
+"""The interface of cost models, and the two simplest ones.
 
-Every model prices arrays of tasks from three numbers each: queries, keys, and query-key pairs.
-Results are integers, made by a fixed sequence of IEEE operations, so that a plan built on them is
-the same on every platform.
+A cost model prices arrays of tasks, forward and backward, from three numbers for each task:
+queries, keys, and query-key pairs. Prices are whole picoseconds, computed by a fixed sequence of
+IEEE operations, so that plans are the same on every platform.
 """
 
 from __future__ import annotations
@@ -13,27 +13,29 @@ from typing import Protocol
 from distca.planning.spans import Ints
 
 PS = 1e12  # picoseconds in a second
-BACKWARD_FLOPS = 2.5  # of forward: five products where forward has two
-LINEAR_TFLOPS = 610.0  # a layer of Llama-3-8B but for its attention, on an H200
+BACKWARD_FLOPS = 2.5  # relative to forward: five matrix products instead of two
+LINEAR_TFLOPS = 610.0  # the linear layers of Llama-3-8B, measured on an H200
 
 
 class CostModel(Protocol):
-    """Seconds of a task; ``name`` says in reports what was balanced."""
+    """Picoseconds of tasks. Reports show ``name``."""
 
     @property
     def name(self) -> str: ...
 
     @property
-    def least_forward_ps_per_pair(self) -> float:
-        """What no task goes below, forward; for lower bounds."""
+    def min_forward_ps_per_pair(self) -> float:
+        """A lower bound of what any task costs in forward, per query-key pair."""
         ...
 
     @property
-    def least_backward_ps_per_pair(self) -> float: ...
+    def min_backward_ps_per_pair(self) -> float:
+        """A lower bound of what any task costs in backward, per query-key pair."""
+        ...
 
     @property
     def linear_tflops(self) -> float:
-        """The rate of linear layers beside the attention."""
+        """The rate of the linear layers."""
         ...
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints: ...
@@ -43,12 +45,12 @@ class CostModel(Protocol):
 
 @dataclass(frozen=True)
 class PairsCost:
-    """Arithmetic alone: what FLOP-counting planners balance. Exact, and additive under cutting."""
+    """Counts query-key pairs, as FLOP-counting planners do. Cutting a task changes no cost."""
 
     name: str = "pairs"
-    least_forward_ps_per_pair: float = 2.0
-    least_backward_ps_per_pair: float = 5.0
-    linear_tflops: float = float("inf")  # no seconds here, so linear layers take none
+    min_forward_ps_per_pair: float = 2.0
+    min_backward_ps_per_pair: float = 5.0
+    linear_tflops: float = float("inf")  # pairs are not seconds, so linear layers take no time
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return 2 * pairs
@@ -59,7 +61,7 @@ class PairsCost:
 
 @dataclass(frozen=True)
 class OneDirectionCost:
-    """A model for a pass in one direction alone, which is then all that a plan must even out."""
+    """Prices both directions like one of them, for a plan that is used in that direction only."""
 
     model: CostModel
     backward: bool
@@ -73,13 +75,11 @@ class OneDirectionCost:
         return self.model.linear_tflops
 
     @property
-    def least_forward_ps_per_pair(self) -> float:
+    def min_forward_ps_per_pair(self) -> float:
         model = self.model
-        return (
-            model.least_backward_ps_per_pair if self.backward else model.least_forward_ps_per_pair
-        )
+        return model.min_backward_ps_per_pair if self.backward else model.min_forward_ps_per_pair
 
-    least_backward_ps_per_pair = least_forward_ps_per_pair
+    min_backward_ps_per_pair = min_forward_ps_per_pair
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         price = self.model.backward_ps if self.backward else self.model.forward_ps

@@ -1,4 +1,4 @@
-"""Which cost model a name stands for."""
+"""Cost models by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from distca.planning.models import ModelShape
 
 
 def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
-    """``pairs``, ``analytic``, ``cpu``, a shipped profile's name, or a profile file's path."""
+    """Returns the model for ``pairs``, ``analytic``, ``cpu``, or a profile (name or file)."""
     if not isinstance(cost, str):
         return cost
     if cost == "auto":
@@ -25,7 +25,7 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
         profile = Profile.read(cost)
     except OSError:
         raise ValueError(
-            f"cost {cost!r} is unknown: say pairs, analytic, cpu, h200, h200-flash,"
+            f"cost {cost!r} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
             " or the path of a profile file"
         ) from None
     return TableCost.from_profile(profile, shape)

@@ -1,6 +1,6 @@
-"""What a device was measured to do, as data: one JSON file for the planner and the simulator.
+"""Profiles: measured rates of a device, in one JSON file for the planner and the simulator.
 
-``distca profile`` writes it and ``TableCost`` prices tasks by it; docs/profile.md explains it.
+``distca profile`` writes the file, ``TableCost`` prices tasks with it, docs/profile.md explains it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, TypeVar
 
-DEFAULT_COST = "h200"  # the shipped profile that plans are priced by unless told otherwise
+DEFAULT_COST = "h200"  # the profile that plans use by default
 NEEDED = (
     "it needs name, queries, keys, and forward_tflops and backward_tflops as one row of rates per"
     " query count"
@@ -30,8 +30,8 @@ _Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """An all-to-all in which every rank sends ``bytes`` to all others together."""
+class MeasuredExchange:
+    """An all-to-all in which every rank sends ``bytes`` in total to the other ranks."""
 
     bytes: int
     bytes_per_s: float
@@ -39,9 +39,9 @@ class Exchange:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """A fused call that the table was not made from: what it took, and what the table says.
+    """A fused call that is not part of the table: its measured and its predicted time.
 
-    It holds the tasks (queries[i], keys[i]), all of them ``repeat`` times.
+    The call has the tasks (queries[i], keys[i]), each of them ``repeat`` times.
     """
 
     queries: tuple[int, ...]
@@ -63,7 +63,7 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Errors:
-    """Of all held-out calls, relative."""
+    """Relative errors of the predictions for held-out calls."""
 
     median: float
     worst: float
@@ -71,9 +71,9 @@ class Errors:
 
 @dataclass(frozen=True)
 class Profile:
-    """Rates over (queries, keys) of causal tasks in full batches, and what lies around them.
+    """Rates of causal tasks over (queries, keys), and the setting in which they were measured.
 
-    A rate is None where there are fewer keys than queries, or where nothing was measured (yet).
+    A rate is None where there are fewer keys than queries, or where nothing was measured yet.
     """
 
     name: str
@@ -81,11 +81,11 @@ class Profile:
     keys: tuple[int, ...]
     forward_tflops: Rates
     backward_tflops: Rates
-    tile: int = 1  # rows that the kernel computes together, full or not
+    tile: int = 1  # query rows that the kernel computes together
     device: str = ""
     backend: str = ""
     dtype: str = ""
-    ranks: int = 1  # that measured at the same time; figures are their mean
+    ranks: int = 1  # number of ranks that measured at the same time; figures are their mean
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0
@@ -93,33 +93,37 @@ class Profile:
     ffn: int = 0
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    linear_tflops: float | None = None  # a layer but for its attention, forward and backward
-    copy_bytes_per_s: float | None = None  # read and written on the device
-    exchange: tuple[Exchange, ...] = ()  # empty on one rank
+    linear_tflops: float | None = None  # linear layers, forward and backward
+    copy_bytes_per_s: float | None = None  # copies on the device; each byte is read and written
+    exchange: tuple[MeasuredExchange, ...] = ()  # empty if one rank measured alone
     held_out: tuple[HeldOut, ...] = ()
 
     def __post_init__(self) -> None:
         for what, grid in (("queries", self.queries), ("keys", self.keys)):
-            rises = all(a < b for a, b in pairwise(grid))
-            if len(grid) < 2 or grid[0] <= 0 or not rises:
-                raise ValueError(f"{what} must rise strictly and hold two values or more")
+            ascending = all(a < b for a, b in pairwise(grid))
+            if len(grid) < 2 or grid[0] <= 0 or not ascending:
+                raise ValueError(
+                    f"{what} = {list(grid)}: give two or more positive values in ascending order"
+                )
         for rates in (self.forward_tflops, self.backward_tflops):
             shape = (len(rates), *sorted({len(row) for row in rates}))
             if shape != (len(self.queries), len(self.keys)):
                 raise ValueError(
-                    f"rates of shape {shape} for {len(self.queries)} x {len(self.keys)} shapes"
+                    f"rates of shape {shape} for {len(self.queries)} x {len(self.keys)} shapes of"
+                    " tasks: give one row per query count and one column per key count"
                 )
             if any(rate is not None and not _is_rate(rate) for row in rates for rate in row):
-                raise ValueError("rates must be above zero")
-        for one in (self.linear_tflops, self.copy_bytes_per_s):
-            if one is not None and not _is_rate(one):
-                raise ValueError("linear_tflops and copy_bytes_per_s must be above zero")
+                raise ValueError("rates must be finite and above zero")
+        for what in ("linear_tflops", "copy_bytes_per_s"):
+            rate = getattr(self, what)
+            if rate is not None and not _is_rate(rate):
+                raise ValueError(f"{what} = {rate}: it must be finite and above zero")
         if self.tile < 1:
-            raise ValueError(f"tile is {self.tile}: a tile has one row or more")
+            raise ValueError(f"tile = {self.tile}: a tile has one row or more")
 
     @property
     def missing(self) -> list[tuple[int, int]]:
-        """Places (row, column) of the table that could be measured and were not."""
+        """(row, column) of shapes that can be measured but were not."""
         return [
             (row, column)
             for row, queries in enumerate(self.queries)
@@ -137,7 +141,7 @@ class Profile:
         return _errors([call.backward_error for call in self.held_out])
 
     def with_rates(self, row: int, column: int, forward: float, backward: float) -> Profile:
-        """The same with one more shape measured."""
+        """Returns the profile with the rates of one more shape."""
         return replace(
             self,
             forward_tflops=_put(self.forward_tflops, row, column, forward),
@@ -145,18 +149,18 @@ class Profile:
         )
 
     def check_continues(self, fresh: Profile) -> None:
-        """Whether more of ``fresh``, which is still empty, can be measured into this one."""
-        for one in SETTING:
-            there, here = getattr(self, one), getattr(fresh, one)
+        """Raises ``ValueError`` if this profile was measured in another setting than ``fresh``."""
+        for name in SETTING:
+            there, here = getattr(self, name), getattr(fresh, name)
             if there != here:
                 raise ValueError(
-                    f"profile {self.name} was begun with {one} {_words(there)}, but here it is"
+                    f"profile {self.name} was begun with {name} {_words(there)}, but here it is"
                     f" {_words(here)}: choose another --out, or delete the file"
                 )
 
     @classmethod
     def read(cls, name: str) -> Profile:
-        """A shipped profile's name, or a file's path. OSError if there is neither."""
+        """Reads a shipped profile by name, or a file. Raises ``OSError`` if there is neither."""
         shipped = resources.files("distca.planning.costs") / "profiles" / f"{name}.json"
         try:
             source = shipped if shipped.is_file() else Path(name)
@@ -164,14 +168,14 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"profile {name} is not JSON: {error}") from None
         if not isinstance(record, dict):
-            raise ValueError(f"profile {name} holds no JSON object: see docs/profile.md")
+            raise ValueError(f"profile {name} is not a JSON object: see docs/profile.md")
         try:
             return cls.from_json(record)
         except ValueError as error:
             raise ValueError(f"profile {name}: {error}") from None
 
     def write(self, path: Path) -> None:
-        """Whole or not at all, so that an interruption leaves what was there before."""
+        """Writes the file atomically, so that an interruption leaves the previous one intact."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.{os.getpid()}")
         partial.write_text(_pretty(self.to_json()))
@@ -179,7 +183,7 @@ class Profile:
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> Profile:
-        """What ``to_json`` gave; all but name, grid and rates may be missing."""
+        """Restores a profile from JSON; only name, queries, keys and rates are required."""
         try:
             given = {key: value for key, value in record.items() if value is not None}
             for key in ("name", "queries", "keys", "forward_tflops", "backward_tflops"):
@@ -189,9 +193,11 @@ class Profile:
                 given[key] = tuple(map(_whole, given[key]))
             for key in ("forward_tflops", "backward_tflops"):
                 given[key] = tuple(tuple(map(_rate, row)) for row in given[key])
-            given["exchange"] = tuple(_made(Exchange, one) for one in given.get("exchange", ()))
+            given["exchange"] = tuple(
+                _build(MeasuredExchange, one) for one in given.get("exchange", ())
+            )
             given["held_out"] = tuple(map(_held_out, given.get("held_out", ())))
-            return _made(cls, given)
+            return _build(cls, given)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the profile is not usable ({error}): {NEEDED}") from None
 
@@ -209,19 +215,19 @@ def _rate(value: Any) -> float | None:
 
 def _whole(value: Any) -> int:
     if int(value) != value:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return int(value)
 
 
-def _made(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
-    """What it does not know it leaves: other versions may say more."""
+def _build(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
+    """Builds a record and ignores unknown keys, which other versions may write."""
     known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
     return kind(**{key: value for key, value in record.items() if key in known})
 
 
 def _held_out(record: Mapping[str, Any]) -> HeldOut:
     tasks = {key: tuple(map(_whole, record[key])) for key in ("queries", "keys")}
-    return _made(HeldOut, {**record, **tasks})
+    return _build(HeldOut, {**record, **tasks})
 
 
 def _put(rates: Rates, row: int, column: int, rate: float) -> Rates:
@@ -240,7 +246,7 @@ def _errors(found: list[float]) -> Errors | None:
 
 
 def _pretty(record: Mapping[str, Any]) -> str:
-    """A line for each key, and one for each row of a table: people look into it."""
+    """Formats a record with one line per key and one per row of a table, for readers."""
     lines = []
     for key, value in record.items():
         if isinstance(value, list | tuple) and value and not isinstance(value[0], int):

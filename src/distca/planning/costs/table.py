@@ -14,36 +14,37 @@ from distca.planning.spans import Floats, Ints
 
 @dataclass(frozen=True)
 class Table:
-    """One direction of a measured kernel; see ``TableCost``."""
+    """One direction of a measured kernel (see ``TableCost``)."""
 
-    least_ps_per_pair: float
-    overheads: Floats  # [4, cells] of a x rows x columns + b x rows + c x columns + d
+    min_ps_per_pair: float
+    overheads: Floats  # [4, cells] (a, b, c, d) of a x rows x columns + b x rows + c x columns + d
 
 
 @dataclass(frozen=True)
 class TableCost:
-    """Seconds interpolated from a measured profile over (queries, keys).
+    """Costs interpolated from a measured profile over (queries, keys).
 
-    A task takes ``least x pairs + queries x keys x overhead``. Costs per row, per key and per task
-    make the overhead ``a + b / keys + c / queries + d / (queries x keys)``: bilinear in (1 /
-    queries, 1 / keys), which is how it is interpolated between the shapes that were measured.
-    Beyond the table the last overhead holds, so rates stay what they are there.
+    A task takes ``min_ps_per_pair x pairs + queries x keys x overhead``. Costs per row, per key and
+    per task make the overhead ``a + b / keys + c / queries + d / (queries x keys)``. This is
+    bilinear in (1 / queries, 1 / keys), so the overhead is interpolated bilinearly in these two
+    between measured shapes. Outside the table the overhead of the nearest measured shape is used.
 
-    Rows and columns are queries and keys in whole tiles. Planning prices many short arrays, for
-    which it is the number of operations that counts: hence polynomials instead of weights.
+    Rows and columns are queries and keys in whole tiles. Each cell of the table stores a polynomial
+    instead of interpolation weights, because planning prices many short arrays, for which the
+    number of operations determines the time.
     """
 
     name: str
-    rows: Floats  # where the cells of the table meet
-    columns: Floats
+    rows: Floats  # boundaries between the cells of the table, in tiles of queries
+    columns: Floats  # the same in tiles of keys
     forward: Table
     backward: Table
-    tile: int  # queries and keys that are computed together, full or not
+    tile: int  # queries and keys that the kernel computes together
     linear_tflops: float
 
     @classmethod
     def from_profile(cls, profile: Profile, shape: ModelShape) -> TableCost:
-        """Rates are rescaled to ``shape``'s heads."""
+        """Builds the tables; rates are assumed to hold for the heads of ``shape``."""
         queries, keys = (np.array(g, dtype=np.float64) for g in (profile.queries, profile.keys))
         try:
             forward, backward = (
@@ -66,12 +67,12 @@ class TableCost:
         )
 
     @property
-    def least_forward_ps_per_pair(self) -> float:
-        return self.forward.least_ps_per_pair
+    def min_forward_ps_per_pair(self) -> float:
+        return self.forward.min_ps_per_pair
 
     @property
-    def least_backward_ps_per_pair(self) -> float:
-        return self.backward.least_ps_per_pair
+    def min_backward_ps_per_pair(self) -> float:
+        return self.backward.min_ps_per_pair
 
     def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return self._ps(self.forward, queries, keys, pairs)
@@ -86,7 +87,7 @@ class TableCost:
         cell = row * (len(self.columns) + 1) + self.columns.searchsorted(columns, side="right")
         a, b, c, d = table.overheads.take(cell, axis=1)
         overhead = np.maximum((a * columns + b) * rows + (c * columns + d), 0.0)
-        arithmetic = pairs / n * rows * (self.tile * table.least_ps_per_pair)
+        arithmetic = pairs / n * rows * (self.tile * table.min_ps_per_pair)
         ps: Floats = arithmetic + overhead
         return np.rint(ps).astype(np.int64)
 
@@ -94,34 +95,35 @@ class TableCost:
 def _table(
     tflops: Floats, queries: Floats, keys: Floats, tile: int, flops_per_pair: float
 ) -> Table:
-    """Measured rates, NaN where there are none, as least cost and overheads."""
+    """Converts measured rates, NaN where there are none, to the lowest cost and overheads."""
     possible = keys >= queries[:, None]
-    ps_per_pair = flops_per_pair / _filled(tflops, queries, keys)  # FLOPs / (TFLOP/s) is ps
-    least = float(ps_per_pair[possible].min())
-    row_keys = keys - (queries[:, None] - 1) / 2  # that a query of a causal task sees, on average
-    overhead = (ps_per_pair - least) * (row_keys / keys)
-    # Fewer keys than queries cannot be: there a cell's other three corners span a plane.
+    ps_per_pair = flops_per_pair / _fill_gaps(tflops, queries, keys)  # FLOPs / (TFLOP/s) is ps
+    lowest = float(ps_per_pair[possible].min())
+    keys_seen = keys - (queries[:, None] - 1) / 2  # by a query of a causal task, on average
+    overhead = (ps_per_pair - lowest) * (keys_seen / keys)
+    # A task cannot have fewer keys than queries. Such corners of the table continue the plane
+    # through the other three corners of their cell.
     for j in range(len(keys) - 2, -1, -1):
         for i in np.flatnonzero(~possible[:, j]):
             above = overhead[i - 1, j] - overhead[i - 1, j + 1] if i else 0.0
             overhead[i, j] = overhead[i, j + 1] + above
     level, by_row = _lines(overhead * tile**2, tile / queries)
     (a, b), (c, d) = (_lines(one.T, tile / keys) for one in (level, by_row))
-    return Table(least, np.stack([one.T.ravel() for one in (a, b, c, d)]))
+    return Table(lowest, np.stack([one.T.ravel() for one in (a, b, c, d)]))
 
 
 def _lines(values: Floats, inverse: Floats) -> tuple[Floats, Floats]:
-    """Level and slope of the line in each cell of the first axis; beyond the last it is level."""
+    """Returns level and slope of the line in each cell of the first axis; the last one is flat."""
     slope = np.zeros_like(values)
     slope[:-1] = np.diff(values, axis=0) / np.diff(inverse)[:, None]
     return values - slope * inverse[:, None], slope
 
 
-def _filled(tflops: Floats, queries: Floats, keys: Floats) -> Floats:
-    """Rates with the holes of a profile closed, row by row, from what was measured in the row."""
+def _fill_gaps(tflops: Floats, queries: Floats, keys: Floats) -> Floats:
+    """Returns rates with missing ones interpolated from those measured in the same row."""
     filled = tflops.copy()
     for i, row in enumerate(np.isfinite(tflops)):
         if not row.any():
-            raise ValueError(f"no rate at all for {queries[i]:.0f} queries")
+            raise ValueError(f"there is no rate for {queries[i]:.0f} queries: measure at least one")
         filled[i] = 1 / np.interp(-1 / keys, -1 / keys[row], 1 / tflops[i, row])
     return filled

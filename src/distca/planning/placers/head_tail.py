@@ -1,7 +1,7 @@
-"""Head-tail dealing: 2c equal chunks over c workers, worker i taking chunks i and 2c-1-i.
+"""Head-tail placement: of 2c equal chunks, worker i of c takes chunks i and 2c-1-i.
 
-Causal attention grows linearly along a document, so such a pair of chunks weighs the same for
-every worker. Exact for one document; a packed sequence of several is only even in tokens.
+The causal attention of a token grows linearly along a document, so every such pair of chunks has the
+same attention. This holds for one document; in a packed sequence of several, only tokens are equal.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from distca.planning.spans import Ints, Spans, as_ints, cumulative, overlaps
 
 
 def packed_sequence_placement(problem: Problem) -> Placement:
-    """Context parallelism of the packed sequence: worker i of c takes chunks i and 2c-1-i of 2c."""
+    """Places the packed sequence of each context-parallel group head-tail."""
     return deal_packed_sequence(problem.placement, group_size(problem))
 
 
 def per_document_placement(problem: Problem) -> Placement:
-    """Context parallelism of each document by itself, which is even for any documents."""
+    """Places each document of a context-parallel group head-tail by itself."""
     return deal_each_document(problem.placement, group_size(problem))
 
 
 def group_size(problem: Problem) -> int:
-    """Returns ``cp``, the number of workers that share a sequence."""
+    """Returns ``cp``, the number of workers in a context-parallel group."""
     workers = problem.placement.num_workers
     if problem.cp < 1 or workers % problem.cp:
         raise ValueError(f"cp = {problem.cp} does not divide {workers} workers: choose a divisor")
@@ -32,7 +32,7 @@ def group_size(problem: Problem) -> int:
 
 
 def deal_packed_sequence(placement: Placement, cp: int) -> Placement:
-    """Each group of ``cp`` workers shares what it holds as one packed sequence."""
+    """Deals the packed sequence of each group of ``cp`` workers over the group."""
     size = placement.stop - placement.start
     group = placement.worker // cp
     tokens = np.bincount(group, size, minlength=placement.num_workers // cp).astype(np.int64)
@@ -41,7 +41,7 @@ def deal_packed_sequence(placement: Placement, cp: int) -> Placement:
 
 
 def deal_each_document(placement: Placement, cp: int) -> Placement:
-    """Each group of ``cp`` workers shares what it holds of every document by itself."""
+    """Deals what each group of ``cp`` workers holds of each document over the group."""
     document, group = placement.document, placement.worker // cp
     run = np.flatnonzero((np.diff(document, prepend=-1) != 0) | (np.diff(group, prepend=-1) != 0))
     size = placement.stop - placement.start
@@ -54,10 +54,10 @@ def deal_each_document(placement: Placement, cp: int) -> Placement:
 def _deal(
     placement: Placement, sequence: Ints, stream: Ints, group: Ints, tokens: Ints, cp: int
 ) -> Placement:
-    """Cuts sequences of shards into 2 x cp equal chunks and deals them head-tail over a group.
+    """Cuts sequences of shards into 2 x cp equal chunks, and deals them head-tail over groups.
 
-    sequence, stream: [shards] the sequence a shard belongs to, and where in it the shard begins.
-    group, tokens: [sequences] the group of workers that shares it, and its length.
+    sequence, stream: [shards] the sequence to which a shard belongs, and where in it it starts.
+    group, tokens: [sequences] the group of workers over which it is dealt, and its length.
     """
     chunk = np.tile(np.arange(2 * cp), len(tokens))
     owner = np.repeat(np.arange(len(tokens)), 2 * cp)

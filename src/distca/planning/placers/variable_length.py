@@ -1,4 +1,4 @@
-"""Variable-length packing (WLB-LLM): work is even over bins of documents, token counts are not."""
+"""Variable-length packing (WLB-LLM): bins of documents with equal work and unequal tokens."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from distca.planning.placement import Placement
 from distca.planning.placers.head_tail import deal_each_document, group_size
 from distca.planning.problem import Problem
 
-BREAK_EVEN_TOKENS = 131072  # where attention costs as much as the linear layers (8B, published)
-TOKEN_LIMIT = 1.25  # tokens that a bin may hold, relative to the mean
+BREAK_EVEN_TOKENS = (
+    131072  # length at which attention costs as much as linear layers (8B, published)
+)
+TOKEN_LIMIT = 1.25  # most tokens of a bin, relative to the mean
 
 
 def variable_length_packing(problem: Problem) -> Placement:

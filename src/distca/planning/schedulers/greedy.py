@@ -25,13 +25,13 @@ def greedy(problem: Problem) -> Assignment:
 def head_tail_greedy(
     placement: Placement, reach: Ints, shape: ModelShape, tolerance: float
 ) -> Tasks:
-    """Fills the neediest rank first with the cheapest head-tail pairs of any surplus rank.
+    """Fills the rank with the least load first, with the cheapest head-tail pairs of other ranks.
 
-    Balances causal pairs over in-place servers of equal speed, and bounds receivers only: a rank
-    that gives stops at its surplus, a rank that takes stops within ``tolerance`` x mean of it.
+    Balances causal pairs over in-place servers of equal speed. It bounds receivers only: a rank
+    gives at most what it has above the mean, and takes until it is within ``tolerance`` x mean.
     """
     start, stop, owner = placement.start, placement.stop, placement.worker
-    ends = start + stop + 1  # pairs of one head token and its mirrored tail token
+    ends = start + stop + 1  # query-key pairs of one head token and its mirrored tail token
     head, tail = start + (stop - start) // 2, start + (stop - start) // 2
     left = (stop * (stop + 1) - start * (start + 1)) // 2
     load = np.bincount(owner, left, minlength=placement.num_workers).astype(np.int64)

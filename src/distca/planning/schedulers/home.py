@@ -1,4 +1,4 @@
-"""Schedulers that move no queries: every task is computed where its queries live."""
+"""Schedulers that move no queries: every task is computed on its home."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from distca.planning.tasks import Tasks
 
 
 def at_home(problem: Problem) -> Assignment:
-    """Tasks at home; a document that spans workers has its missing keys fetched."""
+    """Computes every task at home; keys of documents that span workers are fetched if needed."""
     devices = problem.devices
     if np.any(devices.speed[: devices.num_workers] == 0):
         raise ValueError(
@@ -21,6 +21,6 @@ def at_home(problem: Problem) -> Assignment:
 
 
 def all_gather(problem: Problem) -> Assignment:
-    """Tasks at home; each group of ``cp`` workers all-gathers its keys, needed or not."""
+    """Computes every task at home; groups of ``cp`` workers all-gather their keys."""
     tasks = at_home(problem).forward
     return Assignment(tasks, tasks, gather=problem.cp if problem.cp > 1 else 0)

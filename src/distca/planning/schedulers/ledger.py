@@ -1,189 +1,204 @@
-"""The state of one scheduling: loads, rooms, ports, memory, keys held, and the cuts so far."""
+"""The state of one try of the scheduler: loads, traffic, memory, keys held, and the cuts so far."""
 
 from __future__ import annotations
 
 import bisect
-from itertools import pairwise
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning import masks
-from distca.planning.problem import Price, Problem
-from distca.planning.schedulers.cuts import Divisible, Piece, Source, Target
-from distca.planning.spans import as_ints
+from distca.planning.problem import Problem
+from distca.planning.schedulers.cuts import Piece, Source, Target
+from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
+from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import forward_traffic
 
-NUM_SOURCES = 4  # holders of a document's keys whose ports are watched
+NUM_SOURCES = 4  # workers of a document whose sent bytes a cut looks at, the busiest ones
 
-Room = tuple[int, int]  # (picoseconds, server)
-Span = tuple[int, int]
-Keys = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
+
+class Headroom(NamedTuple):
+    """The load that a server can still take. Sorts by load, then by server."""
+
+    load: int
+    server: int
+
+
+class Loads:
+    """The load of every rank, and the servers with headroom in sorted order."""
+
+    def __init__(self, load: Ints, capacity: Ints, serving: Sequence[int]) -> None:
+        self._load, self._capacity = load.copy(), capacity
+        self._serving = frozenset(serving)
+        self._headrooms = sorted(
+            Headroom(self.headroom(server), server)
+            for server in serving
+            if self.headroom(server) > 0
+        )
+
+    @property
+    def per_rank(self) -> Ints:
+        """[ranks] The load of each rank."""
+        return self._load
+
+    @property
+    def above_capacity(self) -> Ints:
+        """[ranks] Load minus capacity: positive on ranks with a surplus."""
+        return self._load - self._capacity
+
+    @property
+    def headrooms(self) -> Sequence[Headroom]:
+        """Servers that can take more, in ascending order of headroom."""
+        return self._headrooms
+
+    def capacity(self, rank: int) -> int:
+        return int(self._capacity[rank])
+
+    def headroom(self, rank: int) -> int:
+        """Returns the load that the rank can still take; negative if it has a surplus."""
+        return int(self._capacity[rank] - self._load[rank])
+
+    def surplus(self, rank: int) -> int:
+        """Returns the load by which the rank is above its capacity."""
+        return max(-self.headroom(rank), 0)
+
+    def add(self, rank: int, load: int) -> None:
+        """Adds a load, which may be negative, and keeps the servers sorted."""
+        index = bisect.bisect_left(self._headrooms, Headroom(self.headroom(rank), rank))
+        if index < len(self._headrooms) and self._headrooms[index].server == rank:
+            del self._headrooms[index]
+        self._load[rank] += load
+        if self.headroom(rank) > 0 and rank in self._serving:
+            bisect.insort(self._headrooms, Headroom(self.headroom(rank), rank))
+
+
+class HeldKeys:
+    """Spans of keys that ranks have of each document: their own, fetched, or received ones."""
+
+    def __init__(self, shards: PlacedShards) -> None:
+        self._shards = shards
+        self._held: dict[int, KeySpans] = {}  # document -> who holds its keys
+
+    def holders(self, document: int) -> KeySpans:
+        """Returns the ranks that have keys of a document."""
+        if document not in self._held:
+            owners = self._shards.owners(document)
+            held = {rank: list(spans) for rank, spans in owners.items()}
+            if len(owners) > 1:  # each worker fetches the keys that its shards need
+                for rank, spans in owners.items():
+                    for span in spans:
+                        need = self._shards.keys_needed(document, span)
+                        held[rank] = with_span(held[rank], need)
+            self._held[document] = held
+        return self._held[document]
+
+    def num_missing(self, document: int, rank: int, need: Span) -> int:
+        """Returns how many of the keys ``need`` a rank does not have."""
+        return need[1] - need[0] - num_shared(self.holders(document).get(rank, ()), need)
+
+    def add(self, document: int, rank: int, keys: Span) -> list[tuple[int, int]]:
+        """Adds keys to a rank; returns how many new ones each owner sends, (owner, number)."""
+        holders = self.holders(document)
+        before = holders.get(rank, [])
+        after = with_span(before, keys)
+        holders[rank] = after
+        return [
+            (owner, sum(num_shared(after, span) - num_shared(before, span) for span in spans))
+            for owner, spans in self._shards.owners(document).items()
+        ]
+
+    def keep_own(self, document: int, rank: int) -> None:
+        """Drops the keys of a worker that do not live there."""
+        self.holders(document)[rank] = list(self._shards.owners(document)[rank])
 
 
 class Ledger:
-    """Starts with every shard at home; ``take`` moves pieces of one and books what they change."""
+    """Starts with every shard at home. ``move`` moves pieces and records everything they change."""
 
-    def __init__(self, problem: Problem, price: Price, total_work: int = 0) -> None:
-        placement, servers, shape = problem.placement, problem.devices, problem.shape
-        self.problem, self.price = problem, price
-        self.placement, self.devices, self.shape = placement, servers, shape
-        documents = problem.documents(price)
-        self.loads = documents.load(placement.document, placement.start, placement.stop)
-        self.work = np.zeros(servers.num_ranks, np.int64)
-        np.add.at(self.work, placement.worker, self.loads)
-        self.capacity = servers.capacity(total_work or int(self.work.sum()), problem.tolerance)
-        self.rooms: list[Room] = sorted(
-            (self.room(server), server)
-            for server in servers.serving.tolist()
-            if self.room(server) > 0
-        )
-        traffic = forward_traffic(
-            Tasks.at_home(placement, problem.reach), placement, shape, servers.node
-        )
-        self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
-        self.free_bytes = servers.memory_bytes - traffic.recv
-        weight = 2 * shape.q_bytes + shape.kv_bytes
-        self.free_bytes[: placement.num_workers] -= placement.tokens * weight
-        self.several_nodes = bool(np.any(servers.node != servers.node[0]))
-        self.cuts: dict[int, list[Piece]] = {}  # shard -> what became of it
-        self._lengths: list[int] = placement.lengths.tolist()
-        self._reach: list[int] = problem.reach.tolist()
-        self._keys: dict[int, Keys] = {}  # document -> where its keys are
-        self._divisible: dict[int, Divisible] = {}
-        shards_by_load = np.lexsort((-self.loads, placement.worker))
-        ends = np.searchsorted(
-            placement.worker[shards_by_load], np.arange(placement.num_workers + 1)
-        )
-        self.heaviest = [shards_by_load[a:b].tolist() for a, b in pairwise(ends.tolist())]
-        self._shards_of = np.searchsorted(
-            placement.spans.group, np.arange(placement.num_documents + 1)
-        ).tolist()
-
-    # -- looking up ----------------------------------------------------------------------------
-
-    def room(self, server: int) -> int:
-        return int(self.capacity[server] - self.work[server])
-
-    def surplus(self, rank: int) -> int:
-        return max(-self.room(rank), 0)
+    def __init__(self, shards: PlacedShards, total_work: int = 0) -> None:
+        """total_work: the work from which capacities are derived; 0: that of uncut shards."""
+        problem = shards.problem
+        self.shards = shards
+        self.keys = HeldKeys(shards)
+        load, traffic = shards.load_at_home, shards.traffic_at_home
+        capacity = problem.devices.capacity(total_work or int(load.sum()), problem.tolerance)
+        self.loads = Loads(load, capacity, problem.devices.serving.tolist())
+        self._sent, self._received = traffic.send.copy(), traffic.recv.copy()
+        self._free_bytes = shards.free_bytes_at_home.copy()
+        self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
 
     @property
-    def port_limit(self) -> int:
-        """The busiest port so far: what later choices should not pass."""
-        return int(max(self.sent.max(), self.received.max()))
+    def problem(self) -> Problem:
+        return self.shards.problem
 
-    def near(self, rank: int, other: int) -> bool:
-        """Whether two ranks share a node, where there are several."""
-        return self.several_nodes and bool(self.devices.node[rank] == self.devices.node[other])
+    @property
+    def peak_traffic(self) -> int:
+        """The most bytes that any rank sends or receives so far."""
+        return int(max(self._sent.max(), self._received.max()))
 
-    def span(self, shard: int) -> Span:
-        return int(self.placement.start[shard]), int(self.placement.stop[shard])
+    @property
+    def total_traffic(self) -> int:
+        return int(self._sent.sum())
 
-    def home(self, shard: int) -> int:
-        return int(self.placement.worker[shard])
+    def sent(self, rank: int) -> int:
+        return int(self._sent[rank])
 
-    def document(self, shard: int) -> int:
-        return int(self.placement.document[shard])
+    def received(self, rank: int) -> int:
+        return int(self._received[rank])
 
-    def divisible(self, shard: int) -> Divisible:
-        if shard not in self._divisible:
-            document = self.document(shard)
-            self._divisible[shard] = Divisible.of(
-                *self.span(shard),
-                self._lengths[document],
-                self._reach[document],
-                self.price,
-                self.problem.grain,
-            )
-        return self._divisible[shard]
+    def is_cut(self, shard: int) -> bool:
+        """Returns whether the shard, or a part of it, was moved."""
+        return shard in self._pieces
 
-    def needs(self, document: int, queries: Span) -> Span:
-        """The keys that some queries of a document need."""
-        return masks.keys_needed(queries, self._lengths[document], self._reach[document])
+    def fits_memory(self, document: int, piece: Piece) -> bool:
+        """Returns whether the server of a piece has the memory for it."""
+        return self.shards.memory_bytes(document, piece) <= int(self._free_bytes[piece.server])
 
-    def owners(self, document: int) -> Keys:
-        """Where the document's tokens live."""
-        owners: Keys = {}
-        first, last = self._shards_of[document : document + 2]
-        for shard in self.placement.by_document[first:last].tolist():
-            owners.setdefault(self.home(shard), []).append(self.span(shard))
-        return owners
-
-    def holders(self, document: int) -> Keys:
-        """Where the document's keys are: their homes, and ranks that fetch or were sent them."""
-        if document not in self._keys:
-            keys = self.owners(document)
-            if len(keys) > 1:
-                for rank, spans in keys.items():
-                    for span in list(spans):
-                        keys[rank] = add(keys[rank], self.needs(document, span))
-            self._keys[document] = keys
-        return self._keys[document]
-
-    def target(self, shard: int, room: int, server: int) -> Target:
+    def target(self, shard: int, headroom: Headroom) -> Target:
+        """Describes a server that may take a piece of the shard."""
+        server = headroom.server
         return Target(
             server=server,
-            room=room,
-            free_bytes=int(self.free_bytes[server]),
-            received=int(self.received[server]),
-            near=self.near(server, self.home(shard)),
-            held=self.holders(self.document(shard)).get(server, ()),
+            headroom=headroom.load,
+            free_bytes=int(self._free_bytes[server]),
+            received=self.received(server),
+            same_node=self.shards.same_node(server, self.shards.home[shard]),
+            held=self.keys.holders(self.shards.document[shard]).get(server, ()),
         )
 
     def sources(self, shard: int) -> list[Source]:
-        """The shard's home, then the other holders of its document with the busiest ports."""
-        home, own = self.home(shard), self.span(shard)
+        """Describes the shard's home and the other owners of the document that send the most."""
+        shards, home, own = self.shards, self.shards.home[shard], self.shards.span[shard]
         others = [
-            Source(rank, *span, int(self.sent[rank]), self.near(rank, home))
-            for rank, spans in self.owners(self.document(shard)).items()
+            Source(rank, span, self.sent(rank), shards.same_node(rank, home))
+            for rank, spans in shards.owners(shards.document[shard]).items()
             for span in spans
             if (rank, span) != (home, own)
         ]
         busiest = sorted(others, key=lambda source: -source.sent)[: NUM_SOURCES - 1]
-        return [Source(home, *own, int(self.sent[home]), near=True), *busiest]
+        return [Source(home, own, self.sent(home), same_node=True), *busiest]
 
-    def arriving_bytes(self, document: int, piece: Piece) -> int:
-        """Queries, and the keys that are not on the server yet."""
-        need = self.needs(document, piece[:2])
-        keys = need[1] - need[0] - common(self.holders(document).get(piece.server, []), need)
-        return (piece.stop - piece.start) * self.shape.q_bytes + keys * self.shape.kv_bytes
-
-    def weight_bytes(self, document: int, piece: Piece) -> int:
-        """Memory that a piece takes on its server: q, o, and a packed copy of its keys."""
-        need = self.needs(document, piece[:2])
-        queries = (piece.stop - piece.start) * self.shape.q_bytes
-        return 2 * queries + (need[1] - need[0]) * self.shape.kv_bytes
-
-    # -- moving --------------------------------------------------------------------------------
-
-    def take(self, shard: int, pieces: list[Piece]) -> None:
-        """Moves pieces of a shard to their servers; what is left stays at home."""
-        home, document = self.home(shard), self.document(shard)
-        kept = self._kept(shard, pieces)
-        holders, owners = self.holders(document), self.owners(document)
+    def move(self, shard: int, pieces: list[Piece]) -> None:
+        """Moves pieces of a shard to their servers; the rest of the shard stays at home."""
+        shards, home, document = self.shards, self.shards.home[shard], self.shards.document[shard]
+        kept = self._rest(shard, pieces)
         for piece in pieces:
-            queries = (piece.stop - piece.start) * self.shape.q_bytes
-            for sender, receiver in ((home, piece.server), (piece.server, home)):
-                self.sent[sender] += queries
-                self.received[receiver] += queries
-            before = holders.get(piece.server, [])
-            after = add(before, self.needs(document, piece[:2]))
-            for owner, spans in owners.items():
-                keys = sum(common(after, span) - common(before, span) for span in spans)
-                self.sent[owner] += keys * self.shape.kv_bytes
-                self.received[piece.server] += keys * self.shape.kv_bytes
-            holders[piece.server] = after
-            self.free_bytes[piece.server] -= self.weight_bytes(document, piece)
-            self._set_work(piece.server, int(self.work[piece.server]) + piece.load)
-        if not kept and len(owners) > 1:
-            self._stop_fetching(shard, owners)
-        self.cuts[shard] = [*pieces, *kept]
-        left = sum(piece.load for piece in kept)
-        self._set_work(home, int(self.work[home]) - int(self.loads[shard]) + left)
+            q_bytes = (piece.stop - piece.start) * shards.shape.q_bytes
+            self._send(home, piece.server, q_bytes)  # q
+            self._send(piece.server, home, q_bytes)  # o
+            need = shards.keys_needed(document, piece.span)
+            for owner, num_keys in self.keys.add(document, piece.server, need):
+                self._send(owner, piece.server, num_keys * shards.shape.kv_bytes)
+            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece)
+            self.loads.add(piece.server, piece.load)
+        if not kept and len(shards.owners(document)) > 1:
+            self._stop_fetching(shard)
+        self._pieces[shard] = [*pieces, *kept]
+        self.loads.add(home, sum(piece.load for piece in kept) - int(shards.load[shard]))
 
-    def _kept(self, shard: int, pieces: list[Piece]) -> list[Piece]:
-        home, (position, stop) = self.home(shard), self.span(shard)
+    def _rest(self, shard: int, pieces: list[Piece]) -> list[Piece]:
+        """Returns what is left of a shard as pieces at home."""
+        home, (position, stop) = self.shards.home[shard], self.shards.span[shard]
         spans = []
         for piece in [*sorted(pieces), Piece(stop, stop, home, 0)]:
             if position < piece.start:
@@ -191,34 +206,30 @@ class Ledger:
             position = piece.stop
         if not spans:
             return []
-        loads = self.divisible(shard).load(*as_ints(spans).T).tolist()
+        loads = self.shards.cuttable(shard).load(*as_ints(spans).T).tolist()
         return [Piece(*span, home, load) for span, load in zip(spans, loads, strict=True)]
 
-    def _stop_fetching(self, shard: int, owners: Keys) -> None:
-        """Home computes nothing of the shard any more, so it fetches no keys for it."""
-        home, document = self.home(shard), self.document(shard)
-        need = self.needs(document, self.span(shard))
-        for owner, spans in owners.items():
+    def _stop_fetching(self, shard: int) -> None:
+        """Removes the keys that home fetched for a shard of which it computes nothing any more."""
+        home, document = self.shards.home[shard], self.shards.document[shard]
+        need = self.shards.keys_needed(document, self.shards.span[shard])
+        for owner, spans in self.shards.owners(document).items():
             if owner != home:
-                keys = common(spans, need) * self.shape.kv_bytes
-                self.sent[owner] -= keys
-                self.received[home] -= keys
-                self.free_bytes[home] += keys
-        self.holders(document)[home] = owners[home]
+                fetched = num_shared(spans, need) * self.shards.shape.kv_bytes
+                self._send(owner, home, -fetched)
+                self._free_bytes[home] += fetched
+        self.keys.keep_own(document, home)
 
-    def _set_work(self, server: int, work: int) -> None:
-        index = bisect.bisect_left(self.rooms, (self.room(server), server))
-        if index < len(self.rooms) and self.rooms[index][1] == server:
-            del self.rooms[index]
-        self.work[server] = work
-        if self.room(server) > 0 and self.devices.speed[server] > 0:
-            bisect.insort(self.rooms, (self.room(server), server))
+    def _send(self, source: int, target: int, num_bytes: int) -> None:
+        self._sent[source] += num_bytes
+        self._received[target] += num_bytes
 
     def tasks(self) -> Tasks:
-        placement = self.placement
+        """Returns the tasks of all shards, cut and uncut."""
+        placement = self.shards.placement
         rows = [
             (shard, piece.start, piece.stop, piece.server)
-            for shard, pieces in self.cuts.items()
+            for shard, pieces in self._pieces.items()
             for piece in pieces
         ]
         table = as_ints(rows).reshape(-1, 4)
@@ -233,20 +244,3 @@ class Ledger:
             np.concatenate([placement.stop[whole], table[:, 2]]),
             np.concatenate([placement.worker[whole], table[:, 3]]),
         )
-
-
-def common(spans: list[Span], other: Span) -> int:
-    """Tokens that disjoint spans share with another span."""
-    return sum(max(min(stop, other[1]) - max(start, other[0]), 0) for start, stop in spans)
-
-
-def add(spans: list[Span], other: Span) -> list[Span]:
-    """Disjoint spans with another one added."""
-    start, stop = other
-    apart = []
-    for low, high in spans:
-        if high < start or low > stop:
-            apart.append((low, high))
-        else:
-            start, stop = min(start, low), max(stop, high)
-    return sorted([*apart, (start, stop)])

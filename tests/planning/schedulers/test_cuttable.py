@@ -6,7 +6,7 @@ from strategies import COSTS, SHAPE
 
 from distca.planning.costs.choice import cost_model
 from distca.planning.problem import Grain
-from distca.planning.schedulers.cuts import Divisible
+from distca.planning.schedulers.cuttable import CuttableShard
 
 
 @pytest.mark.parametrize("cost", COSTS)
@@ -16,15 +16,15 @@ from distca.planning.schedulers.cuts import Divisible
 def test_no_piece_is_lighter_than_the_lightest(
     cost: str, reach: int, start: int, grain: Grain
 ) -> None:
-    """The scheduler tries no cut where every room is below it.
+    """The scheduler tries no cut if every headroom is below it.
 
     A measured kernel may be a little faster with a few more keys, where pieces share its tile.
     """
     model = cost_model(cost, SHAPE)
     for price in (model.forward_ps, model.backward_ps):
-        shard = Divisible.of(start, 300, 300, reach, price, grain)
-        low, high = np.triu_indices(len(shard.cuts), 1)
-        lightest = shard.load(shard.cuts[low], shard.cuts[high]).min()
-        assert lightest == pytest.approx(shard.lightest, rel=0.02 if cost == "h200" else 0.0)
-        assert shard.some_fit(shard.lightest)
-        assert not shard.some_fit(shard.lightest - 1)
+        shard = CuttableShard.of((start, 300), 300, reach, price, grain)
+        low, high = np.triu_indices(len(shard.positions), 1)
+        lightest = shard.load(shard.positions[low], shard.positions[high]).min()
+        assert lightest == pytest.approx(shard.lightest_piece, rel=0.02 if cost == "h200" else 0.0)
+        assert shard.any_piece_fits(shard.lightest_piece)
+        assert not shard.any_piece_fits(shard.lightest_piece - 1)

@@ -1,0 +1,101 @@
+"""Step 3 of the scheduler: shards move to the worker that holds their keys.
+
+A document that spans workers makes the worker of its tail fetch all keys before the tail. If the
+tail is short, it is cheaper to send its queries to the worker that holds most of these keys.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.planning.schedulers.cuts import Piece
+from distca.planning.schedulers.ledger import Ledger
+from distca.planning.spans import num_shared
+
+
+def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
+    """Moves shards for which this saves bytes, those that save the most first.
+
+    Surplus that a move adds to a rank has to be shed again, and surplus that it takes from a rank
+    has not: both count with the bytes of the cheapest pieces of that load.
+
+    max_adopted: the heaviest shard that may move to a rank without headroom for it, as a share of
+    the rank's capacity. Figures for 0, 0.25 and 1: docs/planning.md.
+    """
+    shards, loads = ledger.shards, ledger.loads
+    shedding_bytes = _SheddingBytes(ledger)
+    for move in sorted(_possible_moves(ledger), reverse=True):
+        shard, rank = move.shard, -move.negative_rank
+        home, load = shards.home[shard], int(shards.load[shard])
+        before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
+        gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
+        before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
+        gain -= shedding_bytes(after) - shedding_bytes(before)
+        piece = Piece(*shards.span[shard], rank, load)
+        if (
+            gain > 0
+            and _can_adopt(ledger, rank, load, max_adopted)
+            and ledger.fits_memory(shards.document[shard], piece)
+        ):
+            ledger.move(shard, [piece])
+
+
+class _Move(NamedTuple):
+    """A whole shard to another owner of its document. Sorts by the bytes that it saves."""
+
+    saved_bytes: int
+    shard: int
+    negative_rank: int
+
+
+def _possible_moves(ledger: Ledger) -> list[_Move]:
+    """Returns a move for each shard that fetches keys, to the worker that holds most of them."""
+    shards, shape = ledger.shards, ledger.shards.shape
+    fetches = (shards.placement.start > 0) & (shards.devices.speed[shards.placement.worker] > 0)
+    moves = []
+    for shard in np.flatnonzero(fetches).tolist():
+        document, (start, stop) = shards.document[shard], shards.span[shard]
+        first, last = need = shards.keys_needed(document, (start, stop))
+        owned = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
+        fetched = last - first - owned.pop(shards.home[shard])
+        if owned:
+            most, negative_rank = max((keys, -rank) for rank, keys in owned.items())
+            arriving = 2 * shape.q_bytes * (stop - start)
+            arriving += shape.kv_bytes * (last - first - most)
+            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, negative_rank))
+    return moves
+
+
+def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
+    """Returns whether a rank has headroom for a load, or can shed more of its heaviest shard."""
+    shards, capacity = ledger.shards, ledger.loads.capacity(rank)
+    if load <= ledger.loads.headroom(rank):
+        return True
+    heaviest = shards.heaviest_first[rank][0]
+    others = int(ledger.loads.per_rank[rank]) - int(shards.load[heaviest]) + load
+    return not ledger.is_cut(heaviest) and load <= max_adopted * capacity and others <= capacity
+
+
+class _SheddingBytes:
+    """Estimates the bytes of shedding some load, in pieces that fill the largest headrooms.
+
+    A piece of P pairs moves at least sqrt(2 P ((kv + q + o)^2 - (q + o)^2)) bytes, as
+    docs/planning.md derives.
+    """
+
+    def __init__(self, ledger: Ledger) -> None:
+        placement, shape = ledger.shards.placement, ledger.shards.shape
+        squares = placement.stop.astype(np.float64) ** 2 - placement.start.astype(np.float64) ** 2
+        total_load = float(ledger.loads.per_rank.sum())
+        pairs_per_load = float(squares.sum()) / 2 / max(total_load, 1.0)
+        headrooms = ledger.loads.headrooms
+        largest = [headroom.load for headroom in headrooms[-(len(headrooms) // 4 + 1) :]]
+        self._piece_load = 1 + sum(largest) // max(len(largest), 1)  # the mean of a quarter of them
+        q, kv = 2 * shape.q_bytes, shape.kv_bytes
+        self._per_root = float(np.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load))
+
+    def __call__(self, load: int) -> float:
+        full, rest = divmod(load, self._piece_load)
+        return self._per_root * float(full * np.sqrt(self._piece_load) + np.sqrt(rest))

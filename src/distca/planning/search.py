@@ -1,0 +1,36 @@
+"""A bracketed Newton search on integer positions, for many searches at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from distca.planning.spans import Ints, as_ints
+
+NEWTON_STEPS = 8  # smooth costs take two or three; after these, bisection ends in any case
+BISECTION_STEPS = 64  # halve any int64 bracket to one position
+_BEFORE_AND_AT = as_ints([[1], [0]])  # subtracted from indices: the index before, and the index
+
+
+def first_fitting(excess: Callable[[Ints], Ints], guess: Ints, last: Ints) -> tuple[Ints, Ints]:
+    """Returns the smallest index in [0, last] at which ``excess`` is at most 0, and its excess.
+
+    excess: a function of indices [2, searches] that falls along indices and fits at ``last``.
+    guess, last: [searches]
+    """
+    low, high = np.zeros_like(last), last.copy()
+    index = np.minimum(np.maximum(guess, low), high)
+    for step in range(NEWTON_STEPS + BISECTION_STEPS):
+        before, here = excess(np.maximum(index - _BEFORE_AND_AT, 0))
+        fits, is_first = here <= 0, (before > 0) | (index == 0)
+        if ((fits & is_first) | (low == high)).all():
+            break
+        high = np.where(fits, np.where(is_first, index, index - 1), high)
+        low = np.minimum(np.where(fits, np.where(is_first, index, low), index + 1), high)
+        if step < NEWTON_STEPS:
+            slope = np.maximum(before - here, 1)
+            index = np.minimum(np.maximum(index - (-here // slope), low), high)
+        else:
+            index = (low + high) // 2
+    return index, here
