@@ -3,14 +3,14 @@
     python benchmarks/transformers_cpu.py            about four minutes
     python benchmarks/transformers_cpu.py --steps 4  quicker, noisier
 
-All variants have the same small Llama, documents and Trainer; their steps alternate in one run, so
-that other load on the machine affects all of them. Lengths are fixed below: one rank has one long
-document, the other has short ones, with equal numbers of tokens.
+The same small Llama, documents and Trainer on all sides, which take turns step by step in one run,
+so that whatever else the machine does strikes all of them. Lengths are fixed below: one rank has
+one long document, the other short ones, equally many tokens.
 
-- *sdpa*: transformers' own, which masks other documents but still computes their scores.
+- *sdpa*: transformers' own, which masks other documents and computes their scores all the same.
 - *colocated*: distca's kernels on whole documents, nothing moved (``policy="colocated"``). The gain
-  over sdpa comes from computing each document separately.
-- *distca*: planned over both ranks. The gain over colocated comes from balance.
+  over sdpa is that of documents one by one.
+- *distca*: planned over both ranks. The gain over colocated is that of balance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""transformers on one GPU: the cost of attention through distca where nothing can be shared.
+"""transformers on one GPU: what attention through distca costs where nothing can be shared.
 
     python benchmarks/transformers_gpu.py        about four minutes on an H200
 
-Four layers of Llama-3-8B in bfloat16 on packed documents, forward and backward. All variants have
-the same weights and batch, and their steps alternate; device events; medians. Balance is not
-measured here, since there is only one rank. ``sdpa`` masks other documents, ``flex_attention``
-skips blocks of them, and distca computes each document separately, with torch's own flash kernels
-or, where it is installed, with flash-attn-4.
+Four layers of Llama-3-8B in bfloat16 on packed documents, forward and backward, each side with the
+same weights and batch. Sides take turns; device events; medians. Balance is not measured here: one
+rank has nobody to share with. ``sdpa`` masks other documents, ``flex_attention`` skips blocks of
+them, distca attends document by document, with torch's own flash kernels or with flash-attn-4 where
+that is installed.
 """
 
 from __future__ import annotations
