@@ -3,9 +3,9 @@
     python benchmarks/attention.py                   all parts, about ten minutes on an H200
     python benchmarks/attention.py --only replay     one part; results of the others are kept
 
-Writes results/attention.md and attention.json beside this file. Llama-3-8B heads (32 heads, 8
-key/value heads, head size 128), bfloat16, causal, 128K tokens per rank unless said otherwise.
-Random data; device events; medians of rounds in which everything that is compared takes its turn.
+Writes results/attention.md and attention.json next to this file. Llama-3-8B heads (32 heads, 8
+key/value heads, head size 128), bfloat16, causal, 128K tokens per rank unless stated otherwise.
+Random data, timed with device events; medians of rounds in which the compared variants alternate.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/curve.py     about eight minutes on two cores
 
-Same data (the Python standard library), seed, model and optimizer. The plain loop knows nothing of
-plans, exchanges or sharding: it takes the batch's documents one by one, with torch's own attention.
-The other side is ``distca train``: two ranks, balanced placement, ping-pong. Writes
-docs/images/curve.png and results/curve.json.
+Both use the same data (the Python standard library), seed, model and optimizer. The plain loop has
+no plans, exchanges or sharding: it processes the documents of a batch one by one, with torch's own
+attention. The other run is ``distca train`` with two ranks, balanced placement and ping-pong.
+Writes docs/images/curve.png and results/curve.json.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""The simulator held against the published results (arXiv 2510.18121, its system and baselines).
+"""Compares the simulator with the published results (arXiv 2510.18121, its system and baselines).
 
     python benchmarks/paper.py                 everything, on all cores
     python benchmarks/paper.py --only 3d       one part; results of the others are kept
-    python benchmarks/paper.py --batches 2     fewer batches of each cell, to try it out
+    python benchmarks/paper.py --batches 2     fewer batches per cell, for a quick try
 
-The published runs had TP 8, 400 Gb/s a GPU and FlashAttention 2, so clusters are ``h200-flash``
-here and, for what faster kernels change, ``h200`` (flash-attn-4). Baselines take the best of all
-splits of the workers into dp x cp, as the published comparison does.
+The published runs used TP 8, 400 Gb/s per GPU and FlashAttention 2, so the cluster is
+``h200-flash`` here and, to show the effect of faster kernels, ``h200`` (flash-attn-4). Baselines
+use the best of all splits of the workers into dp x cp, as in the published comparison.
 
-*3d*: no pipeline, WLB-LLM's best against disaggregation. *4d*: with a pipeline, 1F1B against
-aligned ticks, the best of a few micro-batch counts each. *cp*: 34B on 256 GPUs against head-tail
-context parallelism, in seconds. *idle*: stragglers at dp 1 to 8. *gather*: the share of context
+*3d*: no pipeline, WLB-LLM's best split and disaggregation. *4d*: with a pipeline, 1F1B and aligned
+ticks, each with the best of a few micro-batch counts. *cp*: 34B on 256 GPUs and head-tail context
+parallelism, in seconds. *idle*: stragglers at dp 1 to 8. *gather*: the share of context
 parallelism's all-gather. *pipeline*: what other schedules could gain.
 """
 

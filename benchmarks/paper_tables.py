@@ -1,4 +1,4 @@
-"""The tables of ``benchmarks/paper.py``: from its records into docs/simulator.md."""
+"""Writes the tables of ``benchmarks/paper.py`` from its records into docs/simulator.md."""
 
 from __future__ import annotations
 

@@ -1,18 +1,19 @@
-"""A pipeline whose attention is one pool, against plain 1F1B: 2 stages on 2 cores.
+"""A pipeline with pooled attention compared with plain 1F1B: 2 stages on 2 cores.
 
     python benchmarks/pipeline_cpu.py            about seven minutes
     python benchmarks/pipeline_cpu.py --steps 2  quicker, noisier
 
-One micro-batch is one long document, the others are short ones, equal tokens in each. *1F1B*:
-``Schedule1F1B`` of torch.distributed.pipelining on the same model, with the same attention kernels
-on whole documents. *per stage*: our ticks, every stage with its own attention. *pooled*: our ticks,
-every tick's attention over both ranks. The three take turns in one run.
+One micro-batch is one long document, the others consist of short ones, with equal tokens in each.
+*1F1B*: ``Schedule1F1B`` of torch.distributed.pipelining on the same model, with the same attention
+kernels on whole documents. *per stage*: our ticks, where every stage computes its own attention.
+*pooled*: our ticks, where the attention of every tick is planned over both ranks. Steps of the
+three alternate in one run.
 
-Predicted from the records of the per-stage side, each stage's linear and attention seconds of each
-micro-batch: 1F1B by its dependencies; pooled as the slower stage's linear seconds of each tick plus
-its attention divided evenly, with free traffic.
+Predictions use the records of the per-stage variant, the linear and attention seconds of each
+stage and micro-batch. 1F1B follows from its dependencies. Pooled is, for each tick, the linear
+seconds of the slower stage plus the attention divided evenly, with no time for communication.
 
-*Load*: attention seconds of each rank in each tick, worst over mean, all ticks one after the other.
+*Load*: attention seconds of each rank in each tick, worst / mean, over all ticks in sequence.
 *Idle*: the share of a traced step in which a rank runs no operator.
 """
 

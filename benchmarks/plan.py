@@ -1,13 +1,13 @@
-"""Plans against the published head-tail greedy: imbalance, bytes, worst rank, seconds.
+"""Plans compared with the published head-tail greedy: imbalance, bytes, busiest rank, seconds.
 
     python benchmarks/plan.py            all cases, about ten minutes on one core
     python benchmarks/plan.py --quick    a few of them
 
 Writes benchmarks/results/plan.md and plan.json. Every case is one global batch of documents in
-order of arrival, K tokens per rank, Llama-3-8B bytes. Two ways of packing: *ended*, where a
-document ends at a rank's border and its rest counts as a new one (what the published planner is
-given), and *spanning*, where it goes on on the next rank and its keys live on both. Greedy at
-tolerance 0.01.
+order of arrival, K tokens per rank, with the bytes of Llama-3-8B. Documents are packed in two ways.
+*ended*: a document ends at a rank's border, and its rest counts as a new document (the input that
+the published planner supports). *spanning*: it continues on the next rank, and its keys live on
+both. The greedy uses tolerance 0.01.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Ranks of plans for 64 and 512 ranks, one by one on one GPU, and held against the simulator.
+"""Ranks of plans for 64 and 512 ranks, run one by one on one GPU and compared with the simulator.
 
     python benchmarks/replay.py                         all cases, about four minutes on an H200
-    python benchmarks/replay.py --only "512 ranks"      those whose name has it
-    python benchmarks/replay.py --quick                 a tiny grid anywhere, to try the script
+    python benchmarks/replay.py --only "512 ranks"      the cases whose name contains this text
+    python benchmarks/replay.py --quick                 a tiny grid on any device, to try the script
 
-What was measured with the same settings is kept, so an interrupted run goes on. Writes replay.md
+Results measured with the same settings are kept, so an interrupted run continues. Writes replay.md
 and replay.json into results/, or into --out.
 
-Of each plan some ranks are replayed (``distca bench replay`` does the same for one plan): an eighth
+Some ranks of each plan are replayed (``distca bench replay`` does the same for one plan): an eighth
 of Llama-3-8B, two layers without the output head, forward and backward, bfloat16, with an exchange
-that moves the true bytes at 50 GB/s. The simulator's error is stated on ranks that did not
-calibrate it. Plans are made in processes beside, while the device measures.
+that moves the true number of bytes at 50 GB/s. The error of the simulator is stated for ranks that
+did not calibrate it. Other processes make plans while the device measures.
 """
 
 # torch is imported by the process that measures; those that plan are lighter without it.

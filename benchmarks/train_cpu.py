@@ -1,18 +1,18 @@
-"""Disaggregated against colocated training: 2 ranks on 2 cores, one thread each.
+"""Disaggregated training compared with colocated training: 2 ranks on 2 cores, one thread each.
 
     python benchmarks/train_cpu.py            about four minutes
     python benchmarks/train_cpu.py --steps 4  quicker, noisier
 
-Both sides have the same documents, model and ranks; their steps alternate in one run, so that other
-load of the machine affects both. Lengths are fixed below. *Uneven*: one rank has one
-long document, the other short ones. *Even*: both have documents of one length, where there is
+All variants have the same documents, model and ranks; their steps alternate in one run, so that
+other load on the machine affects all of them. Lengths are fixed below. *Uneven*: one rank has one
+long document, the other has short ones. *Even*: all documents have the same length, so there is
 nothing to gain and should be nothing to lose.
 
-Plans are made with a cost model fitted to kernel calls timed at the start, on both ranks at once.
+Plans use a cost model fitted to kernel calls that are timed at the start, on both ranks at once.
 
-Predicted: the step's linear seconds plus the mean of the ranks' attention seconds, over the same
-with the worst rank's, all measured on the colocated side: what perfect balance and free traffic
-would give.
+The prediction is what perfect balance and instant communication would give: the linear seconds of
+the step plus the attention seconds of the slowest rank, divided by the same with the mean of the
+ranks' attention seconds, all measured on the colocated variant.
 """
 
 from __future__ import annotations

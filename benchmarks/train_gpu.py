@@ -1,16 +1,16 @@
-"""An 8B-shaped model on one GPU: whole steps against the bare kernel, and what ping-pong hides.
+"""An 8B-shaped model on one GPU: steps compared with the bare kernel, and what ping-pong hides.
 
     python benchmarks/train_gpu.py                 both parts, about ten minutes on an H200
     python benchmarks/train_gpu.py --only overlap  one part; results of the other are kept
 
-*steps*: Llama-3-8B with as many layers as fit, 64K tokens, bfloat16, AdamW, parts of seams
-recomputed. One side attends with ``CoreAttention``, as the trainer does; the other calls
-flash-attn-4's own differentiable function with the documents' offsets. Everything else is the same
-object. Steps of the sides take turns; device events; medians.
+*steps*: Llama-3-8B with as many layers as fit, 64K tokens, bfloat16, AdamW, seams recomputed. One
+variant uses ``CoreAttention``, as the trainer does; the other calls flash-attn-4's own
+differentiable function with the documents' offsets. Everything else is the same object. Steps of
+the two alternate; device events; medians.
 
-*overlap*: ranks of a 64-rank plan one by one, documents up to 32K, 4 layers, through an exchange
-that moves the true bytes at the speed of a link. ``exposed`` is what the compute stream waited for
-peers.
+*overlap*: ranks of a 64-rank plan, one by one, documents up to 32K, 4 layers, through an exchange
+that moves the true number of bytes at the bandwidth of a link. ``exposed`` is the time that the
+compute stream waited for peers.
 """
 
 from __future__ import annotations
