@@ -93,7 +93,9 @@ class Delayed(LocalTransport):
         with torch.cuda.stream(self.stream):
             recv.fill_(255)  # NaN in every floating dtype
             torch.cuda._sleep(20_000_000)  # about 10 ms
-            leaving = send.clone()  # read late: whoever writes the buffer too early is found out
+            leaving = (
+                send.clone()
+            )  # read late, so that a buffer that is overwritten too early is noticed
             sent = torch.cuda.Event()
             sent.record()
         parts = [(part, sent) for part in torch.split(leaving, list(send_bytes))]

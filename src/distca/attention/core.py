@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.agreement import Agreed, DisagreementError, Handshake, agree
+from distca.attention.agreement import DisagreementError, Handshake, agree
 from distca.attention.backends.base import Backend, Traits, kind_of
 from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
@@ -145,39 +145,32 @@ class CoreAttention:
         key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
         ready = self._ready.setdefault(plan, {})
         if key not in ready:
-            prepared, error = None, ""
             try:
                 _check(q, k, v, plan, self.transport)
                 prepared = self.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
-            except ValueError as refused:
-                error = str(refused)
-            agreed = self._compare(
-                Handshake(
-                    plan=plan.fingerprint,
-                    heads=prepared.spec.heads if prepared else 0,
-                    kv_heads=prepared.spec.kv_heads if prepared else 0,
-                    head_dim=prepared.spec.head_dim if prepared else 0,
-                    dtype=str(q.dtype).removeprefix("torch."),
-                    device=q.device.type,
-                    scale=prepared.scale if prepared else None,
-                    grad_mode=torch.is_grad_enabled(),
-                    wants_gradient=_wants_gradient(q, k, v),
-                    error=error,
-                )
+            except ValueError as error:
+                agree(self.transport, Handshake(plan.fingerprint, error=str(error)))  # raises
+                raise
+            mine = Handshake(
+                plan=plan.fingerprint,
+                heads=q.shape[1],
+                kv_heads=k.shape[1],
+                head_dim=q.shape[2],
+                dtype=str(q.dtype).removeprefix("torch."),
+                device=q.device.type,
+                scale=prepared.scale,
+                grad_mode=torch.is_grad_enabled(),
+                wants_gradient=_wants_gradient(q, k, v),
             )
-            assert prepared is not None, "an error on this rank was raised by the comparison"
+            agreed = agree(self.transport, mine)
+            if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
+                agree(self.transport, Handshake(plan.fingerprint))
             ready[key] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
         return ready[key]
 
-    def _compare(self, mine: Handshake) -> Agreed:
-        agreed = agree(self.transport, mine)
-        if agreed.some_serve:  # they learn the tensors' sizes here, and may find that they cannot
-            agree(self.transport, Handshake(mine.plan))
-        return agreed
-
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""
-        rank, prepared = self.transport.rank, None
+        rank = self.transport.rank
         if tokens := _num_tokens(plan, rank):
             error = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
         mine = Handshake(plan.fingerprint, grad_mode=grad_mode, error=error)
@@ -195,9 +188,9 @@ class CoreAttention:
         try:
             prepared = self.prepare(spec, forward=plan, backward=plan)
         except ValueError as refused:
-            error = str(refused)
-        agree(self.transport, Handshake(plan.fingerprint, error=error))
-        assert prepared is not None, "an error on this rank was raised by the comparison"
+            agree(self.transport, Handshake(plan.fingerprint, error=str(refused)))  # raises
+            raise
+        agree(self.transport, Handshake(plan.fingerprint))
         return prepared
 
 

@@ -98,7 +98,7 @@ class _Queries(NamedTuple):
 
 
 class _Keys(NamedTuple):
-    """Spans of keys on this rank, sorted by (document, start)."""
+    """Spans of keys on this rank, and where they lie."""
 
     document: Ints
     start: Ints
@@ -142,7 +142,7 @@ def _queries_here(tasks: Tasks, placement: Placement, rank: int, arrived: _Queri
 
 
 def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
-    """Returns own shards and received spans in one table."""
+    """Returns own shards and received spans, sorted by (document, start)."""
     own = np.flatnonzero(placement.worker == rank)
     mine = _Keys(
         placement.document[own],
