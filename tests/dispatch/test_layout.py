@@ -21,7 +21,7 @@ from planning.oracles import (
 )
 from strategies import MASKS, Batch, Entry, batches, shard
 
-from distca.dispatch.layout import Call, Layout, Transfer
+from distca.dispatch.layout import Call, Layout, PeerRows
 from distca.dispatch.rows import Rows
 from distca.planning.plan import Plan
 
@@ -31,7 +31,7 @@ FINE = {"cost": "pairs", "tile": 4, "min_shard": 4}
 
 @dataclass(frozen=True)
 class Inbox:
-    """The pieces of a rank: its own rows, and after them those that each sender sent."""
+    """The blocks of a rank: its own rows, and after them those that each sender sent."""
 
     queries: list[Tokens]
     keys: list[Tokens]
@@ -41,25 +41,25 @@ def payload(tokens: list[Token]) -> Tokens:
     return np.asarray(tokens, dtype=np.int64).reshape(-1, 2)
 
 
-def taken(rows: Rows, pieces: list[Tokens]) -> Tokens:
+def taken(rows: Rows, blocks: list[Tokens]) -> Tokens:
     for run in rows.runs:
-        assert 0 <= run.start < run.stop <= len(pieces[run.piece])
-    return np.concatenate([payload([]), *(pieces[r.piece][r.start : r.stop] for r in rows.runs)])
+        assert 0 <= run.start < run.stop <= len(blocks[run.block])
+    return np.concatenate([payload([]), *(blocks[r.block][r.start : r.stop] for r in rows.runs)])
 
 
-def all_to_all(own: list[Tokens], transfers: list[Transfer]) -> list[list[Tokens]]:
+def all_to_all(own: list[Tokens], moves: list[PeerRows]) -> list[list[Tokens]]:
     """What every rank receives, in the order of the senders that send anything."""
     sent = [
-        {receiver: taken(rows, [mine]) for receiver, rows in transfer.send.items()}
-        for mine, transfer in zip(own, transfers, strict=True)
+        {receiver: taken(rows, [mine]) for receiver, rows in peers.send.items()}
+        for mine, peers in zip(own, moves, strict=True)
     ]
     received = []
-    for rank, transfer in enumerate(transfers):
+    for rank, peers in enumerate(moves):
         arriving = {sender: parts[rank] for sender, parts in enumerate(sent) if rank in parts}
-        assert transfer.recv == {sender: len(part) for sender, part in arriving.items()}
-        assert list(transfer.recv) == sorted(transfer.recv)
-        assert list(transfer.send) == sorted(transfer.send)
-        assert transfer.moves == any(sent)
+        assert peers.recv == {sender: len(part) for sender, part in arriving.items()}
+        assert list(peers.recv) == sorted(peers.recv)
+        assert list(peers.send) == sorted(peers.send)
+        assert peers.moves == any(sent)
         received.append(list(arriving.values()))
     return received
 
@@ -117,7 +117,7 @@ def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
                     at_home = all(homes[token] == rank for token in (*queries, *keys))
                     assert at_home == local
                 if local:
-                    assert {run.piece for run in (*call.q.runs, *call.kv.runs)} == {0}
+                    assert {run.block for run in (*call.q.runs, *call.kv.runs)} == {0}
         assert sorted(found) == sorted(expected)
         # 2. Nothing is received that is not needed, and nothing twice.
         queries_in = np.concatenate([payload([]), *inbox.queries[1:]]).tolist()
@@ -191,8 +191,8 @@ def test_colocated_documents_exchange_nothing() -> None:
     (call,) = layout.local
     assert str(call.q) == str(call.kv) == "0[0:23]"
     assert call.q_offsets.tolist() == call.kv_offsets.tolist() == [0, 20, 23]
-    for transfer in (layout.q, layout.kv):
-        assert (transfer.send, transfer.recv, transfer.moves) == ({}, {}, False)
+    for peers in (layout.q, layout.kv):
+        assert (peers.send, peers.recv, peers.moves) == ({}, {}, False)
     assert layout.is_one_call
 
 

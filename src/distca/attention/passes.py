@@ -21,7 +21,7 @@ from distca.attention.backends.base import Attended, Gradients, PackedCall, Save
 from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.layout import Call
 
-Pieces = Sequence[Tensor]  # own rows, then what each peer sent
+Blocks = Sequence[Tensor]  # own rows, then what each peer sent
 
 
 class ForwardPass:
@@ -47,9 +47,9 @@ class ForwardPass:
         self._result = mine = self._compute_local()
         received = self._exchange.receive()
         outs, lses = self._exchange.results()
-        pieces = [[own, *theirs] for own, theirs in zip(self._qkv, received, strict=True)]
+        blocks = [[own, *theirs] for own, theirs in zip(self._qkv, received, strict=True)]
         for call, packed in self._prepared.remote:
-            attended = self._call(call, packed, *pieces)
+            attended = self._call(call, packed, *blocks)
             call.q.put(attended.out, [mine.out, *outs])
             call.q.put(attended.lse, [mine.lse, *lses])
         self._exchange.combine()
@@ -80,7 +80,7 @@ class ForwardPass:
             call.q.put(attended.lse, [result.lse])
         return result
 
-    def _call(self, call: Call, packed: PackedCall, q: Pieces, k: Pieces, v: Pieces) -> Attended:
+    def _call(self, call: Call, packed: PackedCall, q: Blocks, k: Blocks, v: Blocks) -> Attended:
         rows = (call.q.take(q), call.kv.take(k), call.kv.take(v))
         with self._plan.meter.span("attention", self._plan.spec.device):
             return self._plan.backend.forward(*rows, packed, self._plan.scale)
@@ -113,9 +113,9 @@ class BackwardPass:
         received = self._exchange.receive()
         dqs, dks, dvs = self._exchange.results()
         sums_k, sums_v = (_Sums(parts, self._prepared) for parts in (dks, dvs))
-        pieces = [[own, *theirs] for own, theirs in zip(self._tensors, received, strict=True)]
+        blocks = [[own, *theirs] for own, theirs in zip(self._tensors, received, strict=True)]
         for call, packed in self._prepared.remote:
-            grads = self._call(call, packed, pieces)
+            grads = self._call(call, packed, blocks)
             call.q.put(grads.dq, [mine.dq, *dqs])
             call.kv.add(grads.dk, [mine.dk, *sums_k.totals])
             call.kv.add(grads.dv, [mine.dv, *sums_v.totals])
@@ -157,9 +157,9 @@ class BackwardPass:
             call.kv.add(grads.dv, [result.dv])
         return result
 
-    def _call(self, call: Call, packed: PackedCall, pieces: Sequence[Pieces]) -> Gradients:
+    def _call(self, call: Call, packed: PackedCall, blocks: Sequence[Blocks]) -> Gradients:
         q, kv, plan = call.q, call.kv, self._plan
-        taken = (rows.take(piece) for rows, piece in zip((q, kv, kv, q, q, q), pieces, strict=True))
+        taken = (rows.take(block) for rows, block in zip((q, kv, kv, q, q, q), blocks, strict=True))
         *saved, grad_out = taken
         with plan.meter.span("attention", plan.spec.device):
             return plan.backend.backward(

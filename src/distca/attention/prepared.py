@@ -15,7 +15,7 @@ from torch import Tensor
 from distca.attention.backends.base import Backend, PackedCall, wide
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
-from distca.dispatch.layout import Call, Layout, Transfer
+from distca.dispatch.layout import Call, Layout, PeerRows
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport
 from distca.dispatch.wire import ByteLayout, Message, RowSpec
@@ -97,13 +97,13 @@ def _packed(call: Call, device: torch.device) -> PackedCall:
 
 
 def _message(
-    tensors: Sequence[tuple[RowSpec, Transfer]], num_ranks: int, *, homeward: bool = False
+    tensors: Sequence[tuple[RowSpec, PeerRows]], num_ranks: int, *, homeward: bool = False
 ) -> Message:
     """homeward: servers send as many rows as they received."""
     specs = [spec for spec, _ in tensors]
-    transfers = [transfer for _, transfer in tensors]
-    send = [{rank: len(rows) for rank, rows in each.send.items()} for each in transfers]
-    recv = [each.recv for each in transfers]
+    peer_rows = [peers for _, peers in tensors]
+    send = [{rank: len(rows) for rank, rows in each.send.items()} for each in peer_rows]
+    recv = [each.recv for each in peer_rows]
     there, back = (ByteLayout.of(specs, num_rows, num_ranks) for num_rows in (send, recv))
-    moves = any(transfer.moves for transfer in transfers)
+    moves = any(each.moves for each in peer_rows)
     return Message(back, there, moves) if homeward else Message(there, back, moves)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from distca.dispatch.buffers import Buffers
-from distca.dispatch.layout import Transfer
+from distca.dispatch.layout import PeerRows
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport, Wait
 from distca.dispatch.wire import Message, Parts
@@ -41,11 +41,11 @@ class Exchange:
         self._arriving: Parts = []
         buffers.acquire(self)
 
-    def dispatch(self, *tensors: tuple[Tensor, Transfer]) -> None:
+    def dispatch(self, *tensors: tuple[Tensor, PeerRows]) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
         parts = self._outgoing(self._dispatch)
-        for (tensor, transfer), views in zip(tensors, parts, strict=True):
-            for rows, view in zip(transfer.send.values(), views, strict=True):
+        for (tensor, peers), views in zip(tensors, parts, strict=True):
+            for rows, view in zip(peers.send.values(), views, strict=True):
                 rows.take([tensor], out=view)
         self._start(self._dispatch)
 

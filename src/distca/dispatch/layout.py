@@ -1,6 +1,6 @@
 """Plan -> Layout: one rank's share of a plan in one direction.
 
-A server reads its rows from pieces: piece 0 is its own packed tensors, and piece i is what the i-th
+A server reads its rows from blocks: block 0 is its own packed tensors, and block i is what the i-th
 of its senders sent, in the order of ranks. Everything is known on the host, so an exchange never
 synchronises with the device. Needs numpy alone.
 """
@@ -24,7 +24,7 @@ from distca.planning.traffic import KeyMoves, key_moves
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class PeerRows:
     """The rows of a tensor that this rank sends to servers and receives as a server.
 
     Results go back the same way: a server returns what it received, row by row.
@@ -57,8 +57,8 @@ class Layout:
     rank: int
     num_ranks: int
     num_tokens: int  # own rows
-    q: Transfer  # of queries
-    kv: Transfer  # of keys and values
+    q: PeerRows  # of queries
+    kv: PeerRows  # of keys and values
     local: tuple[Call, ...]
     remote: tuple[Call, ...]
 
@@ -93,8 +93,8 @@ class _Queries(NamedTuple):
     """Tasks whose queries are on this rank, and where they lie."""
 
     task: Ints
-    piece: Ints
-    row: Ints  # the first one, in the piece
+    block: Ints
+    row: Ints  # the first one, in the block
 
 
 class _Keys(NamedTuple):
@@ -103,31 +103,31 @@ class _Keys(NamedTuple):
     document: Ints
     start: Ints
     stop: Ints
-    piece: Ints
+    block: Ints
     row: Ints
 
 
-def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[Transfer, _Queries]:
+def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[PeerRows, _Queries]:
     moved = tasks.moved
     leaving = _by(tasks.server, moved[tasks.home[moved] == rank])
     arriving = _by(tasks.home, moved[tasks.server[moved] == rank])
     row = placement.row_of(tasks.document[leaving], tasks.q_start[leaving])
     send = _send(tasks.server[leaving], row, tasks.queries[leaving])
-    recv, piece, first = _recv(tasks.home[arriving], tasks.queries[arriving])
-    return Transfer(send, recv, len(moved) > 0), _Queries(arriving, piece, first)
+    recv, block, first = _recv(tasks.home[arriving], tasks.queries[arriving])
+    return PeerRows(send, recv, len(moved) > 0), _Queries(arriving, block, first)
 
 
-def _move_keys(moves: KeyMoves, placement: Placement, rank: int) -> tuple[Transfer, _Keys]:
-    """Returns the transfer of keys, and the received spans in the order of their rows."""
+def _move_keys(moves: KeyMoves, placement: Placement, rank: int) -> tuple[PeerRows, _Keys]:
+    """Returns the keys that move, and the received spans in the order of their rows."""
     leaving = _by(moves.server, np.flatnonzero(moves.source == rank))
     arriving = _by(moves.source, np.flatnonzero(moves.server == rank))
     size, shard = moves.stop - moves.start, moves.shard[leaving]
     row = placement.row[shard] + moves.start[leaving] - placement.start[shard]
     send = _send(moves.server[leaving], row, size[leaving])
-    recv, piece, first = _recv(moves.source[arriving], size[arriving])
+    recv, block, first = _recv(moves.source[arriving], size[arriving])
     document = placement.document[moves.shard[arriving]]
-    received = _Keys(document, moves.start[arriving], moves.stop[arriving], piece, first)
-    return Transfer(send, recv, len(moves.shard) > 0), received
+    received = _Keys(document, moves.start[arriving], moves.stop[arriving], block, first)
+    return PeerRows(send, recv, len(moves.shard) > 0), received
 
 
 def _queries_here(tasks: Tasks, placement: Placement, rank: int, arrived: _Queries) -> _Queries:
@@ -135,10 +135,10 @@ def _queries_here(tasks: Tasks, placement: Placement, rank: int, arrived: _Queri
     here = np.flatnonzero((tasks.server == rank) & (tasks.home == rank))
     own = placement.row_of(tasks.document[here], tasks.q_start[here])
     task = np.concatenate([here, arrived.task])
-    piece = np.concatenate([np.zeros_like(here), arrived.piece])
+    block = np.concatenate([np.zeros_like(here), arrived.block])
     row = np.concatenate([own, arrived.row])
-    order = np.lexsort((row, piece))
-    return _Queries(task[order], piece[order], row[order])
+    order = np.lexsort((row, block))
+    return _Queries(task[order], block[order], row[order])
 
 
 def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
@@ -164,10 +164,10 @@ def _calls(
     num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
     needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
     found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
-    piece, skipped = keys.piece[found.right], found.start - keys.start[found.right]
+    block, skipped = keys.block[found.right], found.start - keys.start[found.right]
     row = keys.row[found.right] + skipped
-    needs_peers = queries.piece > 0
-    needs_peers[found.left[piece > 0]] = True
+    needs_peers = queries.block > 0
+    needs_peers[found.left[block > 0]] = True
     kinds = reach[tasks.document[mine]]
     calls: tuple[list[Call], list[Call]] = ([], [])
     for remote in (False, True):
@@ -179,8 +179,8 @@ def _calls(
             calls[remote].append(
                 Call(
                     mask=Mask(kind),
-                    q=Rows.of(queries.piece[chosen], first, last),
-                    kv=Rows.of(piece[spans], row[spans], stop[spans]),
+                    q=Rows.of(queries.block[chosen], first, last),
+                    kv=Rows.of(block[spans], row[spans], stop[spans]),
                     q_offsets=cumulative(num_queries[chosen]),
                     kv_offsets=cumulative(num_keys[chosen]),
                 )
@@ -200,7 +200,7 @@ def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:
 
 
 def _recv(sender: Ints, size: Ints) -> tuple[dict[int, int], Ints, Ints]:
-    """Returns the number of rows by sender, and the piece and first row of each span.
+    """Returns the number of rows by sender, and the block and first row of each span.
 
     Spans are sorted by sender.
     """

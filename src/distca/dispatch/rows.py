@@ -1,10 +1,10 @@
-"""Rows of a tensor that lies in several pieces, as runs of consecutive rows.
+"""Rows of a tensor that lies in several blocks, as runs of consecutive rows.
 
 Documents are packed in order, so the rows of a task are a few long runs. Slices copy them in one
 pass, without index tensors on the device; a single run is a view and copies nothing. This is the
 only place where rows are gathered and scattered.
 
-Legend: T rows of all pieces together; R rows that are named.
+Legend: T rows of all blocks together; R rows that are named.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ if TYPE_CHECKING:  # layouts are made of rows, and a layout needs no torch
 
 
 class Run(NamedTuple):
-    """The rows [start, stop) of one piece."""
+    """The rows [start, stop) of one block."""
 
-    piece: int
+    block: int
     start: int
     stop: int
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Some rows in order. Piece 0 holds a rank's own rows, each further piece what one peer sent.
+    """Some rows in order. Block 0 holds a rank's own rows, each further block what one peer sent.
 
-    Prints as slices of the pieces: ``0[2:6] 1[0:4]``.
+    Prints as slices of the blocks: ``0[2:6] 1[0:4]``.
     """
 
     runs: tuple[Run, ...]
 
     @classmethod
-    def of(cls, piece: Ints, start: Ints, stop: Ints) -> Rows:
+    def of(cls, block: Ints, start: Ints, stop: Ints) -> Rows:
         """Returns the rows of these spans, none of them empty; adjacent spans become one run."""
-        joined = (piece[1:] == piece[:-1]) & (start[1:] == stop[:-1])
-        first = np.flatnonzero(np.append(True, ~joined)[: len(piece)])
-        last = np.append(first[1:], len(piece))[: len(first)] - 1
-        columns = (piece[first].tolist(), start[first].tolist(), stop[last].tolist())
+        joined = (block[1:] == block[:-1]) & (start[1:] == stop[:-1])
+        first = np.flatnonzero(np.append(True, ~joined)[: len(block)])
+        last = np.append(first[1:], len(block))[: len(first)] - 1
+        columns = (block[first].tolist(), start[first].tolist(), stop[last].tolist())
         return cls(tuple(map(Run, *columns)))
 
     def __str__(self) -> str:
-        return " ".join(f"{piece}[{start}:{stop}]" for piece, start, stop in self.runs)
+        return " ".join(f"{block}[{start}:{stop}]" for block, start, stop in self.runs)
 
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self.runs)
@@ -57,33 +57,33 @@ class Rows:
     @property
     def disjoint(self) -> bool:
         """Whether no row is named twice."""
-        return all(a.piece != b.piece or a.stop <= b.start for a, b in pairwise(sorted(self.runs)))
+        return all(a.block != b.block or a.stop <= b.start for a, b in pairwise(sorted(self.runs)))
 
-    def take(self, pieces: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
+    def take(self, blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
         """Returns the rows [R, ...]; a view if they are one run and no ``out`` is given."""
         import torch
 
-        slices = [pieces[piece][start:stop] for piece, start, stop in self.runs]
+        slices = [blocks[block][start:stop] for block, start, stop in self.runs]
         if not slices:
-            return pieces[0][:0] if out is None else out
+            return blocks[0][:0] if out is None else out
         if out is None:
             return slices[0] if len(slices) == 1 else torch.cat(slices)
         return torch.cat(slices, out=out)
 
-    def put(self, values: Tensor, pieces: Sequence[Tensor]) -> None:
+    def put(self, values: Tensor, blocks: Sequence[Tensor]) -> None:
         """Writes values [R, ...] to the rows, which are disjoint."""
-        for target, part in self._pairs(values, pieces):
+        for target, part in self._pairs(values, blocks):
             target.copy_(part)
 
-    def add(self, values: Tensor, pieces: Sequence[Tensor]) -> None:
+    def add(self, values: Tensor, blocks: Sequence[Tensor]) -> None:
         """Adds values [R, ...] to the rows, run by run: the order of the sum is fixed."""
-        for target, part in self._pairs(values, pieces):
+        for target, part in self._pairs(values, blocks):
             target.add_(part)
 
-    def _pairs(self, values: Tensor, pieces: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the rows of each run in the pieces and in the values."""
+    def _pairs(self, values: Tensor, blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of each run in the blocks and in the values."""
         first = 0
-        for piece, start, stop in self.runs:
+        for block, start, stop in self.runs:
             last = first + stop - start
-            yield pieces[piece][start:stop], values[first:last]
+            yield blocks[block][start:stop], values[first:last]
             first = last
