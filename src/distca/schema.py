@@ -18,11 +18,18 @@ Record = TypeVar("Record")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
-def read_toml(path: Path | str) -> dict[str, Any]:
+def read_toml(path: Path | str, kind: type | None = None) -> dict[str, Any]:
+    """Returns the values of a TOML file, after a ``check`` against a dataclass if one is given."""
     try:
-        return tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
+    if kind is not None:
+        try:
+            check(kind, values)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+    return values
 
 
 def assign(values: dict[str, Any], setting: str) -> None:
@@ -86,8 +93,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         if origin is tuple and inner[-1] is not Ellipsis and len(inner) != len(items):
             raise ValueError(f"{path} has {len(items)} values: it must have {len(inner)}")
         return origin(_convert(inner[0], item, path) for item in items)
-    if origin is not None:
-        return value  # a mapping, checked by the code that uses it
+    if origin is not None:  # a mapping, whose entries are checked by the code that uses it
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{path} = {value!r}: it must be a section with names and values")
+        return value
     if kind is str and isinstance(value, list):
         return ",".join(_convert(str, item, path) for item in value)
     is_bool = isinstance(value, bool)

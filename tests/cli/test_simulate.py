@@ -232,13 +232,13 @@ def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
     ("text", "words"),
     [
         ("polciy = 'wlb'", "bad.toml: polciy is unknown: did you mean policy?"),
-        ("[cluster]\ncontext = 4", "bad.toml: cluster.context: it belongs into [data]"),
+        ("[cluster]\ncontext = 4", "bad.toml: cluster.context: it belongs in [data]"),
         ("[clutser]\ngpus = 4", "bad.toml: [clutser] is unknown: did you mean cluster?"),
         ("tolerance = 'x'", "bad.toml: tolerance = 'x': it must be a number"),
         ("sweep = 1", "bad.toml: sweep = 1: it must be true or false"),
         ("batches = 2.5", "bad.toml: batches = 2.5: it must be a whole number"),
         ("model = true", "bad.toml: model = True: it must be text"),
-        ("gpus = [8", "bad.toml is not TOML"),
+        ("gpus = [8", "distca: bad.toml is not TOML"),
     ],
 )
 def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) -> None:

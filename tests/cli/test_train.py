@@ -274,7 +274,9 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("parallel.micro_batches=9", "is below 9 x data.context"),
         ("data.tokenizer=nope", "nope"),
         ("model.name=nope", "model 'nope' is unknown: choose one of debug"),
-        ("model.sizes={depth=3}", "model.sizes: "),
+        ("model.sizes={depth=3}", "model.sizes.depth is unknown: choose one of vocab_size"),
+        ("model.sizes={layer=3}", "model.sizes.layer is unknown: did you mean layers?"),
+        ("model.sizes=3", "model.sizes = 3: it must be a section with names and values"),
         ("model.sizes={heads=3}", "3 heads over 4 kv heads"),
         ("parallel.placement=x", "parallel.placement = 'x' is unknown"),
         ("parallel.policy=x", "policy 'x' is unknown: choose one of distca"),
@@ -302,7 +304,7 @@ def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:
     bad.write_text("[train\n")
     assert "bad.toml is not TOML" in refused(str(bad))
     bad.write_text("[train]\nstep = 3\n")
-    assert "train.step is unknown: did you mean steps?" in refused(str(bad))
+    assert "bad.toml: train.step is unknown: did you mean steps?" in refused(str(bad))
     assert "cannot open nope.toml" in refused("nope.toml")
     assert "0 ranks: start 1 or more" in refused("--ranks=0")
     assert "--compare starts both sides from step 0" in refused("--compare", "--resume")

@@ -153,9 +153,10 @@ SECTIONS: dict[str, type] = {
 
 def read_settings(path: Path) -> dict[str, Any]:
     """Returns the values of a TOML file by setting."""
+    tree = read_toml(path)
     values: dict[str, Any] = {}
     try:
-        for key, value in read_toml(path).items():
+        for key, value in tree.items():
             if isinstance(value, dict):
                 values |= _read_section(key, value)
             else:
@@ -171,5 +172,5 @@ def _read_section(section: str, values: dict[str, Any]) -> dict[str, Any]:
     for other, group in SECTIONS.items():
         for field in fields(group):
             if field.name in named and other != section:
-                raise ValueError(f"{section}.{field.name}: it belongs into [{other}]")
+                raise ValueError(f"{section}.{field.name}: it belongs in [{other}]")
     return check(SECTIONS[section], named, section)

@@ -118,7 +118,7 @@ class Config:
     @classmethod
     def read(cls, path: str | Path | None, settings: Sequence[str] = ()) -> Config:
         """Reads a TOML file, or takes the defaults, and applies settings ``a.b=c`` on top."""
-        values = {} if path is None else schema.read_toml(path)
+        values = {} if path is None else schema.read_toml(path, cls)
         for setting in settings:
             schema.assign(values, setting)
         return schema.build(cls, values)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from distca import schema
 from distca.data.loader import Loader
 from distca.data.sources import open_source
 from distca.data.tokenizers import Tokenizer, open_tokenizer
@@ -67,10 +68,7 @@ def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     """Returns the model by name or of a folder of weights, with ``model.sizes`` on top."""
     path = config.model.path
     named = read_config(Path(path)) if path else model_config(config.model.name)
-    try:
-        chosen = replace(named, **config.model.sizes)
-    except TypeError as error:
-        raise ValueError(f"model.sizes: {error}") from None
+    chosen = replace(named, **schema.check(ModelConfig, config.model.sizes, "model.sizes"))
     if tokenizer.vocab_size > chosen.vocab_size:
         raise ValueError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model"
