@@ -147,12 +147,14 @@ def turns(attend: Attend) -> Walk:
         attended: dict[int, Tensor] = {}
         for seam in seams:
 
-            def run(part: Part, i: int, half: Arriving, seam: Seam = seam) -> Leaving:
-                half = half._replace(attended=attended.get(i))
-                leaving: Leaving = checkpoint(part, half, use_reentrant=False)
-                if leaving.qkv is not None:
-                    attended[i] = attend(seam.number, *leaving.qkv)
-                return leaving
+            def run(part: Part, halves: list[Arriving], seam: Seam = seam) -> list[Leaving]:
+                leavings: list[Leaving] = []
+                for i, half in enumerate(halves):
+                    half = half._replace(attended=attended.get(i))
+                    leavings.append(checkpoint(part, half, use_reentrant=False))
+                    if (qkv := leavings[-1].qkv) is not None:
+                        attended[i] = attend(seam.number, *qkv)
+                return leavings
 
             leavings: list[Leaving] = seam(halves, run)
             halves = [h._replace(x=out.x) for h, out in zip(halves, leavings, strict=True)]

@@ -116,19 +116,19 @@ def test_stages_are_the_model(cuts: tuple[int, ...]) -> None:
     assert_same_gradients({k: v for part in parts for k, v in part.items()}, want_grads)
 
 
-def test_a_runner_takes_turns_with_the_halves() -> None:
-    """It stands around each half's part, in order, and may bring what was attended."""
+def test_a_runner_runs_the_halves_of_a_seam() -> None:
+    """It calls the seam's part for each half, in the order that it chooses."""
     config = FAMILIES["llama"]
     model, seen = model_of(config), []
     half = Arriving(batch()[0], positions_of(LENGTHS))
 
-    def run(part: bodies.Part, i: int, half: Arriving) -> Leaving:
-        leaving = part(half)
-        seen.append((i, leaving.qkv is not None))
-        return leaving
+    def run(part: bodies.Part, halves: list[Arriving]) -> list[Leaving]:
+        leavings = [part(half) for half in halves]
+        seen.extend(leaving.qkv is not None for leaving in leavings)
+        return leavings
 
     model([half, half], lambda seams, halves: seams[0](halves, run))
-    assert seen == [(0, True), (1, True)]
+    assert seen == [True, True]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
