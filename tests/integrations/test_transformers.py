@@ -143,7 +143,7 @@ def test_padding_on_one_rank_is_told_on_all_at_once(pair: RankPool, ahead: bool)
 
 def test_a_rank_that_never_comes_is_named(pair: RankPool) -> None:
     waiting, _ = pair.run(bodies.missing, ranks=2)
-    assert "ranks [1] did not come" in waiting
+    assert "ranks [1] did not join" in waiting
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
