@@ -1,4 +1,4 @@
-"""What ranks run in the tests; a module of its own, since processes import it."""
+"""Functions that the ranks of tests run, in a module that their processes can import."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def attend(
     device: str = "cpu",
     wanted: Sequence[bool] = (True, True, True),
 ) -> list[Tensor]:
-    """[out, dq, dk, dv] of this rank; gradients not wanted are zeros."""
+    """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros."""
     rank = attention.transport.rank
     q, k, v, grad_out = (t.to(device) for t in tokens.of_rank(rank))
     if rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
         return [q, q, k, v]
-    if face == "steps":  # without autograd, whose one thread per GPU is too few for several ranks
+    if face == "steps":  # without autograd, which has one thread per GPU, not one per rank
         prepared = attention._agree_on(q, k, v, plan).plan
         attended = ForwardPass(prepared, q, k, v).combine()
         grads = BackwardPass(prepared, grad_out, Saved(q, k, v, *attended)).combine()
@@ -126,7 +126,7 @@ class Model(torch.nn.Module):
 def model_gradients(
     group: dist.ProcessGroup, plan: Plan, x: Tensor, how: str
 ) -> tuple[float, dict[str, Tensor]]:
-    """The loss summed over all ranks and its gradients by parameter, of a small model."""
+    """Returns the loss of a small model, summed over all ranks, and its gradients by parameter."""
     attention = CoreAttention(group)
     model: Any = Model(attention).to(x.dtype)
     rank = attention.transport.rank

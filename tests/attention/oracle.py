@@ -1,4 +1,4 @@
-"""A deliberately naive oracle, and the cases that every backend is held to.
+"""A deliberately naive oracle, and the test body of every backend.
 
 The oracle knows nothing of tasks as separate problems: it writes one mask over all packed queries
 and keys, takes one softmax in float64, and lets autograd find the gradients.
@@ -54,12 +54,12 @@ def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
 
 
 def visible(case: Case) -> Tensor:
-    """[Tq, Tk], written out pair by pair in the words of the definition."""
+    """Returns the mask [Tq, Tk], written pair by pair from the definition."""
     reach = Mask.parse(case.mask).reach
     rows = []
     for task, (queries, keys) in enumerate(case.tasks):
         for i in range(queries):
-            own = keys - queries + i  # the last query stands at the last key
+            own = keys - queries + i  # the last query has the position of the last key
             for other, (_, others) in enumerate(case.tasks):
                 j = torch.arange(others)
                 if other != task:
@@ -75,7 +75,7 @@ def visible(case: Case) -> Tensor:
 
 
 def expected(case: Case, inputs: Inputs) -> tuple[Attended, Gradients]:
-    """In float64, of the very numbers that the backend gets."""
+    """Returns exact results in float64, from the same inputs as the backend."""
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     group = case.heads // case.kv_heads
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * case.scale
@@ -96,7 +96,7 @@ def run(
 
 
 def error(got: Tensor, want: Tensor, typical: float = 0.0) -> float:
-    """Relative to the norm; where terms cancel, to that of numbers of a ``typical`` size."""
+    """Returns the error relative to the norm, or to a ``typical`` size where terms cancel."""
     size = max(want.norm().item(), typical * want.numel() ** 0.5)
     return (got.double() - want).norm().item() / size if size else 0.0
 
@@ -110,7 +110,7 @@ def check(
     lse_tolerance: float | None = None,
     deterministic: bool = False,
 ) -> None:
-    """The one test body: forward, log-sum-exp and all gradients against the oracle."""
+    """Compares forward, log-sum-exp and all gradients with the oracle."""
     inputs = inputs_of(case, dtype, device)
     got, grads = run(backend, case, inputs, deterministic)
     want, want_grads = expected(case, inputs)

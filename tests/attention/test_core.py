@@ -1,4 +1,4 @@
-"""CoreAttention in autograd: checkpointing, lifetime, memory, frozen inputs, wrong use, serving."""
+"""CoreAttention in autograd: checkpointing, lifetime, memory, frozen inputs, errors, serving."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def leaves(tokens: Tokens, rank: int) -> list[Tensor]:
 
 
 def exchanges_of(plan: Plan, layer: Callable[[CoreAttention, list[Tensor]], Tensor]) -> list[int]:
-    """How often each rank exchanges in a forward and backward of the layer."""
+    """Returns the collectives of each rank in a forward and backward of the layer."""
     tokens = Tokens(plan, torch.float64)
 
     def rank(transport: LocalTransport) -> int:
@@ -68,16 +68,16 @@ def test_selective_checkpointing_exchanges_once() -> None:
 
         return checkpoint(block, *qkv, use_reentrant=False, context_fn=saved)
 
-    assert exchanges_of(plan, layer) == [4, 4, 4]  # out and back, forward and backward
+    assert exchanges_of(plan, layer) == [4, 4, 4]  # dispatch and combine, forward and backward
 
 
-def test_what_need_not_travel_joins_no_exchange() -> None:
+def test_no_collective_where_nothing_moves() -> None:
     even = Batch([[40], [40], [40]], {"tile": 16, "min_shard": 16}).plan()
     assert exchanges_of(even, lambda attention, qkv: attention(*qkv, even)) == [0, 0, 0]
     keys_only = three_ranks(placement="balanced")
     assert not len(keys_only.forward.moved)
     assert keys_only.traffic.total
-    # No output goes home, so forward has no way back.
+    # No output goes home, so forward has no combine.
     assert exchanges_of(keys_only, lambda attention, qkv: attention(*qkv, keys_only)) == [3] * 3
 
 
@@ -136,12 +136,12 @@ def test_memory_is_flat_over_changing_plans(capacity: int | None) -> None:
 
     for sizes in LocalWorld(2).run(rank):
         assert len(sizes) == 50
-        flat = sizes[25:] if capacity is None else sizes  # grown, or claimed whole at first use
+        flat = sizes[25:] if capacity is None else sizes  # grown, or allocated at first use
         assert len(set(flat)) == 1
 
 
 def test_results_do_not_lie_in_the_buffers() -> None:
-    """A later exchange must not change what an earlier one gave or saved."""
+    """A later exchange must not change what an earlier one returned or saved."""
     plan = three_ranks()
     tokens = Tokens(plan, torch.float64)
 
@@ -187,7 +187,7 @@ def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None
 
 
 def test_servers_serve_layer_after_layer() -> None:
-    """Three layers, the first of them frozen, twice; then an evaluation, without a way back."""
+    """Two steps of three layers, the first of them frozen, then an evaluation without backward."""
     plan = Batch([[301], [64, 7]], {"tile": 16, "min_shard": 16}).plan(servers=2)
     tokens = Tokens(plan, torch.float64)
 
@@ -209,7 +209,7 @@ def test_servers_serve_layer_after_layer() -> None:
             counts.append(counting.exchanges)
         return counts
 
-    # A worker beside a dedicated pool sends everything and computes nothing.
+    # With dedicated servers, a worker sends everything and computes nothing.
     assert LocalWorld(4).run(rank) == [[10, 20, 26]] * 4
 
 

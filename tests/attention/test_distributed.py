@@ -21,7 +21,7 @@ from strategies import Batch, batches
 
 DEVICES = pytest.mark.parametrize(
     "device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-)  # several processes on one GPU speak gloo
+)  # several processes on one GPU use gloo
 GRAIN = {"tile": 16, "min_shard": 16}
 SPANNING = [{"document": 0, "start": a, "stop": b} for a, b in ((0, 150), (150, 201), (201, 222))]
 CASES: dict[str, tuple[int, Batch]] = {
@@ -131,7 +131,7 @@ def test_a_plan_for_another_world_is_told_on_every_rank(pool: RankPool) -> None:
 
 @pytest.mark.parametrize("how", ["plain", "fsdp", "compile"])
 def test_a_model_around_it(pool: RankPool, how: str) -> None:
-    """Loss and weight gradients over two ranks are those of one."""
+    """Loss and weight gradients of two ranks equal those of one."""
     documents = [201, 64, 7, 1]
     alone, two = (Batch(b, GRAIN).plan() for b in ([documents], [documents[:1], documents[1:]]))
     assert len(two.forward.moved)

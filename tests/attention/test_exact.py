@@ -1,4 +1,4 @@
-"""All ranks in one process against whole documents on one device, for anything that can be planned.
+"""All ranks in one process against whole documents on one device, for all kinds of plans.
 
 The other transports are compared with this one (test_distributed.py).
 """

@@ -1,4 +1,4 @@
-"""What only a GPU can show: streams, half-precision kernels, NCCL, memory, no waiting.
+"""What needs a GPU: streams, half-precision kernels, NCCL, memory, no synchronisation.
 
 Run where there is one: ``pytest -m gpu tests/attention``. flash-attn-4 is tried where installed.
 """
@@ -93,9 +93,7 @@ class Delayed(LocalTransport):
         with torch.cuda.stream(self.stream):
             recv.fill_(255)  # NaN in every floating dtype
             torch.cuda._sleep(20_000_000)  # about 10 ms
-            leaving = (
-                send.clone()
-            )  # read late, so that a buffer that is overwritten too early is noticed
+            leaving = send.clone()  # late, to notice a buffer that is overwritten too early
             sent = torch.cuda.Event()
             sent.record()
         parts = [(part, sent) for part in torch.split(leaving, list(send_bytes))]
@@ -164,10 +162,10 @@ def test_memory_is_flat_over_fifty_changing_plans(rank: int) -> None:
     assert len(set(allocated[1:])) == 1, allocated
 
 
-def test_nothing_waits_for_the_device() -> None:
+def test_nothing_synchronises_with_the_device() -> None:
     plan = one_of_eight(0)
     attention = CoreAttention(transport=ThrottledTransport(0, 8, 1e12), backend="flash")
-    step(attention, plan)  # the first time looks at the plan and grows the buffers
+    step(attention, plan)  # the first call prepares the plan and grows the buffers
     torch.cuda.set_sync_debug_mode("error")
     try:
         step(attention, plan)

@@ -74,7 +74,7 @@ class RecordedAttention(CoreAttention):
 
 
 class Seam(torch.autograd.Function):
-    """Compute of one half between two attentions; leaves its mark in both directions."""
+    """Computation of one half between two attentions; records an event in both directions."""
 
     @staticmethod
     def forward(ctx, x: Tensor, half: str, events: list[tuple[str, str]]) -> Tensor:  # type: ignore[no-untyped-def]
@@ -91,7 +91,7 @@ class Seam(torch.autograd.Function):
 def train_step(
     transport: LocalTransport, plans: dict[str, Plan], tokens: dict[str, Tokens]
 ) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]], list[tuple[str, str]]]:
-    """[out, dq, dk, dv] by half, and the events of forward and of backward."""
+    """Returns [out, dq, dk, dv] by half, and the events of forward and of backward."""
     events: list[tuple[str, str]] = []
     attention = {half: RecordedAttention(transport, half, events) for half in plans}
     leaves = {
@@ -131,7 +131,7 @@ def test_every_exchange_but_first_and_last_is_hidden(step) -> None:  # type: ign
     for _, forward, backward in ranks:
         for events in (forward, backward):
             exchanges = sum(what == "start" for what, _ in events)
-            assert exchanges == 2 * 2 * LAYERS  # out and back, ping and pong
+            assert exchanges == 2 * 2 * LAYERS  # dispatch and combine, ping and pong
             assert set(exposed(events)) <= {0, exchanges - 1}, events
 
 

@@ -1,4 +1,4 @@
-"""Random tensors of a plan's documents, and what one device makes of them."""
+"""Random tensors of a plan's documents, and the results of one device."""
 
 from __future__ import annotations
 

@@ -180,7 +180,7 @@ def test_masks_are_told_apart() -> None:
 
 @pytest.mark.parametrize("policy", ["colocated", "greedy", "head-tail-cp", "per-document-cp"])
 def test_layouts_of_other_policies(policy: str) -> None:
-    """Those that gather all keys are laid out with the keys that are needed."""
+    """Layouts of policies that gather all keys hold only the keys that are needed."""
     batch = Batch([[64], [8, 8]], {**FINE, "policy": policy, "cp": 2})
     check_layouts(batch, batch.plan())
 

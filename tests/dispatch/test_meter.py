@@ -1,4 +1,4 @@
-"""Spans add up by name, are taken once, and are never kept without end."""
+"""Spans add up by name, are taken once, and do not accumulate without limit."""
 
 from __future__ import annotations
 

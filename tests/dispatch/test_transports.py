@@ -100,7 +100,7 @@ def test_nothing_is_left_when_all_have_collected() -> None:
 
 @pytest.fixture
 def _little_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little that a buffer needs it more than once."""
+    """Less noise than a buffer has bytes, so that it is repeated."""
     monkeypatch.setattr(throttled, "_noise", partial(throttled._noise, num_bytes=4096))
 
 

@@ -76,7 +76,7 @@ def test_equals_the_oracle_on_random_tasks(backend: Backend, case: Case) -> None
 def test_16_bits_cost_only_their_rounding(
     backend: Backend, dtype: torch.dtype, epsilon: float, case: Case
 ) -> None:
-    """Inside it is float32: the log-sum-exp, which is not rounded, shows it.
+    """It computes in float32: the log-sum-exp, which is not rounded, shows it.
 
     Some epsilons, since the backward gets the rounded output and takes differences with it.
     """
@@ -118,7 +118,7 @@ def test_tasks_do_not_leak(backend: Backend, mask: str) -> None:
 
 @pytest.mark.parametrize("backend", CPU)
 def test_takes_views_and_leaves_no_graph(backend: Backend) -> None:
-    """q, k and v as slices of one fused projection, wanting gradients."""
+    """q, k and v are slices of one fused projection that requires gradients."""
     case = Case(((5, 5), (8, 8)), heads=2, kv_heads=2)
     fused = torch.randn(13, 3, 2, 8, requires_grad=True)
     call = case.call()
@@ -202,7 +202,7 @@ def test_float32_on_cuda(name: str, mask: str, tasks: str) -> None:
 @pytest.mark.parametrize("heads", GPU_HEADS)
 @pytest.mark.timeout(300)
 def test_deterministic_on_cuda(name: str, mask: str, heads: str) -> None:
-    """Right, and the same bits ten times; the switches of torch are as they were."""
+    """Exact, bitwise equal ten times, and the global switches of torch are restored."""
     case = gpu_case("shards", heads, mask)
     backend = on_cuda(name, case, torch.bfloat16, deterministic=True)
     check(backend, case, torch.bfloat16, 2**-7, "cuda", lse_tolerance=1e-3, deterministic=True)

@@ -1,4 +1,4 @@
-"""Which backend is chosen, what each refuses and in which words, and what a call must be."""
+"""The choice of a backend, what each of them refuses, and what a packed call must be."""
 
 import importlib
 import subprocess
