@@ -157,7 +157,7 @@ def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
     from distca.measure.profiling import device_name
     from distca.measure.replay import Replay, backend_of, layers_of, measure, share_of
     from distca.model.sizes import model_config
-    from distca.report.progress import ProgressBar
+    from distca.report.progress import progress
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
     from distca.report.training import facts
     from distca.sim.isolated import RankSeconds, compare, simulate_isolated
@@ -183,7 +183,7 @@ def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
         sample = simulate_isolated(case, step).sample(chosen.sample, case.seed)
     screen.print(heading(record), style="bold")
     measured = {}
-    with ProgressBar(screen, "rank", len(sample)) as bar:
+    with progress(screen, "rank", len(sample)) as update:
         for number, rank in enumerate(sample, 1):
             replayed = Replay(
                 model,
@@ -195,7 +195,7 @@ def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
                 backend=backend,
             )
             measured[rank] = RankSeconds(*measure(replayed, chosen.rounds))
-            bar.update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
+            update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
     record |= compare(case, step, sample, measured).to_json()
     screen.print()
     screen.print(replay_table(record, screen.width))

@@ -109,7 +109,7 @@ class ProfileCommand:
     def _measure(self, bench: "Bench", begun: "Profile") -> None:
         """Measures, shows and saves, as the only rank or as rank 0 of several."""
         from distca.measure.profiling import measure, steps
-        from distca.report.progress import ProgressBar
+        from distca.report.progress import progress
 
         screen, out = console(quiet=self.as_json), self.out
         left, total = (len(steps(bench, one)) for one in (begun, bench.blank(begun.name)))
@@ -121,10 +121,10 @@ class ProfileCommand:
             )
         done = begun
         try:
-            with ProgressBar(screen, "figure", total) as bar:
+            with progress(screen, "figure", total) as update:
                 for number, (what, done) in enumerate(measure(bench, begun), total - left + 1):
                     done.write(out)
-                    bar.update(number, what)
+                    update(number, what)
         except KeyboardInterrupt:
             self._tell_stopped()
             raise

@@ -143,11 +143,11 @@ def _progress(screen: "Console", total: int, quiet: bool) -> "Iterator[Show]":
     if quiet or not screen.is_terminal:
         yield lambda strategy: None
         return
-    from distca.report.progress import ProgressBar
+    from distca.report.progress import progress
 
     done = count(1)
-    with ProgressBar(screen, "simulated", total) as bar:
-        yield lambda strategy: bar.update(next(done), f"{strategy.name}, {strategy.sizes}")
+    with progress(screen, "simulated", total) as update:
+        yield lambda strategy: update(next(done), f"{strategy.name}, {strategy.sizes}")
 
 
 def _write_trace(run: _Run, path: Path) -> str:

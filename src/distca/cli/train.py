@@ -280,7 +280,7 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
 
 def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
     """Trains and returns the records of the steps that were taken; None on ranks other than 0."""
-    from distca.report.progress import ProgressBar
+    from distca.report.progress import progress
     from distca.report.training import step_line
     from distca.train.trainer import Trainer
 
@@ -289,10 +289,10 @@ def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | 
         return None
     if as_json:
         return Trainer(config).fit()
-    with ProgressBar(console(), title, config.train.steps) as bar:
+    with progress(console(), title, config.train.steps) as update:
 
         def show(record: dict[str, Any]) -> None:
-            bar.update(record["step"] + 1, step_line(record))
+            update(record["step"] + 1, step_line(record))
 
         return Trainer(config, show=show).fit()
 

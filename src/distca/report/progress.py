@@ -2,59 +2,38 @@
 
 from __future__ import annotations
 
-from types import TracebackType
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+Update = Callable[[int, str], None]  # the number of steps that are done, and a few words
 
 
-class ProgressBar:
-    """Shows how many of ``total`` steps are done."""
+@contextmanager
+def progress(console: Console, title: str, total: int) -> Iterator[Update]:
+    """Yields a function that shows how many of ``total`` steps are done."""
 
-    def __init__(self, console: Console, title: str, total: int) -> None:
-        self._console, self._title, self._total = console, title, total
-        self._bar: Progress | None = None
-        self._task: TaskID | None = None
-        if console.is_terminal:
-            self._bar = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=None),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[text]}"),
-                TimeRemainingColumn(),
-                console=console,
-                expand=True,
-            )
+    def print_line(done: int, text: str) -> None:
+        count = f"{done:{len(str(total))}}/{total}"
+        console.print(f"{title} {count}  {text}", soft_wrap=True)
 
-    def update(self, done: int, text: str) -> None:
-        """Shows that ``done`` steps are done, with a few words about the last one."""
-        if self._bar is not None:
-            if self._task is None:  # resumed work does not begin at 0
-                self._task = self._bar.add_task(
-                    self._title, total=self._total, completed=done - 1, text=""
-                )
-            self._bar.update(self._task, completed=done, text=text)
-            return
-        count = f"{done:{len(str(self._total))}}/{self._total}"
-        self._console.print(f"{self._title} {count}  {text}", soft_wrap=True)
+    if not console.is_terminal:
+        yield print_line
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[text]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, expand=True) as bar:
 
-    def __enter__(self) -> ProgressBar:
-        if self._bar is not None:
-            self._bar.start()
-        return self
+        def update(done: int, text: str) -> None:
+            if not bar.tasks:  # resumed work does not begin at 0
+                bar.add_task(title, total=total, completed=done - 1, text="")
+            bar.update(bar.tasks[0].id, completed=done, text=text)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if self._bar is not None:
-            self._bar.stop()
+        yield update

@@ -135,7 +135,8 @@ class Checkpoints:
             raise RuntimeError(
                 f"{path} is damaged ({_message(error)}): load an earlier checkpoint"
             ) from error
-        here = {name: state[_MODEL + self._model.whole_name(name)] for name in self._names()}
+        names = get_model_state_dict(self._model)
+        here = {name: state[_MODEL + self._model.whole_name(name)] for name in names}
         set_model_state_dict(self._model, here)
         self._set_moments({key: value for key, value in state.items() if key not in weights})
         return extra
@@ -144,9 +145,6 @@ class Checkpoints:
         """Returns the model's own tensors by name, not copies."""
         weights = get_model_state_dict(self._model)
         return {_MODEL + self._model.whole_name(name): weight for name, weight in weights.items()}
-
-    def _names(self) -> list[str]:
-        return list(get_model_state_dict(self._model))
 
     # ``get_optimizer_state_dict`` is not used, since without moments it makes a step with gradients
     # of zero, after which AdamW counts one step too many.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Record = dict[str, Any]
@@ -32,17 +31,6 @@ class Records:
         self._file.close()
         if self._board is not None:
             self._board.close()
-
-    def __enter__(self) -> Records:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def read(path: Path) -> list[Record]:
