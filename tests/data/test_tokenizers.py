@@ -88,7 +88,7 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     for spec, options, said in (
         ("words", {}, "the tokenizer words does not exist: give bytes, ids:N, a tokenizer.json"),
         (str(folder / "bad.json"), {}, "bad.json is not a tokenizer.json: "),
-        (str(folder), {}, r"has no eos token: name it with eos = ..., or set add_eos = false"),
+        (str(folder), {}, r"has no eos token: set eos = ..., or add_eos = false"),
         (str(folder), {"eos": "<end>"}, "eos = '<end>' is not a token of .*: name one that is"),
         (str(folder), {"eos": 1}, "eos = 1: name the tokens of .* by their text"),
         ("bytes", {"eos": "x"}, "bytes has its own bos and eos: leave them out"),

@@ -47,9 +47,9 @@ class Run:
     weight_decay: float = 0.1
 
     def start(self, seed: int = 0) -> Trained:
-        if self.parallel not in _seats:  # groups are made once in a process
-            _seats[self.parallel] = join_mesh(self.parallel, torch.device("cpu"))
-        context = _seats[self.parallel]
+        if self.parallel not in _contexts:  # groups are made once in a process
+            _contexts[self.parallel] = join_mesh(self.parallel, torch.device("cpu"))
+        context = _contexts[self.parallel]
         assert context.mesh is not None
         stage, layers = context.mesh.get_local_rank("pp"), self.config.layers
         cuts = [layers * i // self.parallel.pp for i in (stage, stage + 1)]
@@ -64,7 +64,7 @@ class Run:
         )
 
 
-_seats: dict[MeshShape, RankContext] = {}
+_contexts: dict[MeshShape, RankContext] = {}
 
 
 @dataclass(frozen=True)
