@@ -14,4 +14,4 @@ from distca.train.setup import planner_of
 @pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])
 def test_tasks_are_priced_for_the_device(device: str, cost: str) -> None:
     planner = planner_of(Config(), MeshShape(), model_config("debug"), torch.device(device))
-    assert planner.options["cost"] == cost
+    assert planner.plan_options.cost.name == cost
