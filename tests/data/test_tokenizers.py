@@ -88,14 +88,14 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     for spec, options, said in (
         ("words", {}, "the tokenizer words does not exist: give bytes, ids:N, a tokenizer.json"),
         (str(folder / "bad.json"), {}, "bad.json is not a tokenizer.json: "),
-        (str(folder), {}, r"has no eos token: name it with eos = ..., or set add_eos = false"),
-        (str(folder), {"eos": "<end>"}, "eos = '<end>' is not a token of .*: name one that is"),
-        (str(folder), {"eos": 1}, "eos = 1: name the tokens of .* by their text"),
+        (str(folder), {}, r"has no eos token: set eos = ..., or add_eos = false"),
+        (str(folder), {"eos": "<end>"}, "eos = '<end>' is not a token of .*: set one that is"),
+        (str(folder), {"eos": 1}, "eos = 1: give the tokens of .* as text"),
         ("bytes", {"eos": "x"}, "bytes has its own bos and eos: leave them out"),
-        ("ids:", {}, "'ids:': write ids:N with the size of the vocabulary"),
+        ("ids:", {}, "'ids:': write ids:N with the size N of the vocabulary"),
         ("ids:0", {}, "write ids:N with the size"),
-        ("ids:5", {"eos": 5}, "eos = 5 in the tokenizer ids:5: its ids lie from 0 to below 5"),
-        ("ids:5", {"eos": "</s>"}, "only eos is used, .*; give it as a number"),
+        ("ids:5", {"eos": 5}, "eos = 5 in the tokenizer ids:5: ids must be from 0 to below 5"),
+        ("ids:5", {"eos": "</s>"}, "give only eos, as the number that ends each document"),
     ):
         with pytest.raises(ValueError, match=said):
             open_tokenizer(spec, **options)

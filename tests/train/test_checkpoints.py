@@ -252,7 +252,7 @@ def test_damage_is_said_in_a_sentence(
 def test_what_cannot_be_saved_or_found(world: World, tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match="step-00000001 does not exist: choose another one"):
         run_all(world, load, Run(tmp_path, DP2), "step-00000001")
-    with pytest.raises(RankFailedError, match=r"extra of step 1 is not JSON .*give numbers"):
+    with pytest.raises(RankFailedError, match=r"extra of step 1 is not JSON .*use numbers"):
         run_all(world, save_extra, Run(tmp_path, DP2), {"tensor": torch.ones(1)})
     (tmp_path / "file").write_text("")
     for error, _ in world(2).answers(save_extra, Run(tmp_path / "file", DP2), {}, ranks=2):

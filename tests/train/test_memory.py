@@ -45,7 +45,7 @@ def test_what_helps_helps() -> None:
 def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
     memory = estimate(model_config("llama3-8b"), MeshShape(), 65536, recompute=False)
     with pytest.raises(
-        ValueError, match=r"needs about \d+\.\d GiB per rank .* and has 80\.0: take"
+        ValueError, match=r"needs about \d+\.\d GiB per rank .* and has 80\.0: use more ranks"
     ):
         check(memory, available(torch.device("cpu"), 1, limit_gib=80.0))
     check(memory, memory.total)

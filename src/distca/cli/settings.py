@@ -24,7 +24,7 @@ _model, _cluster, _data, _strategy = (
 class ModelOptions:
     model: Annotated[str, _model("NAME", "Name of a model.")] = "llama3-8b"
     layers: Annotated[
-        int | None, _model("N", "Number of layers; this and the next override the model's own.")
+        int | None, _model("N", "Number of layers; options from here on override the model's own.")
     ] = None
     hidden: Annotated[int | None, _model("N", "Hidden size.")] = None
     ffn: Annotated[int | None, _model("N", "Intermediate size of the feed-forward layer.")] = None
@@ -37,7 +37,7 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     cluster: Annotated[
-        str, _cluster("NAME", "h200, h200-flash or h200-ethernet; the next options override it.")
+        str, _cluster("NAME", "h200, h200-flash or h200-ethernet; other options override it.")
     ] = "h200"
     gpus: Annotated[
         str,
