@@ -150,7 +150,7 @@ def _densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
 def _deal_long(
     documents: PricedDocuments, capacity: Floats, density: float, grain: Grain
 ) -> tuple[Bins, float]:
-    """Puts slices and medium documents on workers, and returns the headroom missing for the rest."""
+    """Puts slices and medium documents on workers; also returns the headroom that is missing."""
     workers = len(capacity)
     tokens = float(documents.lengths.sum()) / workers
     net_headroom = float(np.median(capacity)) - density * tokens

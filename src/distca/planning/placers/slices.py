@@ -98,8 +98,9 @@ def cut_from_the_tail(
         start = _slice_starts(documents, document, stop, limits, longest, grain)
         load = documents.load(document, start, stop)
         net = load - limits.density * (stop - start)
-        columns = (column.tolist() for column in (net, document, start, stop, load))
-        slices += [Slice(*row, num_above) for row in zip(*columns, strict=True)]
+        above = np.full_like(start, num_above)
+        columns = (column.tolist() for column in (net, document, start, stop, load, above))
+        slices += [Slice(*row) for row in zip(*columns, strict=True)]
         if num_above == 0 and start.any():
             traffic_limit = float(start.max())
         document, stop = document[start > 0], start[start > 0]

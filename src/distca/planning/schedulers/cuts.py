@@ -131,9 +131,8 @@ def list_candidates(
     shard: CuttableShard, keep: int, targets: Sequence[Target], shape: ModelShape
 ) -> Candidates:
     """Fills all targets but the last from each top downwards, then places the remainder."""
-    last = len(shard.positions) - 1
-    count = min(last, NUM_TOPS if len(targets) > 1 else 2 * NUM_TOPS)
-    top = np.arange(1, count + 1, dtype=np.int64) * last // count
+    tops = shard.tops(NUM_TOPS if len(targets) > 1 else 2 * NUM_TOPS)
+    top, last = tops.indices, len(shard.positions) - 1
     starts, stops, loads = [], [], []
     bottom = top
     for target in targets[:-1]:
@@ -141,7 +140,7 @@ def list_candidates(
         bottom, load = shard.lowest_start(bottom, target.headroom)
         starts.append(bottom)
         loads.append(load)
-    rest = _place_remainder(shard, keep, top, bottom, shape)
+    rest = _place_remainder(shard, keep - tops.load_above, top, bottom, shape)
     start = shard.positions[as_ints([*starts, rest.start])]
     stop = shard.positions[as_ints([*stops, rest.stop])]
     return Candidates(
@@ -163,15 +162,16 @@ class _Remainder(NamedTuple):
 
 
 def _place_remainder(
-    shard: CuttableShard, keep: int, top: Ints, bottom: Ints, shape: ModelShape
+    shard: CuttableShard, may_stay: Ints, top: Ints, bottom: Ints, shape: ModelShape
 ) -> _Remainder:
-    """Chooses as much as still has to leave below ``bottom``; queries [bottom, top) leave already.
+    """Chooses the last piece below ``bottom``, where queries [bottom, top) leave already.
 
-    A remainder below other pieces lies at its cheapest place. If it is the only piece, then tops
-    are its possible places.
+    Below other pieces, the remainder lies at its cheapest place. If it is the only piece, it ends
+    at the top, so that the tops are its possible places.
+
+    may_stay: [T] the load below ``bottom`` that may stay at home.
     """
     positions = shard.positions
-    may_stay = keep - shard.load_after[top]
     stop, gap = bottom, np.zeros_like(may_stay)  # gap: load between the remainder and ``bottom``
     if bottom is not top and shard.causal:
         leaving = shard.load_before[bottom] - may_stay

@@ -43,10 +43,10 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     else:
         servers = [rank for rank in ledger.keys.holders(document) if shards.serves(rank)]
         servers += [headroom.server for headroom in loads.headrooms[-1:]]
+    memory_bytes = shards.memory_bytes(document, shards.span[shard])
     for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
-        piece = Piece(*shards.span[shard], server, load)
         has_headroom = above_bound or load <= loads.headroom(server)
-        if has_headroom and ledger.fits_memory(document, piece):
-            ledger.move(shard, [piece])
+        if has_headroom and memory_bytes <= ledger.free_bytes(server):
+            ledger.move(shard, [Piece(*shards.span[shard], server, load)])
             return True
     return False

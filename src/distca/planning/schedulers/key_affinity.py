@@ -6,6 +6,7 @@ tail is short, it is cheaper to send its queries to the worker that holds most o
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -33,13 +34,13 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
         before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
         gain -= shedding_bytes(after) - shedding_bytes(before)
-        piece = Piece(*shards.span[shard], rank, load)
+        memory_bytes = shards.memory_bytes(shards.document[shard], shards.span[shard])
         if (
             gain > 0
             and _can_adopt(ledger, rank, load, max_adopted)
-            and ledger.fits_memory(shards.document[shard], piece)
+            and memory_bytes <= ledger.free_bytes(rank)
         ):
-            ledger.move(shard, [piece])
+            ledger.move(shard, [Piece(*shards.span[shard], rank, load)])
 
 
 class _Move(NamedTuple):
@@ -94,8 +95,8 @@ class _SheddingBytes:
         largest = [headroom.load for headroom in headrooms[-(len(headrooms) // 4 + 1) :]]
         self._piece_load = 1 + sum(largest) // max(len(largest), 1)  # the mean of a quarter of them
         q, kv = 2 * shape.q_bytes, shape.kv_bytes
-        self._per_root = float(np.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load))
+        self._per_root = math.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load)
 
     def __call__(self, load: int) -> float:
         full, rest = divmod(load, self._piece_load)
-        return self._per_root * float(full * np.sqrt(self._piece_load) + np.sqrt(rest))
+        return self._per_root * (full * math.sqrt(self._piece_load) + math.sqrt(rest))

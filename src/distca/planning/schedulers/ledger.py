@@ -150,9 +150,8 @@ class Ledger:
         """Returns whether the shard, or a part of it, was moved."""
         return shard in self._pieces
 
-    def fits_memory(self, document: int, piece: Piece) -> bool:
-        """Returns whether the server of a piece has the memory for it."""
-        return self.shards.memory_bytes(document, piece) <= int(self._free_bytes[piece.server])
+    def free_bytes(self, rank: int) -> int:
+        return int(self._free_bytes[rank])
 
     def target(self, shard: int, headroom: Headroom) -> Target:
         """Describes a server that may take a piece of the shard."""
@@ -160,7 +159,7 @@ class Ledger:
         return Target(
             server=server,
             headroom=headroom.load,
-            free_bytes=int(self._free_bytes[server]),
+            free_bytes=self.free_bytes(server),
             received=self.received(server),
             same_node=self.shards.same_node(server, self.shards.home[shard]),
             held=self.keys.holders(self.shards.document[shard]).get(server, ()),
@@ -189,7 +188,7 @@ class Ledger:
             need = shards.keys_needed(document, piece.span)
             for owner, num_keys in self.keys.add(document, piece.server, need):
                 self._send(owner, piece.server, num_keys * shards.shape.kv_bytes)
-            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece)
+            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
             self.loads.add(piece.server, piece.load)
         if not kept and len(shards.owners(document)) > 1:
             self._stop_fetching(shard)

@@ -13,7 +13,6 @@ from distca.planning.devices import Devices
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Price, Problem
-from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Ints, Span
 from distca.planning.tasks import Tasks
@@ -136,11 +135,11 @@ class PlacedShards:
             self._owners[document] = owners
         return self._owners[document]
 
-    def memory_bytes(self, document: int, piece: Piece) -> int:
-        """Returns what a piece takes on its server: q, o, and a packed copy of its keys."""
-        first, last = self.keys_needed(document, piece.span)
-        queries = piece.stop - piece.start
-        return 2 * queries * self.shape.q_bytes + (last - first) * self.shape.kv_bytes
+    def memory_bytes(self, document: int, queries: Span) -> int:
+        """Returns what queries take on another server: q, o, and a packed copy of their keys."""
+        first, last = self.keys_needed(document, queries)
+        q_and_o = 2 * (queries[1] - queries[0]) * self.shape.q_bytes
+        return q_and_o + (last - first) * self.shape.kv_bytes
 
     @cached_property
     def _lengths(self) -> list[int]:

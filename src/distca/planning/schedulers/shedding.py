@@ -176,17 +176,18 @@ def _fit_remainder(ledger: Ledger, shard: int, cut: Cut) -> Cut:
     missing = ledger.keys.num_missing(document, piece.server, need)
     arriving = (piece.stop - piece.start) * shards.shape.q_bytes + missing * shards.shape.kv_bytes
     limit = ledger.peak_traffic + cut.over_limit
+    memory_bytes = shards.memory_bytes(document, piece.span)
+    same_node = shards.same_node(piece.server, home)
     taken = {other.server for other in cut.pieces}
     for headroom in headrooms[bisect.bisect_left(headrooms, (piece.load, -1)) :]:
         server = headroom.server
         if server == piece.server:
             break
-        moved = piece._replace(server=server)
         if (
             server not in taken
             and ledger.received(server) + arriving <= limit
-            and ledger.fits_memory(document, moved)
-            and shards.same_node(server, home) == shards.same_node(piece.server, home)
+            and ledger.free_bytes(server) >= memory_bytes
+            and shards.same_node(server, home) == same_node
         ):
-            return cut._replace(pieces=[*cut.pieces[:-1], moved])
+            return cut._replace(pieces=[*cut.pieces[:-1], piece._replace(server=server)])
     return cut
