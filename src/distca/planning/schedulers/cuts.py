@@ -77,8 +77,8 @@ class Candidates:
     stop: Ints  # [S, T]
     load: Ints  # [S, T]
     keys: Ints  # [S, T] number of keys that the piece needs
-    leaves_enough: Bools  # [T] whether at most the allowed load stays at home
-    leaves_nothing: Bools  # [T] whether nothing stays at home
+    sheds_enough: Bools  # [T] whether at most the allowed load stays at home
+    keeps_nothing: Bools  # [T] whether nothing stays at home
 
     @property
     def queries(self) -> Ints:
@@ -108,23 +108,20 @@ def best_cut(
     Returns None if no candidate fits into the headroom and the memory of the targets.
     """
     candidates = list_candidates(shard, keep, targets, shape)
-    fits = candidates.leaves_enough & _fits(candidates, targets, shape)
+    fits = candidates.sheds_enough & _fits(candidates, targets, shape)
     if not fits.any():
         return None
     traffic = _traffic(shard, candidates, targets, sources, shape)
     over_limit = np.maximum(traffic.peak - traffic_limit, 0)
     best = int(np.lexsort((traffic.cost, over_limit, ~fits))[0])
-    columns = (array[:, best].tolist() for array in (candidates.start, candidates.stop))
-    loads = candidates.load[:, best].tolist()
+    columns = (candidates.start, candidates.stop, candidates.load)
+    starts, stops, loads = (column[:, best].tolist() for column in columns)
     pieces = [
         Piece(start, stop, target.server, load)
-        for start, stop, load, target in zip(*columns, loads, targets, strict=True)
+        for start, stop, target, load in zip(starts, stops, targets, loads, strict=True)
         if start < stop
     ]
     return Cut(pieces, int(over_limit[best]), float(traffic.cost[best]))
-
-
-# 1. Candidates
 
 
 def list_candidates(
@@ -148,8 +145,8 @@ def list_candidates(
         stop=stop,
         load=as_ints([*loads, shard.load(start[-1], stop[-1])]),
         keys=shard.num_keys_in((0, shard.length), start, stop),
-        leaves_enough=rest.is_enough & ((bottom < top) | (rest.start < rest.stop)),
-        leaves_nothing=(rest.start == 0) & (rest.stop == bottom) & (top == last),
+        sheds_enough=rest.is_enough & ((bottom < top) | (rest.start < rest.stop)),
+        keeps_nothing=(rest.start == 0) & (rest.stop == bottom) & (top == last),
     )
 
 
@@ -182,9 +179,6 @@ def _place_remainder(
     return _Remainder(shard.highest_stop(stop, may_stay - gap), stop, may_stay >= gap)
 
 
-# 2. What candidates need and move
-
-
 def _fits(candidates: Candidates, targets: Sequence[Target], shape: ModelShape) -> Bools:
     """[T] Returns whether all pieces fit into the headroom and the memory of their servers."""
     headroom = as_ints([target.headroom for target in targets])[:, None]
@@ -210,7 +204,7 @@ def _traffic(
     cost: Floats = np.add.reduce((arriving + q_bytes) * price)
     received = as_ints([target.received for target in targets])[:, None]
     peak = np.maximum.reduce(received + arriving)
-    saves_fetching = len(sources) > 1 and bool(candidates.leaves_nothing.any())
+    saves_fetching = len(sources) > 1 and bool(candidates.keeps_nothing.any())
     for source in sources:
         keys = shard.num_keys_in(source.span, candidates.start, candidates.stop)
         keys = _subtract_held(shard, candidates, targets, source.span, keys)
@@ -223,8 +217,8 @@ def _traffic(
         elif saves_fetching:  # home fetches no keys for a shard of which it computes nothing
             span = as_ints(shard.start), as_ints(shard.stop)
             fetched = shape.kv_bytes * shard.num_keys_in(source.span, *span)
-            sent -= candidates.leaves_nothing * fetched
-            cost -= candidates.leaves_nothing * fetched * _byte_price(source.same_node)
+            sent -= candidates.keeps_nothing * fetched
+            cost -= candidates.keeps_nothing * fetched * _byte_price(source.same_node)
         peak = np.maximum(peak, sent)
     return CandidateTraffic(cost, peak)
 
