@@ -36,8 +36,10 @@ from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, cumulative
 from distca.planning.traffic import forward_traffic
 
-# Densities that are tried, relative to that of the short documents.
-FIRST_DENSITY, DENSITY_STEP, NUM_DENSITIES = 0.7, 1.04, 24
+# docs/planning.md ("What was tried") has the figures behind these constants.
+FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
+DENSITY_STEP = 1.04  # from one density to the next
+NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 FILL_SLACK = 0.002  # share of the mean load that may be missing: short documents are not a fluid
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least

@@ -20,8 +20,8 @@ from distca.planning.models import ModelShape
 from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
 
-NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less (docs/planning.md); a single piece tries twice
-INSIDE_NODE = 0.125  # cost of a byte inside a node: NVLink is about 8 x faster than a NIC per GPU
+NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
+INSIDE_NODE = 0.125  # price of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
 class Piece(NamedTuple):

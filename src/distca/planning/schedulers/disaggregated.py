@@ -24,8 +24,9 @@ from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import shed, surplus_ranks
 from distca.planning.tasks import Tasks
 
-NUM_TRIES = 6  # with new estimates of the mean; two suffice for nearly all batches, none needed six
-MARGIN = 0.002  # on the estimated mean, from one try to the next: a tenth of the default tolerance
+# docs/planning.md ("What was tried") has the figures behind the constants of all steps.
+NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
+MARGIN = 0.002  # on the estimated mean: a tenth of the default tolerance
 
 
 class SearchOrder(NamedTuple):
@@ -36,8 +37,7 @@ class SearchOrder(NamedTuple):
     seed: int = 0  # above 0: ranks shed their surplus in a random order
 
 
-# The first is the best on average; the others win on some batches of few ranks. docs/planning.md
-# has the figures for 4, 8 and 16 of them.
+# The first is the best on average; each of the others is the best on some batches of few ranks.
 SEARCH_ORDERS = (
     SearchOrder(senders_first=0.75, max_adopted=0.25),
     SearchOrder(senders_first=2.0, max_adopted=0.25),  # no rank reaches 2.0: no senders first

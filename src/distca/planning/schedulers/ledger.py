@@ -14,7 +14,7 @@ from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
 from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
 from distca.planning.tasks import Tasks
 
-NUM_SOURCES = 4  # workers of a document whose sent bytes a cut looks at, the busiest ones
+NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
 
 
 class Headroom(NamedTuple):

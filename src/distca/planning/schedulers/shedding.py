@@ -12,13 +12,15 @@ from distca.planning.schedulers.cuts import Cut, best_cut
 from distca.planning.schedulers.ledger import Headroom, Ledger
 from distca.planning.spans import as_ints
 
-# Figures: bytes against the values below, on 120 plans of 8 to 64 ranks.
-NUM_ROUNDS = 64  # how often ranks are sorted again; 16: worst rank up to 0.4 % more, 1: 3.4 %
-NUM_SHARDS = 2  # heaviest shards of a rank that are tried; 1: up to 0.5 % more, 3: the same
-NUM_HOLDERS = 3  # servers with keys of the document that are tried; 0: 1.5 % more, 6: the same
-MAX_SPARE = 2  # servers beyond the fewest, if tiles leave a remainder; 0: 8.5 % more, 4: the same
-NUM_PARTIAL = 8  # largest headrooms that a shard is spread over if it cannot shed all; 32: the same
-PARTS = (0.95, 0.85, 0.7, 0.5)  # of these headrooms that are used, since short pieces cost more
+# Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
+NUM_ROUNDS = 64  # how often the ranks with a surplus are sorted again
+NUM_SHARDS = 2  # heaviest shards of a rank that are tried
+NUM_HOLDERS = 3  # servers with keys of the document that are tried
+MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
+# If a rank cannot shed its surplus out of one shard, it fills these shares of the largest headrooms.
+# Shares are below 1, because short pieces cost more than their part of the load.
+NUM_PARTIAL = 8
+PARTS = (0.95, 0.85, 0.7, 0.5)
 
 
 def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[int]:
