@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.problem import Problem
 from distca.planning.schedulers.cuts import Piece, Source, Target
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
 from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
@@ -28,13 +27,16 @@ class Loads:
     """The load of every rank, and the servers with headroom in sorted order."""
 
     def __init__(self, load: Ints, capacity: Ints, serving: Sequence[int]) -> None:
-        self._load, self._capacity = load.copy(), capacity
+        self._load, self._capacity = load, capacity
         self._serving = frozenset(serving)
         self._headrooms = sorted(
             Headroom(self.headroom(server), server)
             for server in serving
             if self.headroom(server) > 0
         )
+
+    def serves(self, rank: int) -> bool:
+        return rank in self._serving
 
     @property
     def per_rank(self) -> Ints:
@@ -68,7 +70,7 @@ class Loads:
         if index < len(self._headrooms) and self._headrooms[index].server == rank:
             del self._headrooms[index]
         self._load[rank] += load
-        if self.headroom(rank) > 0 and rank in self._serving:
+        if self.headroom(rank) > 0 and self.serves(rank):
             bisect.insort(self._headrooms, Headroom(self.headroom(rank), rank))
 
 
@@ -117,19 +119,19 @@ class Ledger:
 
     def __init__(self, shards: PlacedShards, total_work: int = 0) -> None:
         """total_work: the work from which capacities are derived; 0: that of uncut shards."""
-        problem = shards.problem
-        self.shards = shards
+        problem, traffic = shards.problem, shards.traffic_at_home
+        placement, devices, shape = problem.placement, problem.devices, problem.shape
+        self.problem, self.shards = problem, shards
         self.keys = HeldKeys(shards)
-        load, traffic = shards.load_at_home, shards.traffic_at_home
-        capacity = problem.devices.capacity(total_work or int(load.sum()), problem.tolerance)
-        self.loads = Loads(load, capacity, problem.devices.serving.tolist())
+        load = np.zeros(devices.num_ranks, np.int64)
+        np.add.at(load, placement.worker, shards.load)
+        capacity = devices.capacity(total_work or int(load.sum()), problem.tolerance)
+        self.loads = Loads(load, capacity, devices.serving.tolist())
         self._sent, self._received = traffic.send.copy(), traffic.recv.copy()
-        self._free_bytes = shards.free_bytes_at_home.copy()
+        self._free_bytes = devices.memory_bytes - traffic.recv
+        token_bytes = 2 * shape.q_bytes + shape.kv_bytes
+        self._free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
         self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
-
-    @property
-    def problem(self) -> Problem:
-        return self.shards.problem
 
     @property
     def peak_traffic(self) -> int:
@@ -182,12 +184,12 @@ class Ledger:
         shards, home, document = self.shards, self.shards.home[shard], self.shards.document[shard]
         kept = self._rest(shard, pieces)
         for piece in pieces:
-            q_bytes = (piece.stop - piece.start) * shards.shape.q_bytes
+            q_bytes = (piece.stop - piece.start) * self.problem.shape.q_bytes
             self._send(home, piece.server, q_bytes)  # q
             self._send(piece.server, home, q_bytes)  # o
             need = shards.keys_needed(document, piece.span)
             for owner, num_keys in self.keys.add(document, piece.server, need):
-                self._send(owner, piece.server, num_keys * shards.shape.kv_bytes)
+                self._send(owner, piece.server, num_keys * self.problem.shape.kv_bytes)
             self._free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
             self.loads.add(piece.server, piece.load)
         if not kept and len(shards.owners(document)) > 1:
@@ -214,7 +216,7 @@ class Ledger:
         need = self.shards.keys_needed(document, self.shards.span[shard])
         for owner, spans in self.shards.owners(document).items():
             if owner != home:
-                fetched = num_shared(spans, need) * self.shards.shape.kv_bytes
+                fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
                 self._send(owner, home, -fetched)
                 self._free_bytes[home] += fetched
         self.keys.keep_own(document, home)
@@ -225,7 +227,7 @@ class Ledger:
 
     def tasks(self) -> Tasks:
         """Returns the tasks of all shards, cut and uncut."""
-        placement = self.shards.placement
+        placement = self.problem.placement
         rows = [
             (shard, piece.start, piece.stop, piece.server)
             for shard, pieces in self._pieces.items()

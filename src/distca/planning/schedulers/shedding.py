@@ -17,9 +17,9 @@ NUM_ROUNDS = 64  # how often the ranks with a surplus are sorted again
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
-# If a rank cannot shed its surplus out of one shard, it fills these shares of the largest headrooms.
+# If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their part of the load.
-NUM_PARTIAL = 8
+NUM_PARTIAL = 8  # how many of the largest headrooms are filled
 PARTS = (0.95, 0.85, 0.7, 0.5)
 
 
@@ -59,8 +59,9 @@ def _estimate_sent(ledger: Ledger, rank: int) -> float:
     shards, surplus = ledger.shards, ledger.loads.surplus(rank)
     full = [headroom.load for headroom in _fewest(ledger.loads.headrooms, surplus)][:-1]
     loads = as_ints([*full, surplus - sum(full)])
-    stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shards.shape)
-    q, kv = shards.shape.q_bytes, shards.shape.kv_bytes
+    shape = ledger.problem.shape
+    stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shape)
+    q, kv = shape.q_bytes, shape.kv_bytes
     return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent(rank))
 
 
@@ -121,7 +122,7 @@ def find_cut(ledger: Ledger, shard: int, keep: int) -> Cut | None:
                 continue
             tried.append(servers)
             targets = [ledger.target(shard, headroom) for headroom in servers]
-            cut = best_cut(cuttable, keep, targets, sources, ledger.shards.shape, limit)
+            cut = best_cut(cuttable, keep, targets, sources, ledger.problem.shape, limit)
             if cut is not None:
                 cuts.append(cut if targets[-1].held else _fit_remainder(ledger, shard, cut))
         if cuts:
@@ -139,7 +140,7 @@ def _server_sets(ledger: Ledger, shard: int, load: int, spare: int) -> Iterator[
     holders = [
         Headroom(loads.headroom(server), server)
         for server in ledger.keys.holders(shards.document[shard])
-        if server != home and loads.headroom(server) > 0 and shards.serves(server)
+        if server != home and loads.headroom(server) > 0 and loads.serves(server)
     ]
     sets = [_fewest(loads.headrooms, load, spare=spare)]
     for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
@@ -176,7 +177,8 @@ def _fit_remainder(ledger: Ledger, shard: int, cut: Cut) -> Cut:
     piece, document, home = cut.pieces[-1], shards.document[shard], shards.home[shard]
     need = shards.keys_needed(document, piece.span)
     missing = ledger.keys.num_missing(document, piece.server, need)
-    arriving = (piece.stop - piece.start) * shards.shape.q_bytes + missing * shards.shape.kv_bytes
+    shape, queries = ledger.problem.shape, piece.stop - piece.start
+    arriving = queries * shape.q_bytes + missing * shape.kv_bytes
     limit = ledger.peak_traffic + cut.over_limit
     memory_bytes = shards.memory_bytes(document, piece.span)
     same_node = shards.same_node(piece.server, home)
