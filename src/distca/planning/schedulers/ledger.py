@@ -115,7 +115,7 @@ class HeldKeys:
 
 
 class Ledger:
-    """Starts with every shard at home. ``move`` moves pieces and records everything they change."""
+    """Loads, keys, traffic, memory and pieces of one try, which starts with every shard at home."""
 
     def __init__(self, shards: PlacedShards, total_work: int = 0) -> None:
         """total_work: the work from which capacities are derived; 0: that of uncut shards."""

@@ -73,7 +73,7 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
     for move in sorted(_possible_moves(ledger), reverse=True):
-        shard, rank = move.shard, -move.negative_rank
+        shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
         before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
@@ -93,7 +93,7 @@ class _Move(NamedTuple):
 
     saved_bytes: int
     shard: int
-    negative_rank: int
+    rank: int
 
 
 def _possible_moves(ledger: Ledger) -> list[_Move]:
@@ -108,10 +108,10 @@ def _possible_moves(ledger: Ledger) -> list[_Move]:
         owned = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
         fetched = last - first - owned.pop(shards.home[shard])
         if owned:
-            most, negative_rank = max((keys, -rank) for rank, keys in owned.items())
+            rank = max(owned, key=lambda rank: (owned[rank], -rank))
             arriving = 2 * shape.q_bytes * (stop - start)
-            arriving += shape.kv_bytes * (last - first - most)
-            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, negative_rank))
+            arriving += shape.kv_bytes * (last - first - owned[rank])
+            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, rank))
     return moves
 
 
