@@ -33,7 +33,7 @@ from strategies import (
 
 import distca
 from distca.planning.api import place_and_plan
-from distca.planning.placement import Placement
+from distca.planning.placement import Placement, Shard
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
 from distca.planning.spans import as_ints
@@ -117,7 +117,15 @@ def test_wrong_shards_are_refused(
     lengths: list[int], shards: list[tuple[int, int, int, int]], workers: int
 ) -> None:
     with pytest.raises(ValueError, match=r"\w+ \w+"):
-        Placement.from_shards(as_ints(lengths), shards, workers)
+        Placement.from_shards(as_ints(lengths), [Shard(*s) for s in shards], workers)
+
+
+@given(ranks())
+def test_shards_give_the_placement_back(held: list[list[Entry]]) -> None:
+    placement = Placement.from_ranks(held)
+    again = Placement.from_shards(placement.lengths, placement.shards(), placement.num_workers)
+    for name in ("document", "start", "stop", "worker", "row", "tokens"):
+        assert getattr(again, name).tolist() == getattr(placement, name).tolist()
 
 
 # -- balanced placement --------------------------------------------------------------------------
