@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from calibration import TimedCall, calibrated
 from torch import Tensor
 
 from distca.attention.backends import Backend, PackedCall, Saved, Traits, backends
@@ -33,7 +34,6 @@ from distca.dispatch.layout import Layout
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan
-from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.masks import Mask
 from distca.planning.models import model_shape

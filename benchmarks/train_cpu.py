@@ -35,6 +35,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from calibration import TimedCall, calibrated
 
 from distca.attention.backends.base import PackedCall, Saved
 from distca.attention.backends.sdpa import Sdpa
@@ -44,7 +45,6 @@ from distca.model.llama import Llama, on_meta
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions

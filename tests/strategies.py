@@ -1,4 +1,4 @@
-"""Hypothesis strategies: small batches with every oddity that a trainer may hand over.
+"""Hypothesis strategies for small batches with all unusual inputs that a trainer may pass.
 
 Tiles are small too, so that documents of a few dozen tokens are cut and every token can be checked.
 """
@@ -39,7 +39,7 @@ class Batch:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def plan(self, **changes: Any) -> distca.Plan:
-        """By ``distca.plan``, or by the ``policy`` and ``placement`` that are among the options."""
+        """Plans the batch with the ``policy`` and ``placement`` of its options."""
         options = {"model": SHAPE, **self.options, **changes}
         policy = policy_of(options.pop("policy", "distca"), options.pop("placement", "given"))
         with cpu_limit(2.0):
@@ -52,7 +52,7 @@ class Batch:
 
 @contextmanager
 def cpu_limit(seconds: float) -> Iterator[None]:
-    """Ends a call that hangs, so that its example can still be shrunk. These take milliseconds."""
+    """Ends a call that hangs, so that its example can be shrunk; calls take milliseconds."""
 
     def stop(*_: object) -> None:
         raise TimeoutError(f"no plan after {seconds} s of CPU time")
@@ -102,7 +102,7 @@ def ranks(
 
 
 def masks(documents: int) -> st.SearchStrategy[str | list[str]]:
-    """One for all documents, or one for each."""
+    """One mask for all documents, or one for each."""
     one = st.sampled_from(MASKS)
     return st.one_of(st.just("causal"), one, st.lists(one, min_size=documents, max_size=documents))
 
@@ -113,7 +113,7 @@ def tokens_of(entries: list[Entry]) -> int:
 
 @st.composite
 def roles(draw: Draw, held: list[list[Entry]]) -> dict[str, Any]:
-    """Who serves: in place, a dedicated pool, or both; speeds, other work, nodes and memory."""
+    """Servers in place, dedicated, or both, with speeds, other work, nodes and memory limits."""
     dedicated = draw(st.sampled_from([0, 0, 0, 1, 2]))
     count = len(held) + dedicated
     options: dict[str, Any] = {"servers": dedicated}
@@ -149,7 +149,7 @@ def batches(
     costs: tuple[str, ...] = COSTS,
     with_roles: bool = True,
 ) -> Batch:
-    """Everything at once."""
+    """Batches with any combination of documents, masks, costs, tolerances, grains and roles."""
     held = draw(ranks(max_ranks, max_documents, max_length))
     options = {
         "mask": draw(masks(num_documents(held))),
@@ -161,7 +161,7 @@ def batches(
 
 
 def causal_batches(**limits: Any) -> st.SearchStrategy[Batch]:
-    """Plain training: causal, every rank serves alike, costs that add up."""
+    """Batches with causal masks, equal servers, and costs that cutting does not change."""
 
     def plain(batch: Batch) -> Batch:
         return Batch(batch.ranks, {**batch.options, "mask": "causal"})

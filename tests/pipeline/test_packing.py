@@ -1,4 +1,4 @@
-"""Sets of documents and their place on workers: nothing lost, nothing twice, about even."""
+"""Packing keeps every document exactly once, in sets of about equal size."""
 
 from __future__ import annotations
 

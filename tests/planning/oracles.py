@@ -1,4 +1,4 @@
-"""What a plan must be, said slowly: loops over tokens and dense masks, nothing of the library.
+"""Slow reference results for plans: loops over tokens and dense masks, without the library.
 
 A token is a pair (document, position). Tasks are read from a plan's JSON.
 """
@@ -26,7 +26,7 @@ Shard = tuple[int, int, int]  # document, start, stop
 
 @cache
 def dense_mask(mask: str, length: int) -> npt.NDArray[np.bool_]:
-    """[queries, keys] of one document, cell by cell."""
+    """Returns the mask [queries, keys] of one document, computed entry by entry."""
     cells = np.zeros((length, length), dtype=bool)
     for query in range(length):
         for key in range(length):
@@ -53,7 +53,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Bytes:
-    """By rank; and what crosses nodes."""
+    """Bytes that each rank sends and receives, and those sent between nodes."""
 
     send: list[int]
     recv: list[int]
@@ -61,7 +61,7 @@ class Bytes:
 
 
 def planned(batch: Batch, **changes: Any) -> Plan | None:
-    """The plan, or None where there is a memory limit and the refusal names it."""
+    """Returns the plan, or None if a memory limit makes it impossible and the error says so."""
     try:
         return batch.plan(**changes)
     except ValueError as error:
@@ -71,7 +71,7 @@ def planned(batch: Batch, **changes: Any) -> Plan | None:
 
 
 def shards_of(ranks: Sequence[Sequence[Entry]]) -> list[list[Shard]]:
-    """The shards of each rank in order; documents are numbered as they appear."""
+    """Returns the shards of each rank in order; documents are numbered as they appear."""
     numbers: dict[object, int] = {}
     shards: list[list[Shard]] = []
     for rank, entries in enumerate(ranks):
@@ -86,7 +86,7 @@ def shards_of(ranks: Sequence[Sequence[Entry]]) -> list[list[Shard]]:
 
 
 def rows_of(ranks: Sequence[Sequence[Entry]]) -> list[list[Token]]:
-    """The tokens of each rank in order."""
+    """Returns the tokens of each rank in order."""
     return [
         [(document, position) for document, start, stop in held for position in range(start, stop)]
         for held in shards_of(ranks)
@@ -94,7 +94,7 @@ def rows_of(ranks: Sequence[Sequence[Entry]]) -> list[list[Token]]:
 
 
 def placed_rows(plan: Plan) -> list[list[Token]]:
-    """The same from a plan's own placement."""
+    """Returns the tokens of each rank in order, from a plan's placement."""
     return [
         [(s["document"], position) for s in shards for position in range(s["start"], s["stop"])]
         for shards in plan.to_json()["placement"]
@@ -114,14 +114,14 @@ def lengths_of(rows: Sequence[Sequence[Token]]) -> list[int]:
 
 
 def mask_names(batch: Batch) -> list[str]:
-    """The mask of each document."""
+    """Returns the mask of each document."""
     mask = batch.options.get("mask", "causal")
     count = len(lengths_of(rows_of(batch.ranks)))
     return [mask] * count if isinstance(mask, str) else list(mask)
 
 
 def read_tasks(plan: Plan, masks: Sequence[str], *, backward: bool = False) -> list[Task]:
-    """A direction's tasks. Keys and pairs come from the mask, not from the plan."""
+    """Returns the tasks of one direction. Keys and pairs come from the mask, not from the plan."""
     data = plan.to_json()
     rows = data["backward_tasks"] if backward and data["backward_tasks"] else data["tasks"]
     lengths = lengths_of(placed_rows(plan))
@@ -139,7 +139,7 @@ def queries_of(tasks: Iterable[Task]) -> list[Token]:
 
 
 def keys_needed(tasks: Iterable[Task], num_ranks: int) -> list[set[Token]]:
-    """By server, each key once however many tasks use it."""
+    """Returns the keys that each server needs, each key once."""
     needed: list[set[Token]] = [set() for _ in range(num_ranks)]
     for task in tasks:
         needed[task.server].update((task.document, key) for key in task.keys)
@@ -147,12 +147,12 @@ def keys_needed(tasks: Iterable[Task], num_ranks: int) -> list[set[Token]]:
 
 
 def forward_bytes(plan: Plan, masks: Sequence[str]) -> Bytes:
-    """Token by token: q out, o back, and every key once to each server that lacks it."""
+    """Counts bytes by token: q out, o back, and each key once to a server that needs it."""
     return _bytes(plan, masks, out=Q_BYTES, home=Q_BYTES, keys_home=0, backward=False)
 
 
 def backward_bytes(plan: Plan, masks: Sequence[str]) -> Bytes:
-    """q, o, do and a float per head out, dq back; kv out, dk and dv back."""
+    """Counts bytes by token: q, o, do, a float per head, k and v out; dq, dk and dv back."""
     out = 3 * Q_BYTES + 4 * plan.shape.heads
     return _bytes(plan, masks, out=out, home=Q_BYTES, keys_home=KV_BYTES, backward=True)
 
@@ -189,7 +189,7 @@ def _bytes(
 
 
 def memory_bytes(plan: Plan, masks: Sequence[str], *, backward: bool = False) -> list[int]:
-    """By rank: own q, k, v and o, and those of received queries and received keys."""
+    """Returns the bytes of each rank: q, k, v and o of its tokens, received queries and keys."""
     rows, tasks = placed_rows(plan), read_tasks(plan, masks, backward=backward)
     homes, ranks = homes_of(rows), plan.devices.num_ranks
     used = [(2 * Q_BYTES + KV_BYTES) * len(tokens) for tokens in rows]
@@ -203,7 +203,7 @@ def memory_bytes(plan: Plan, masks: Sequence[str], *, backward: bool = False) ->
 
 
 def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = False) -> list[int]:
-    """By rank, the picoseconds of its tasks on a device of speed 1."""
+    """Returns the picoseconds of each rank's tasks on a device of speed 1."""
     model = cost_model(cost, plan.shape)
     price = model.backward_ps if backward else model.forward_ps
     work = [0] * plan.devices.num_ranks
@@ -214,7 +214,7 @@ def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = Fal
 
 
 def imbalance_of(work: Sequence[int], plan: Plan) -> Fraction:
-    """Worst over mean finishing time; the mean is where all serving ranks would end together."""
+    """Returns worst over mean finishing time; at the mean, all serving ranks would end together."""
     speeds = [Fraction(speed) for speed in plan.devices.speed.tolist()]
     busy = [round(seconds * 1e12) for seconds in plan.devices.busy_s.tolist()]
     finish = [
@@ -226,14 +226,14 @@ def imbalance_of(work: Sequence[int], plan: Plan) -> Fraction:
 
 
 def pack_in_order(lengths: Sequence[int], workers: int) -> list[list[Token]]:
-    """Documents one after the other, worker w taking tokens [w T / W, (w + 1) T / W)."""
+    """Packs documents one after the other; worker w takes tokens [w T / W, (w + 1) T / W)."""
     tokens = [(d, position) for d, length in enumerate(lengths) for position in range(length)]
     borders = [len(tokens) * worker // workers for worker in range(workers + 1)]
     return [tokens[a:b] for a, b in pairwise(borders)]
 
 
 def head_tail(tokens: Sequence[Any], members: int) -> list[list[Any]]:
-    """2c chunks of a sequence; member i takes chunks i and 2c - 1 - i."""
+    """Cuts a sequence into 2c chunks; member i takes chunks i and 2c - 1 - i."""
     ends = [len(tokens) * chunk // (2 * members) for chunk in range(2 * members + 1)]
     chunks = [list(tokens[a:b]) for a, b in pairwise(ends)]
     return [chunks[i] + chunks[2 * members - 1 - i] for i in range(members)]

@@ -1,4 +1,4 @@
-"""Lower bounds of the traffic, against every plan there is."""
+"""Lower bounds of traffic, compared with all possible plans of tiny batches."""
 
 import random
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ WITHIN = 1.5  # of the optimum, at most, on every instance (1.43 was seen among 
 
 @dataclass(frozen=True)
 class Unit:
-    """What is never cut: queries of one tile and one shard. Keys are bits of an integer."""
+    """Queries of one tile and one shard, which are never cut. Keys are bits of an integer."""
 
     document: int
     home: int
@@ -37,7 +37,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Optimum:
-    """The fewest bytes of all plans within the bound; None where there is no such plan."""
+    """Returns the fewest bytes of all plans within the bound, or None if there is no such plan."""
 
     placed: int | None
     free: int | None  # if tokens could also live anywhere
@@ -57,7 +57,7 @@ def units_of(batch: Batch) -> list[Unit]:
 
 
 def search(batch: Batch) -> Optimum:
-    """Every unit on every serving rank."""
+    """Searches all assignments of units to serving ranks for the fewest bytes."""
     rows, units = rows_of(batch.ranks), units_of(batch)
     dedicated = batch.options.get("servers", 0)
     ranks = len(rows) + dedicated
@@ -119,7 +119,7 @@ def tiny_batches(draw: Draw) -> Batch:
 
 
 def check_against_search(batch: Batch) -> Iterator[float]:
-    """Bounds below the optimum, the plan above it; yields how far above."""
+    """Checks lower bound <= optimum <= plan, and yields how far the plan is above the optimum."""
     best, plan = search(batch), batch.plan()
     if best.placed is None:
         assert plan.shortfall, "no plan at all keeps the bound"
@@ -152,7 +152,7 @@ def test_no_plan_is_below_the_bound_at_length(batch: Batch) -> None:
     "instances", [pytest.param(120), pytest.param(1000, marks=pytest.mark.slow)]
 )
 def test_most_plans_are_the_best_there_is(instances: int) -> None:
-    """Of tiny instances that have a plan within the bound, nearly all get one, near the optimum."""
+    """Nearly all tiny batches with a plan within the bound get one, close to the optimum."""
     factors, missed = [], 0
     for seed in range(instances):
         generator = random.Random(seed)

@@ -1,4 +1,4 @@
-"""``verify`` refuses plans that were tampered with."""
+"""``verify`` refuses plans that were changed after planning."""
 
 from collections.abc import Callable
 from dataclasses import fields, replace

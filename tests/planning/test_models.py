@@ -1,4 +1,4 @@
-"""What a token weighs."""
+"""Bytes and FLOPs of a token."""
 
 import pytest
 

@@ -33,7 +33,7 @@ from strategies import (
 
 import distca
 from distca.planning.api import place_and_plan
-from distca.planning.placement import Placement
+from distca.planning.placement import Placement, Shard
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
 from distca.planning.spans import as_ints
@@ -117,14 +117,22 @@ def test_wrong_shards_are_refused(
     lengths: list[int], shards: list[tuple[int, int, int, int]], workers: int
 ) -> None:
     with pytest.raises(ValueError, match=r"\w+ \w+"):
-        Placement.from_shards(as_ints(lengths), shards, workers)
+        Placement.from_shards(as_ints(lengths), [Shard(*s) for s in shards], workers)
+
+
+@given(ranks())
+def test_shards_give_the_placement_back(held: list[list[Entry]]) -> None:
+    placement = Placement.from_ranks(held)
+    again = Placement.from_shards(placement.lengths, placement.shards(), placement.num_workers)
+    for name in ("document", "start", "stop", "worker", "row", "tokens"):
+        assert getattr(again, name).tolist() == getattr(placement, name).tolist()
 
 
 # -- balanced placement --------------------------------------------------------------------------
 
 
 def check_balanced(batch: Batch, plan: Plan) -> None:
-    """A permutation of the same tokens, even to one tile, within the bound or stated."""
+    """Checks for the same tokens, equal counts up to one tile, and the bound or a shortfall."""
     given_rows, rows = rows_of(batch.ranks), placed_rows(plan)
     assert len(rows) == len(batch.ranks)
     tokens = [token for row in rows for token in row]
@@ -165,7 +173,7 @@ def test_balanced_placement_moves_only_keys_among_enough_short_documents(batch: 
 
 
 def cut_positions(plan: Plan, wanted: Callable[[int], bool]) -> list[int]:
-    """Places inside documents where the home changes."""
+    """Returns the positions inside documents at which the home changes."""
     homes = homes_of(placed_rows(plan))
     return [
         position
@@ -195,7 +203,7 @@ def many_short(seed: int, workers: int, context: int) -> list[int]:
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("workers", [4, 16])
 def test_balanced_placement_of_a_training_batch(seed: int, workers: int) -> None:
-    """Even tokens, even attention, tile-aligned cuts, and no query moves."""
+    """Tokens and attention are even, cuts are multiples of the tile, and no query moves."""
     lengths = many_short(seed, workers, 16384)
     held = Placement.in_order(as_ints(lengths), workers)
     plan = place_and_plan(held, policy_of("distca", "balanced"), model="llama3-8b", cost="pairs")
@@ -216,7 +224,7 @@ def test_balanced_placement_of_a_training_batch(seed: int, workers: int) -> None
 
 
 def test_balanced_placement_keeps_what_is_even() -> None:
-    """Two equal documents on two ranks need no key to travel."""
+    """Two equal documents on two ranks need no keys to be sent."""
     plan = Batch([[64], [64]], {"cost": "pairs", "tile": 4, "min_shard": 4}).plan(
         placement="balanced"
     )
@@ -225,7 +233,7 @@ def test_balanced_placement_keeps_what_is_even() -> None:
 
 
 def test_balanced_placement_of_one_document_over_all_ranks() -> None:
-    """No short documents to fill up with: tasks move as well, and the bound still holds."""
+    """Without short documents to fill up workers, tasks move as well, and the bound still holds."""
     options = {"cost": "pairs", "tile": 4, "min_shard": 4, "tolerance": 0.05}
     batch = Batch([[512], [], [], []], options)
     plan = batch.plan(placement="balanced")
@@ -234,7 +242,7 @@ def test_balanced_placement_of_one_document_over_all_ranks() -> None:
 
 
 def test_balanced_placement_fits_where_documents_in_order_do() -> None:
-    """One worker and one server with memory for exactly its tokens: no other placement will do."""
+    """One worker and one server with memory for exactly its tokens: there is no other placement."""
     options = {"cost": "pairs", "tile": 1, "min_shard": 1, "servers": 1}
     batch = Batch([[26, 26]], {**options, "memory_bytes": 52 * OWN_BYTES})
     assert batch.plan().meets_bound

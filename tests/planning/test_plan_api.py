@@ -1,4 +1,4 @@
-"""``distca.plan``: wrong use is one clear sentence, right use reads as documented."""
+"""``distca.plan``: errors are one clear sentence, and documented calls work."""
 
 from collections.abc import Callable
 from typing import Any

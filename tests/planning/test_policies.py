@@ -36,7 +36,7 @@ def forward_pairs(plan: Plan) -> list[int]:
 
 
 def spans_on(plan: Plan, rank: int) -> list[tuple[int, int, int]]:
-    """What a rank computes: document and queries."""
+    """Returns the tasks of a rank, as document and queries."""
     tasks = plan.to_json()["tasks"]
     return [(t["document"], *t["q"]) for t in tasks if t["server"] == rank]
 
@@ -81,7 +81,7 @@ def test_colocated_fetches_the_keys_of_a_spanning_document() -> None:
 
 
 def test_head_tail_cp_of_a_packed_sequence() -> None:
-    """16 tokens in four chunks: 0 and 3 to rank 0, 1 and 2 to rank 1. Uneven, for it is packed."""
+    """16 tokens in four chunks: 0 and 3 to rank 0, 1 and 2 to rank 1. Packed, it is not even."""
     plan = plan_of([[8], [4, 4]], "head-tail-cp", cp=2)
     assert spans_on(plan, 0) == [(0, 0, 4), (2, 0, 4)]
     assert spans_on(plan, 1) == [(0, 4, 8), (1, 0, 4)]

@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from distca.planning.spans import Spans, as_ints, cumulative, expand, overlaps, union
+from distca.planning.spans import (
+    Spans,
+    as_ints,
+    cumulative,
+    expand,
+    num_shared,
+    overlaps,
+    union,
+    with_span,
+)
 
 GROUPS = st.integers(0, 3)
 SPANS = st.lists(
@@ -86,3 +95,15 @@ def test_overlaps_with_nothing(empty: int) -> None:
     sides = [to_spans([(0, 0, 5)]), to_spans([(0, 0, 5)])]
     sides[empty] = to_spans([])
     assert len(overlaps(*sides).left) == 0
+
+
+@given(SPANS)
+def test_lists_of_spans_agree_with_arrays(rows: list[tuple[int, int, int]]) -> None:
+    """Spans that are added one by one to a list give the union, and share the same tokens."""
+    spans: list[tuple[int, int]] = []
+    for _, start, stop in rows:
+        tokens = {token for low, high in spans for token in range(low, high)}
+        assert num_shared(spans, (start, stop)) == len(tokens & set(range(start, stop)))
+        spans = with_span(spans, (start, stop))
+    joined = union(to_spans([(0, start, stop) for _, start, stop in rows]))
+    assert spans == list(zip(joined.start.tolist(), joined.stop.tolist(), strict=True))

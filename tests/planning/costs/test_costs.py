@@ -1,4 +1,4 @@
-"""Costs: whole picoseconds, exact where they can be, near what was measured elsewhere."""
+"""Costs are whole picoseconds, and close to measurements."""
 
 import json
 from collections.abc import Sequence
@@ -47,7 +47,7 @@ def price(model: CostModel, way: str, queries: int, keys: int, pairs: int) -> in
 
 
 def causal_pairs(queries: int, keys: int) -> int:
-    """Of the last ``queries`` rows of a document of ``keys`` tokens."""
+    """Returns the pairs of the last ``queries`` rows of a document of ``keys`` tokens."""
     return queries * (2 * keys - queries + 1) // 2
 
 
@@ -103,7 +103,7 @@ def test_cutting_a_document_never_saves_time(cost: str, way: str) -> None:
 @pytest.mark.parametrize("cost", ["pairs", "analytic", *SHIPPED])
 @given(queries=st.integers(1, 9000), before=st.integers(0, 30000))
 def test_nothing_goes_below_the_stated_least_cost(cost: str, queries: int, before: int) -> None:
-    """Lower bounds rest on it."""
+    """Lower bounds of traffic depend on this."""
     model = cost_model(cost, LLAMA)
     keys = before + queries
     pairs = causal_pairs(queries, keys)
@@ -201,7 +201,7 @@ def test_a_table_lies_between_its_grid_points_and_goes_on_outside() -> None:
 def test_a_kernel_with_costs_per_row_and_key_is_met_between_the_grid_points(
     way: str, queries: int, before: int
 ) -> None:
-    """The law that kernels follow, from a table of powers of two; tasks of any size."""
+    """A table of powers of two gives the analytic form back for tasks of any size."""
     law = replace(AnalyticCost.cpu(LLAMA), tile=1, forward=KernelRate(600, 550, 20, 0.0))
     law = replace(law, backward=KernelRate(600, 300, 245, 0.0))
     grid = [2**power for power in range(7, 18)]

@@ -1,4 +1,4 @@
-"""Profiles as files: what goes in comes out, and what is wrong with one is a sentence."""
+"""Profiles as files: they read back as written, and errors are one clear sentence."""
 
 import json
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Pieces of one shard."""
+"""Possible pieces of one shard."""
 
 import numpy as np
 import pytest

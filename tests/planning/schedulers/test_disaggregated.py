@@ -1,4 +1,4 @@
-"""The scheduler's promises, token by token, and what it does in cases worked out by hand."""
+"""The scheduler's guarantees, checked for every token, and examples worked out by hand."""
 
 import json
 from collections import Counter
@@ -33,7 +33,7 @@ FINE = {"cost": "pairs", "tile": 4, "min_shard": 4}
 
 
 def check_coverage(batch: Batch, plan: Plan) -> None:
-    """Every query in one task, the keys its mask needs, and one home, on ranks that serve."""
+    """Checks that every query is in one task, with one home, its keys, and a serving rank."""
     rows = rows_of(batch.ranks)
     assert placed_rows(plan) == rows
     homes, masks = homes_of(rows), mask_names(batch)
@@ -48,7 +48,7 @@ def check_coverage(batch: Batch, plan: Plan) -> None:
 
 
 def check_bound(batch: Batch, plan: Plan) -> None:
-    """Kept on every rank in both directions, or said not to be; and said only when so."""
+    """Checks that a plan meets the bound in both directions if and only if it has no shortfall."""
     masks, cost = mask_names(batch), batch.options["cost"]
     worst = max(
         imbalance_of(work_of(plan, masks, cost, backward=way), plan) for way in (False, True)
@@ -65,7 +65,7 @@ def check_bound(batch: Batch, plan: Plan) -> None:
 
 
 def check_cuts(batch: Batch, plan: Plan) -> None:
-    """Cuts lie on tiles; pieces of a shard that was cut are no smaller than the minimum."""
+    """Checks that cuts are multiples of the tile, and pieces no smaller than the minimum."""
     tile, minimum = batch.options["tile"], batch.options["min_shard"]
     shards = {
         (s["document"], position): (s["start"], s["stop"])
@@ -84,7 +84,7 @@ def check_cuts(batch: Batch, plan: Plan) -> None:
 
 
 def check_traffic(batch: Batch, plan: Plan) -> None:
-    """The plan's bytes are those of every single token."""
+    """Checks the plan's bytes against the sum over all tokens."""
     masks = mask_names(batch)
     for oracle, traffic in (
         (forward_bytes(plan, masks), plan.traffic),
@@ -171,8 +171,8 @@ def test_memory_limits_what_a_rank_takes(spanning: bool) -> None:
     document: list[list[Entry]] = (
         [[shard(0, 0, 200)], [shard(0, 200, 210)]] if spanning else [[200], [8]]
     )
-    for room in (0, 20, 60, 120):
-        batch = Batch(document, {**FINE, "memory_bytes": (200 + room) * OWN_BYTES})
+    for spare in (0, 20, 60, 120):
+        batch = Batch(document, {**FINE, "memory_bytes": (200 + spare) * OWN_BYTES})
         plan = batch.plan()
         check_memory(batch, plan)
         check_bound(batch, plan)
@@ -372,7 +372,7 @@ def test_a_rank_busy_past_the_bound_gets_nothing_and_is_named() -> None:
 
 
 def test_keys_are_not_sent_twice() -> None:
-    """Both halves of a document go to the one server that there is; its keys travel once."""
+    """Both halves of a document go to the only server; its keys are sent once."""
     halves: list[list[Entry]] = [[shard(0, 0, 40)], [shard(0, 40, 80)]]
     batch = Batch(halves, {**FINE, "servers": 1})
     plan = batch.plan()
@@ -390,7 +390,7 @@ def test_keys_that_live_on_the_server_do_not_travel() -> None:
 
 
 def test_backward_may_have_tasks_of_its_own() -> None:
-    """Short shards are dear in backward only, so one set of tasks cannot serve both here."""
+    """Short shards are expensive in backward only, so one set of tasks cannot meet both bounds."""
     ranks: list[list[Entry]] = [[4096 * 4], [128] * 128, [512] * 32, [1024] * 16]
     plan = distca.plan(ranks, model="llama3-8b", cost="analytic")
     assert plan.meets_bound
@@ -468,7 +468,7 @@ def training_batch(seed: int, workers: int, context: int) -> list[list[Entry]]:
 
 
 def check_spans(plan: Plan, ranks: list[list[Entry]]) -> None:
-    """Coverage, cuts and the bound of a plan too large for single tokens."""
+    """Checks coverage, cuts and the bound of a plan that is too large to check every token."""
     lengths = [int(entry) for entries in ranks for entry in entries]
     work = [0] * plan.devices.num_ranks
     reached = [0] * len(lengths)

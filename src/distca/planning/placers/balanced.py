@@ -28,7 +28,6 @@ import numpy as np
 
 from distca.planning.devices import Devices
 from distca.planning.placement import Placement, Shard
-from distca.planning.placers.even_tokens import even_tokens
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import Bins, SliceLimits, cut_from_the_tail, deal_slices
 from distca.planning.problem import DoesNotFitError, Grain, PricedDocuments, Problem
@@ -36,8 +35,10 @@ from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, cumulative
 from distca.planning.traffic import forward_traffic
 
-# Densities that are tried, relative to that of the short documents.
-FIRST_DENSITY, DENSITY_STEP, NUM_DENSITIES = 0.7, 1.04, 24
+# docs/planning.md ("What was tried") has the figures behind these constants.
+FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
+DENSITY_STEP = 1.04  # from one density to the next
+NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 FILL_SLACK = 0.002  # share of the mean load that may be missing: short documents are not a fluid
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
@@ -150,7 +151,7 @@ def _densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
 def _deal_long(
     documents: PricedDocuments, capacity: Floats, density: float, grain: Grain
 ) -> tuple[Bins, float]:
-    """Puts slices and medium documents on workers, and returns the headroom missing for the rest."""
+    """Puts slices and medium documents on workers; also returns the headroom that is missing."""
     workers = len(capacity)
     tokens = float(documents.lengths.sum()) / workers
     net_headroom = float(np.median(capacity)) - density * tokens
@@ -166,7 +167,7 @@ def _deal_long(
 
 def _fill_up(documents: PricedDocuments, bins: Bins, grain: Grain) -> Bins:
     _deal_short(documents, bins)
-    even_tokens(bins, grain)
+    _even_tokens(bins, grain)
     return bins
 
 
@@ -221,3 +222,59 @@ def _deal_short(documents: PricedDocuments, bins: Bins) -> None:
                 worker = by_tokens[0][1]
                 heapq.heapreplace(by_tokens, (length - bins.tokens_left[worker], worker))
             bins.put(Shard(worker, document, 0, length), load)
+
+
+def _even_tokens(bins: Bins, grain: Grain) -> None:
+    """Moves heads of documents, in whole tiles, until token counts differ by one tile at most."""
+    surplus = _surplus_tiles(bins, grain.tile)
+    takers = [[int(-tiles), worker] for worker, tiles in enumerate(surplus) if tiles < 0]
+    givers = [index for index, shard in enumerate(bins.shards) if surplus[shard.worker] > 0]
+    givers.sort(key=lambda index: bins.shards[index].start - bins.shards[index].stop)
+    # Heads of whole documents are cut first, such that at least the minimum remains of a document.
+    # Then any shard is cut that starts at a tile.
+    for minimum in (grain.minimum, 1):
+        for index in givers:
+            worker, document, start, stop = bins.shards[index]
+            available = (stop - start - minimum) // grain.tile if start % grain.tile == 0 else 0
+            count = int(min(surplus[worker], available))
+            if count <= 0 or (start > 0 and minimum > 1):
+                continue
+            surplus[worker] -= count
+            while count > 0:
+                taker = takers[-1]
+                moved = min(count, taker[0])
+                cut = start + moved * grain.tile
+                bins.shards.append(Shard(taker[1], document, start, cut))
+                start, count, taker[0] = cut, count - moved, taker[0] - moved
+                if taker[0] == 0:
+                    takers.pop()
+            bins.shards[index] = Shard(worker, document, start, stop)
+    if surplus.max(initial=0.0) > 0:
+        _move_single_tiles(bins, grain.tile)
+
+
+def _surplus_tiles(bins: Bins, tile: int) -> Floats:
+    """[workers] Returns whole numbers of tiles that workers should give away; they sum to zero."""
+    exact = -np.asarray(bins.tokens_left) / tile
+    tiles: Floats = np.floor(exact)
+    largest_remainders = np.argsort(-(exact - tiles), kind="stable")
+    tiles[largest_remainders[: round(-float(tiles.sum()))]] += 1
+    return tiles
+
+
+def _move_single_tiles(bins: Bins, tile: int) -> None:
+    """Evens out workers whose shards are too short to be cut: one tile or shard at a time."""
+    held: list[list[Shard]] = [[] for _ in bins.tokens_left]
+    for shard in bins.shards:
+        held[shard.worker].append(shard)
+    counts = [sum(shard.stop - shard.start for shard in shards) for shards in held]
+    while max(counts) - min(counts) > tile:
+        high, low = counts.index(max(counts)), counts.index(min(counts))
+        shard = held[high].pop()
+        cut = min(shard.start + tile, shard.stop)
+        held[low].append(shard._replace(worker=low, stop=cut))
+        if cut < shard.stop:
+            held[high].append(shard._replace(start=cut))
+        counts[high] -= cut - shard.start
+        counts[low] += cut - shard.start
+    bins.shards = [shard for shards in held for shard in shards]

@@ -1,7 +1,7 @@
 """Head-tail placement: of 2c equal chunks, worker i of c takes chunks i and 2c-1-i.
 
-The causal attention of a token grows linearly along a document, so every such pair of chunks has the
-same attention. This holds for one document; in a packed sequence of several, only tokens are equal.
+The causal attention of a token grows linearly along a document, so every such pair of chunks has
+the same attention. In a packed sequence of several documents, only the tokens are equal.
 """
 
 from __future__ import annotations

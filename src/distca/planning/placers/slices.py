@@ -17,8 +17,8 @@ from distca.planning.problem import Grain, PricedDocuments
 from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
-WORTH_A_CUT = 0.02  # share of the largest net headroom below which no slice is cut to fit
-NUM_SKIPPED = 64  # workers that a slice may skip because they send or receive too much already
+WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
+NUM_SKIPPED = 64  # workers that a slice may skip, because they send or receive too much already
 
 
 class Slice(NamedTuple):

@@ -8,9 +8,7 @@ from distca.planning.placement import Placement
 from distca.planning.placers.head_tail import deal_each_document, group_size
 from distca.planning.problem import Problem
 
-BREAK_EVEN_TOKENS = (
-    131072  # length at which attention costs as much as linear layers (8B, published)
-)
+BREAK_EVEN_TOKENS = 131072  # attention costs as much as linear layers there (8B, published)
 TOKEN_LIMIT = 1.25  # most tokens of a bin, relative to the mean
 
 

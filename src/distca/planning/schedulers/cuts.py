@@ -20,8 +20,8 @@ from distca.planning.models import ModelShape
 from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
 
-NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less (docs/planning.md); a single piece tries twice
-INSIDE_NODE = 0.125  # cost of a byte inside a node: NVLink is about 8 x faster than a NIC per GPU
+NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
+INSIDE_NODE = 0.125  # price of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
 class Piece(NamedTuple):
@@ -77,8 +77,8 @@ class Candidates:
     stop: Ints  # [S, T]
     load: Ints  # [S, T]
     keys: Ints  # [S, T] number of keys that the piece needs
-    leaves_enough: Bools  # [T] whether at most the allowed load stays at home
-    leaves_nothing: Bools  # [T] whether nothing stays at home
+    sheds_enough: Bools  # [T] whether at most the allowed load stays at home
+    keeps_nothing: Bools  # [T] whether nothing stays at home
 
     @property
     def queries(self) -> Ints:
@@ -108,32 +108,28 @@ def best_cut(
     Returns None if no candidate fits into the headroom and the memory of the targets.
     """
     candidates = list_candidates(shard, keep, targets, shape)
-    fits = candidates.leaves_enough & _fits(candidates, targets, shape)
+    fits = candidates.sheds_enough & _fits(candidates, targets, shape)
     if not fits.any():
         return None
     traffic = _traffic(shard, candidates, targets, sources, shape)
     over_limit = np.maximum(traffic.peak - traffic_limit, 0)
     best = int(np.lexsort((traffic.cost, over_limit, ~fits))[0])
-    columns = (array[:, best].tolist() for array in (candidates.start, candidates.stop))
-    loads = candidates.load[:, best].tolist()
+    columns = (candidates.start, candidates.stop, candidates.load)
+    starts, stops, loads = (column[:, best].tolist() for column in columns)
     pieces = [
         Piece(start, stop, target.server, load)
-        for start, stop, load, target in zip(*columns, loads, targets, strict=True)
+        for start, stop, target, load in zip(starts, stops, targets, loads, strict=True)
         if start < stop
     ]
     return Cut(pieces, int(over_limit[best]), float(traffic.cost[best]))
-
-
-# 1. Candidates
 
 
 def list_candidates(
     shard: CuttableShard, keep: int, targets: Sequence[Target], shape: ModelShape
 ) -> Candidates:
     """Fills all targets but the last from each top downwards, then places the remainder."""
-    last = len(shard.positions) - 1
-    count = min(last, NUM_TOPS if len(targets) > 1 else 2 * NUM_TOPS)
-    top = np.arange(1, count + 1, dtype=np.int64) * last // count
+    tops = shard.tops(NUM_TOPS if len(targets) > 1 else 2 * NUM_TOPS)
+    top, last = tops.indices, len(shard.positions) - 1
     starts, stops, loads = [], [], []
     bottom = top
     for target in targets[:-1]:
@@ -141,7 +137,7 @@ def list_candidates(
         bottom, load = shard.lowest_start(bottom, target.headroom)
         starts.append(bottom)
         loads.append(load)
-    rest = _place_remainder(shard, keep, top, bottom, shape)
+    rest = _place_remainder(shard, keep - tops.load_above, top, bottom, shape)
     start = shard.positions[as_ints([*starts, rest.start])]
     stop = shard.positions[as_ints([*stops, rest.stop])]
     return Candidates(
@@ -149,8 +145,8 @@ def list_candidates(
         stop=stop,
         load=as_ints([*loads, shard.load(start[-1], stop[-1])]),
         keys=shard.num_keys_in((0, shard.length), start, stop),
-        leaves_enough=rest.is_enough & ((bottom < top) | (rest.start < rest.stop)),
-        leaves_nothing=(rest.start == 0) & (rest.stop == bottom) & (top == last),
+        sheds_enough=rest.is_enough & ((bottom < top) | (rest.start < rest.stop)),
+        keeps_nothing=(rest.start == 0) & (rest.stop == bottom) & (top == last),
     )
 
 
@@ -163,15 +159,16 @@ class _Remainder(NamedTuple):
 
 
 def _place_remainder(
-    shard: CuttableShard, keep: int, top: Ints, bottom: Ints, shape: ModelShape
+    shard: CuttableShard, may_stay: Ints, top: Ints, bottom: Ints, shape: ModelShape
 ) -> _Remainder:
-    """Chooses as much as still has to leave below ``bottom``; queries [bottom, top) leave already.
+    """Chooses the last piece below ``bottom``, where queries [bottom, top) leave already.
 
-    A remainder below other pieces lies at its cheapest place. If it is the only piece, then tops
-    are its possible places.
+    Below other pieces, the remainder lies at its cheapest place. If it is the only piece, it ends
+    at the top, so that the tops are its possible places.
+
+    may_stay: [T] the load below ``bottom`` that may stay at home.
     """
     positions = shard.positions
-    may_stay = keep - shard.load_after[top]
     stop, gap = bottom, np.zeros_like(may_stay)  # gap: load between the remainder and ``bottom``
     if bottom is not top and shard.causal:
         leaving = shard.load_before[bottom] - may_stay
@@ -180,9 +177,6 @@ def _place_remainder(
         stays = gap <= may_stay
         stop, gap = np.where(stays, stop, bottom), gap * stays
     return _Remainder(shard.highest_stop(stop, may_stay - gap), stop, may_stay >= gap)
-
-
-# 2. What candidates need and move
 
 
 def _fits(candidates: Candidates, targets: Sequence[Target], shape: ModelShape) -> Bools:
@@ -210,7 +204,7 @@ def _traffic(
     cost: Floats = np.add.reduce((arriving + q_bytes) * price)
     received = as_ints([target.received for target in targets])[:, None]
     peak = np.maximum.reduce(received + arriving)
-    saves_fetching = len(sources) > 1 and bool(candidates.leaves_nothing.any())
+    saves_fetching = len(sources) > 1 and bool(candidates.keeps_nothing.any())
     for source in sources:
         keys = shard.num_keys_in(source.span, candidates.start, candidates.stop)
         keys = _subtract_held(shard, candidates, targets, source.span, keys)
@@ -223,8 +217,8 @@ def _traffic(
         elif saves_fetching:  # home fetches no keys for a shard of which it computes nothing
             span = as_ints(shard.start), as_ints(shard.stop)
             fetched = shape.kv_bytes * shard.num_keys_in(source.span, *span)
-            sent -= candidates.leaves_nothing * fetched
-            cost -= candidates.leaves_nothing * fetched * _byte_price(source.same_node)
+            sent -= candidates.keeps_nothing * fetched
+            cost -= candidates.keeps_nothing * fetched * _byte_price(source.same_node)
         peak = np.maximum(peak, sent)
     return CandidateTraffic(cost, peak)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,13 @@ from distca.planning.models import ModelShape
 from distca.planning.problem import Grain, Price
 from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, Span, as_ints
+
+
+class Tops(NamedTuple):
+    """Positions from which pieces are cut downwards, and the load of the queries above them."""
+
+    indices: Ints
+    load_above: Ints
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +32,7 @@ class CuttableShard:
     reach: int
     price: Price
     positions: Ints  # ascending; the first is ``start`` and the last is ``stop``
-    load_before: Ints  # [positions] load of the queries from ``start`` to each position
+    _tops: dict[int, Tops] = field(init=False, repr=False, default_factory=dict)
 
     @classmethod
     def of(cls, span: Span, length: int, reach: int, price: Price, grain: Grain) -> CuttableShard:
@@ -33,8 +41,7 @@ class CuttableShard:
         last = (stop - grain.minimum) // grain.step
         inner = np.arange(first, last + 1, dtype=np.int64) * grain.step
         positions = np.concatenate([as_ints([start]), inner, as_ints([stop])])
-        shard = cls(start, stop, length, reach, price, positions, positions)
-        return replace(shard, load_before=shard.load(positions[0], positions))
+        return cls(start, stop, length, reach, price, positions)
 
     @cached_property
     def causal(self) -> bool:
@@ -45,9 +52,19 @@ class CuttableShard:
         return int(self.load_before[-1])
 
     @cached_property
-    def load_after(self) -> Ints:
-        """[positions] The load of the queries from each position to ``stop``."""
-        return self.load(self.positions, self.positions[-1])
+    def load_before(self) -> Ints:
+        """[positions] The load of the queries from ``start`` to each position."""
+        return self.load(self.positions[0], self.positions)
+
+    def tops(self, count: int) -> Tops:
+        """Returns about ``count`` positions, equally spaced."""
+        if count not in self._tops:
+            last = len(self.positions) - 1
+            num = min(last, count)
+            index = np.arange(1, num + 1, dtype=np.int64) * last // num
+            load_above = self.load(self.positions[index], self.positions[-1])
+            self._tops[count] = Tops(index, load_above)
+        return self._tops[count]
 
     @cached_property
     def lightest_piece(self) -> int:

@@ -1,8 +1,8 @@
 """distca's scheduler: tokens stay where they are, and tasks move until every rank meets the bound.
 
 1. A rank may have a load up to its capacity, (1 + tolerance) x mean. Its surplus must move.
-2. Workers that do not serve give away all their shards (``idle_workers``).
-3. Shards move to the worker that holds their keys, if this moves fewer bytes (``key_affinity``).
+2. Workers that do not serve give away all their shards (``whole_shards``).
+3. Shards move to the worker that holds their keys, if this moves fewer bytes (``whole_shards``).
 4. Ranks with a surplus shed it, one rank after the other (``shedding``).
 5. If pieces of the right size do not exist, single tasks move (``repair``).
 """
@@ -16,28 +16,27 @@ import numpy as np
 
 from distca.planning.costs.base import OneDirectionCost
 from distca.planning.problem import Assignment, Price, Problem
-from distca.planning.schedulers.idle_workers import empty_idle_workers
-from distca.planning.schedulers.key_affinity import move_to_keys
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import shed, surplus_ranks
+from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
 from distca.planning.tasks import Tasks
 
-NUM_TRIES = 6  # with new estimates of the mean; two suffice for nearly all batches, none needed six
-MARGIN = 0.002  # on the estimated mean, from one try to the next: a tenth of the default tolerance
+# docs/planning.md ("What was tried") has the figures behind the constants of all steps.
+NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
+MARGIN = 0.002  # on the estimated mean: a tenth of the default tolerance
 
 
 class SearchOrder(NamedTuple):
     """Choices that no rule settles for every batch."""
 
     senders_first: float  # see ``shedding.surplus_ranks``
-    max_adopted: float  # see ``key_affinity.move_to_keys``
+    max_adopted: float  # see ``whole_shards.move_to_keys``
     seed: int = 0  # above 0: ranks shed their surplus in a random order
 
 
-# The first is the best on average; the others win on some batches of few ranks. docs/planning.md
-# has the figures for 4, 8 and 16 of them.
+# The first is the best on average; each of the others is the best on some batches of few ranks.
 SEARCH_ORDERS = (
     SearchOrder(senders_first=0.75, max_adopted=0.25),
     SearchOrder(senders_first=2.0, max_adopted=0.25),  # no rank reaches 2.0: no senders first
@@ -71,7 +70,7 @@ def schedule(
 
     expected_work: an estimate of the total work after cutting; 0 if there is none.
     """
-    shards = PlacedShards(problem, price)
+    shards = PlacedShards.of(problem, price)
     first, *others = orders[: problem.search_orders]
     candidates = [_try_order(shards, first, int(expected_work * (1.0 - MARGIN)))]
     # If the first order misses the bound or moves nothing, the others are no better.

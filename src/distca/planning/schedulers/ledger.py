@@ -8,13 +8,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.problem import Problem
 from distca.planning.schedulers.cuts import Piece, Source, Target
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
 from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
 from distca.planning.tasks import Tasks
 
-NUM_SOURCES = 4  # workers of a document whose sent bytes a cut looks at, the busiest ones
+NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
 
 
 class Headroom(NamedTuple):
@@ -28,13 +27,16 @@ class Loads:
     """The load of every rank, and the servers with headroom in sorted order."""
 
     def __init__(self, load: Ints, capacity: Ints, serving: Sequence[int]) -> None:
-        self._load, self._capacity = load.copy(), capacity
+        self._load, self._capacity = load, capacity
         self._serving = frozenset(serving)
         self._headrooms = sorted(
             Headroom(self.headroom(server), server)
             for server in serving
             if self.headroom(server) > 0
         )
+
+    def serves(self, rank: int) -> bool:
+        return rank in self._serving
 
     @property
     def per_rank(self) -> Ints:
@@ -68,7 +70,7 @@ class Loads:
         if index < len(self._headrooms) and self._headrooms[index].server == rank:
             del self._headrooms[index]
         self._load[rank] += load
-        if self.headroom(rank) > 0 and rank in self._serving:
+        if self.headroom(rank) > 0 and self.serves(rank):
             bisect.insort(self._headrooms, Headroom(self.headroom(rank), rank))
 
 
@@ -113,23 +115,23 @@ class HeldKeys:
 
 
 class Ledger:
-    """Starts with every shard at home. ``move`` moves pieces and records everything they change."""
+    """Loads, keys, traffic, memory and pieces of one try, which starts with every shard at home."""
 
     def __init__(self, shards: PlacedShards, total_work: int = 0) -> None:
         """total_work: the work from which capacities are derived; 0: that of uncut shards."""
-        problem = shards.problem
-        self.shards = shards
+        problem, traffic = shards.problem, shards.traffic_at_home
+        placement, devices, shape = problem.placement, problem.devices, problem.shape
+        self.problem, self.shards = problem, shards
         self.keys = HeldKeys(shards)
-        load, traffic = shards.load_at_home, shards.traffic_at_home
-        capacity = problem.devices.capacity(total_work or int(load.sum()), problem.tolerance)
-        self.loads = Loads(load, capacity, problem.devices.serving.tolist())
+        load = np.zeros(devices.num_ranks, np.int64)
+        np.add.at(load, placement.worker, shards.load)
+        capacity = devices.capacity(total_work or int(load.sum()), problem.tolerance)
+        self.loads = Loads(load, capacity, devices.serving.tolist())
         self._sent, self._received = traffic.send.copy(), traffic.recv.copy()
-        self._free_bytes = shards.free_bytes_at_home.copy()
+        self._free_bytes = devices.memory_bytes - traffic.recv
+        token_bytes = 2 * shape.q_bytes + shape.kv_bytes
+        self._free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
         self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
-
-    @property
-    def problem(self) -> Problem:
-        return self.shards.problem
 
     @property
     def peak_traffic(self) -> int:
@@ -150,9 +152,8 @@ class Ledger:
         """Returns whether the shard, or a part of it, was moved."""
         return shard in self._pieces
 
-    def fits_memory(self, document: int, piece: Piece) -> bool:
-        """Returns whether the server of a piece has the memory for it."""
-        return self.shards.memory_bytes(document, piece) <= int(self._free_bytes[piece.server])
+    def free_bytes(self, rank: int) -> int:
+        return int(self._free_bytes[rank])
 
     def target(self, shard: int, headroom: Headroom) -> Target:
         """Describes a server that may take a piece of the shard."""
@@ -160,7 +161,7 @@ class Ledger:
         return Target(
             server=server,
             headroom=headroom.load,
-            free_bytes=int(self._free_bytes[server]),
+            free_bytes=self.free_bytes(server),
             received=self.received(server),
             same_node=self.shards.same_node(server, self.shards.home[shard]),
             held=self.keys.holders(self.shards.document[shard]).get(server, ()),
@@ -183,13 +184,13 @@ class Ledger:
         shards, home, document = self.shards, self.shards.home[shard], self.shards.document[shard]
         kept = self._rest(shard, pieces)
         for piece in pieces:
-            q_bytes = (piece.stop - piece.start) * shards.shape.q_bytes
+            q_bytes = (piece.stop - piece.start) * self.problem.shape.q_bytes
             self._send(home, piece.server, q_bytes)  # q
             self._send(piece.server, home, q_bytes)  # o
             need = shards.keys_needed(document, piece.span)
             for owner, num_keys in self.keys.add(document, piece.server, need):
-                self._send(owner, piece.server, num_keys * shards.shape.kv_bytes)
-            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece)
+                self._send(owner, piece.server, num_keys * self.problem.shape.kv_bytes)
+            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
             self.loads.add(piece.server, piece.load)
         if not kept and len(shards.owners(document)) > 1:
             self._stop_fetching(shard)
@@ -215,7 +216,7 @@ class Ledger:
         need = self.shards.keys_needed(document, self.shards.span[shard])
         for owner, spans in self.shards.owners(document).items():
             if owner != home:
-                fetched = num_shared(spans, need) * self.shards.shape.kv_bytes
+                fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
                 self._send(owner, home, -fetched)
                 self._free_bytes[home] += fetched
         self.keys.keep_own(document, home)
@@ -226,7 +227,7 @@ class Ledger:
 
     def tasks(self) -> Tasks:
         """Returns the tasks of all shards, cut and uncut."""
-        placement = self.shards.placement
+        placement = self.problem.placement
         rows = [
             (shard, piece.start, piece.stop, piece.server)
             for shard, pieces in self._pieces.items()

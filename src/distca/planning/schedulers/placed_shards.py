@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.devices import Devices
-from distca.planning.models import ModelShape
-from distca.planning.placement import Placement
 from distca.planning.problem import Price, Problem
-from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Ints, Span
 from distca.planning.tasks import Tasks
@@ -26,91 +21,52 @@ KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's key
 class PlacedShards:
     """Loads, spans and homes of all shards, and where the tokens of each document live.
 
-    One object serves all tries of a schedule, so that everything is computed once. Shards are
-    numbered as in the placement.
+    One object serves all tries of a schedule. Shards are numbered as in the placement.
     """
 
     problem: Problem
     price: Price
-    _cuttable: dict[int, CuttableShard] = field(init=False, repr=False, default_factory=dict)
-    _owners: dict[int, KeySpans] = field(init=False, repr=False, default_factory=dict)
+    load: Ints  # [shards] without cuts
+    home: list[int]  # [shards]
+    document: list[int]  # [shards]
+    span: list[Span]  # [shards]
+    heaviest_first: list[list[int]]  # [workers] the shards of each worker
+    traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
+    several_nodes: bool
+    _lengths: list[int]  # [documents]
+    _reach: list[int]  # [documents]
+    _ends: list[int]  # [documents + 1] first shard of each document in ``placement.by_document``
+    _cuttable: dict[int, CuttableShard] = field(default_factory=dict)
+    _owners: dict[int, KeySpans] = field(default_factory=dict)
 
-    @property
-    def placement(self) -> Placement:
-        return self.problem.placement
-
-    @property
-    def devices(self) -> Devices:
-        return self.problem.devices
-
-    @property
-    def shape(self) -> ModelShape:
-        return self.problem.shape
-
-    @cached_property
-    def load(self) -> Ints:
-        """[shards] Picoseconds of each shard without cuts."""
-        placement = self.placement
-        documents = self.problem.priced_documents(self.price)
-        return documents.load(placement.document, placement.start, placement.stop)
-
-    @cached_property
-    def home(self) -> list[int]:
-        """[shards] The worker of each shard."""
-        home: list[int] = self.placement.worker.tolist()
-        return home
-
-    @cached_property
-    def document(self) -> list[int]:
-        """[shards] The document of each shard."""
-        document: list[int] = self.placement.document.tolist()
-        return document
-
-    @cached_property
-    def span(self) -> list[Span]:
-        """[shards] The token positions of each shard."""
-        bounds = self.placement.start.tolist(), self.placement.stop.tolist()
-        return list(zip(*bounds, strict=True))
-
-    @cached_property
-    def heaviest_first(self) -> list[list[int]]:
-        """[workers] The shards of each worker, the heaviest first."""
-        placement = self.placement
-        order = np.lexsort((-self.load, placement.worker))
-        ends = np.searchsorted(placement.worker[order], np.arange(placement.num_workers + 1))
-        return [order[first:last].tolist() for first, last in pairwise(ends.tolist())]
-
-    @cached_property
-    def load_at_home(self) -> Ints:
-        """[ranks] The load of each rank if no shard moves."""
-        load = np.zeros(self.devices.num_ranks, np.int64)
-        np.add.at(load, self.placement.worker, self.load)
-        return load
-
-    @cached_property
-    def traffic_at_home(self) -> Traffic:
-        """The keys that documents which span workers need, if no shard moves."""
-        at_home = Tasks.at_home(self.placement, self.problem.reach)
-        return forward_traffic(at_home, self.placement, self.shape, self.devices.node)
-
-    @cached_property
-    def free_bytes_at_home(self) -> Ints:
-        """[ranks] The memory beside local q, k, v and o and fetched keys, if no shard moves."""
-        free = self.devices.memory_bytes - self.traffic_at_home.recv
-        token_bytes = 2 * self.shape.q_bytes + self.shape.kv_bytes
-        free[: self.placement.num_workers] -= self.placement.tokens * token_bytes
-        return free
-
-    @cached_property
-    def several_nodes(self) -> bool:
-        return bool(np.any(self.devices.node != self.devices.node[0]))
+    @classmethod
+    def of(cls, problem: Problem, price: Price) -> PlacedShards:
+        placement, node = problem.placement, problem.devices.node
+        spans = placement.document, placement.start, placement.stop
+        load = problem.priced_documents(price).load(*spans)
+        by_load = np.lexsort((-load, placement.worker))
+        ends = np.searchsorted(placement.worker[by_load], np.arange(placement.num_workers + 1))
+        at_home = Tasks.at_home(placement, problem.reach)
+        documents = np.arange(placement.num_documents + 1)
+        return cls(
+            problem=problem,
+            price=price,
+            load=load,
+            home=placement.worker.tolist(),
+            document=placement.document.tolist(),
+            span=list(zip(placement.start.tolist(), placement.stop.tolist(), strict=True)),
+            heaviest_first=[by_load[a:b].tolist() for a, b in pairwise(ends.tolist())],
+            traffic_at_home=forward_traffic(at_home, placement, problem.shape, node),
+            several_nodes=bool(np.any(node != node[0])),
+            _lengths=placement.lengths.tolist(),
+            _reach=problem.reach.tolist(),
+            _ends=np.searchsorted(placement.spans.group, documents).tolist(),
+        )
 
     def same_node(self, rank: int, other: int) -> bool:
         """Returns whether two ranks share a node; always False if there is only one node."""
-        return self.several_nodes and bool(self.devices.node[rank] == self.devices.node[other])
-
-    def serves(self, rank: int) -> bool:
-        return bool(self.devices.speed[rank] > 0)
+        node = self.problem.devices.node
+        return self.several_nodes and bool(node[rank] == node[other])
 
     def cuttable(self, shard: int) -> CuttableShard:
         """Returns the shard with the positions at which it may be cut."""
@@ -130,31 +86,14 @@ class PlacedShards:
         """Returns the workers on which the document's tokens live."""
         if document not in self._owners:
             owners: KeySpans = {}
-            first, last = self._document_ends[document : document + 2]
-            for shard in self.placement.by_document[first:last].tolist():
+            first, last = self._ends[document : document + 2]
+            for shard in self.problem.placement.by_document[first:last].tolist():
                 owners.setdefault(self.home[shard], []).append(self.span[shard])
             self._owners[document] = owners
         return self._owners[document]
 
-    def memory_bytes(self, document: int, piece: Piece) -> int:
-        """Returns what a piece takes on its server: q, o, and a packed copy of its keys."""
-        first, last = self.keys_needed(document, piece.span)
-        queries = piece.stop - piece.start
-        return 2 * queries * self.shape.q_bytes + (last - first) * self.shape.kv_bytes
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        lengths: list[int] = self.placement.lengths.tolist()
-        return lengths
-
-    @cached_property
-    def _reach(self) -> list[int]:
-        reach: list[int] = self.problem.reach.tolist()
-        return reach
-
-    @cached_property
-    def _document_ends(self) -> list[int]:
-        """[documents + 1] The first shard of each document in ``placement.by_document``."""
-        documents = np.arange(self.placement.num_documents + 1)
-        ends: list[int] = np.searchsorted(self.placement.spans.group, documents).tolist()
-        return ends
+    def memory_bytes(self, document: int, queries: Span) -> int:
+        """Returns what queries take on another server: q, o, and a packed copy of their keys."""
+        first, last = self.keys_needed(document, queries)
+        q_and_o = 2 * (queries[1] - queries[0]) * self.problem.shape.q_bytes
+        return q_and_o + (last - first) * self.problem.shape.kv_bytes

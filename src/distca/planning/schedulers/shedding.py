@@ -12,13 +12,15 @@ from distca.planning.schedulers.cuts import Cut, best_cut
 from distca.planning.schedulers.ledger import Headroom, Ledger
 from distca.planning.spans import as_ints
 
-# Figures: bytes against the values below, on 120 plans of 8 to 64 ranks.
-NUM_ROUNDS = 64  # how often ranks are sorted again; 16: worst rank up to 0.4 % more, 1: 3.4 %
-NUM_SHARDS = 2  # heaviest shards of a rank that are tried; 1: up to 0.5 % more, 3: the same
-NUM_HOLDERS = 3  # servers with keys of the document that are tried; 0: 1.5 % more, 6: the same
-MAX_SPARE = 2  # servers beyond the fewest, if tiles leave a remainder; 0: 8.5 % more, 4: the same
-NUM_PARTIAL = 8  # largest headrooms that a shard is spread over if it cannot shed all; 32: the same
-PARTS = (0.95, 0.85, 0.7, 0.5)  # of these headrooms that are used, since short pieces cost more
+# Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
+NUM_ROUNDS = 64  # how often the ranks with a surplus are sorted again
+NUM_SHARDS = 2  # heaviest shards of a rank that are tried
+NUM_HOLDERS = 3  # servers with keys of the document that are tried
+MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
+# If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
+# Shares are below 1, because short pieces cost more than their part of the load.
+NUM_PARTIAL = 8  # how many of the largest headrooms are filled
+PARTS = (0.95, 0.85, 0.7, 0.5)
 
 
 def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[int]:
@@ -57,8 +59,9 @@ def _estimate_sent(ledger: Ledger, rank: int) -> float:
     shards, surplus = ledger.shards, ledger.loads.surplus(rank)
     full = [headroom.load for headroom in _fewest(ledger.loads.headrooms, surplus)][:-1]
     loads = as_ints([*full, surplus - sum(full)])
-    stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shards.shape)
-    q, kv = shards.shape.q_bytes, shards.shape.kv_bytes
+    shape = ledger.problem.shape
+    stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shape)
+    q, kv = shape.q_bytes, shape.kv_bytes
     return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent(rank))
 
 
@@ -119,7 +122,7 @@ def find_cut(ledger: Ledger, shard: int, keep: int) -> Cut | None:
                 continue
             tried.append(servers)
             targets = [ledger.target(shard, headroom) for headroom in servers]
-            cut = best_cut(cuttable, keep, targets, sources, ledger.shards.shape, limit)
+            cut = best_cut(cuttable, keep, targets, sources, ledger.problem.shape, limit)
             if cut is not None:
                 cuts.append(cut if targets[-1].held else _fit_remainder(ledger, shard, cut))
         if cuts:
@@ -137,7 +140,7 @@ def _server_sets(ledger: Ledger, shard: int, load: int, spare: int) -> Iterator[
     holders = [
         Headroom(loads.headroom(server), server)
         for server in ledger.keys.holders(shards.document[shard])
-        if server != home and loads.headroom(server) > 0 and shards.serves(server)
+        if server != home and loads.headroom(server) > 0 and loads.serves(server)
     ]
     sets = [_fewest(loads.headrooms, load, spare=spare)]
     for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
@@ -174,19 +177,21 @@ def _fit_remainder(ledger: Ledger, shard: int, cut: Cut) -> Cut:
     piece, document, home = cut.pieces[-1], shards.document[shard], shards.home[shard]
     need = shards.keys_needed(document, piece.span)
     missing = ledger.keys.num_missing(document, piece.server, need)
-    arriving = (piece.stop - piece.start) * shards.shape.q_bytes + missing * shards.shape.kv_bytes
+    shape, queries = ledger.problem.shape, piece.stop - piece.start
+    arriving = queries * shape.q_bytes + missing * shape.kv_bytes
     limit = ledger.peak_traffic + cut.over_limit
+    memory_bytes = shards.memory_bytes(document, piece.span)
+    same_node = shards.same_node(piece.server, home)
     taken = {other.server for other in cut.pieces}
     for headroom in headrooms[bisect.bisect_left(headrooms, (piece.load, -1)) :]:
         server = headroom.server
         if server == piece.server:
             break
-        moved = piece._replace(server=server)
         if (
             server not in taken
             and ledger.received(server) + arriving <= limit
-            and ledger.fits_memory(document, moved)
-            and shards.same_node(server, home) == shards.same_node(piece.server, home)
+            and ledger.free_bytes(server) >= memory_bytes
+            and shards.same_node(server, home) == same_node
         ):
-            return cut._replace(pieces=[*cut.pieces[:-1], moved])
+            return cut._replace(pieces=[*cut.pieces[:-1], piece._replace(server=server)])
     return cut

@@ -1,18 +1,64 @@
-"""Step 3 of the scheduler: shards move to the worker that holds their keys.
+"""Steps 2 and 3 of the scheduler: shards that leave their home as a whole.
 
-A document that spans workers makes the worker of its tail fetch all keys before the tail. If the
-tail is short, it is cheaper to send its queries to the worker that holds most of these keys.
+2. A worker that does not serve gives away all its shards.
+3. A document that spans workers makes the worker of its tail fetch all keys before the tail. If the
+   tail is short, it is cheaper to send its queries to the worker that holds most of these keys.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.problem import DoesNotFitError
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
+from distca.planning.schedulers.shedding import find_cut
 from distca.planning.spans import num_shared
+
+
+def empty_idle_workers(ledger: Ledger) -> None:
+    """Moves every shard of a worker of speed 0, the heaviest first.
+
+    A shard moves whole if a server has the headroom, else in pieces, else above the bound.
+    """
+    shards, problem = ledger.shards, ledger.problem
+    idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
+    for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
+        if _move_whole(ledger, shard):
+            continue
+        cut = find_cut(ledger, shard, keep=0)
+        if cut is not None:
+            ledger.move(shard, cut.pieces)
+        elif not _move_whole(ledger, shard, above_bound=True):
+            raise DoesNotFitError(
+                f"tokens {shards.span[shard]} of document {shards.document[shard]} live on rank"
+                f" {shards.home[shard]}, which does not serve, and no server has the memory for"
+                " them: give the servers more memory, or more servers"
+            )
+
+
+def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> bool:
+    """Moves a whole shard to a server that has its keys, else to the one with most headroom.
+
+    above_bound: whether to consider all servers, with or without headroom.
+    """
+    shards, loads = ledger.shards, ledger.loads
+    load, document = int(shards.load[shard]), shards.document[shard]
+    if above_bound:
+        servers = ledger.problem.devices.serving.tolist()
+    else:
+        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
+        servers += [headroom.server for headroom in loads.headrooms[-1:]]
+    memory_bytes = shards.memory_bytes(document, shards.span[shard])
+    for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
+        has_headroom = above_bound or load <= loads.headroom(server)
+        if has_headroom and memory_bytes <= ledger.free_bytes(server):
+            ledger.move(shard, [Piece(*shards.span[shard], server, load)])
+            return True
+    return False
 
 
 def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
@@ -27,19 +73,19 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
     for move in sorted(_possible_moves(ledger), reverse=True):
-        shard, rank = move.shard, -move.negative_rank
+        shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
         before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
         before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
         gain -= shedding_bytes(after) - shedding_bytes(before)
-        piece = Piece(*shards.span[shard], rank, load)
+        memory_bytes = shards.memory_bytes(shards.document[shard], shards.span[shard])
         if (
             gain > 0
             and _can_adopt(ledger, rank, load, max_adopted)
-            and ledger.fits_memory(shards.document[shard], piece)
+            and memory_bytes <= ledger.free_bytes(rank)
         ):
-            ledger.move(shard, [piece])
+            ledger.move(shard, [Piece(*shards.span[shard], rank, load)])
 
 
 class _Move(NamedTuple):
@@ -47,13 +93,14 @@ class _Move(NamedTuple):
 
     saved_bytes: int
     shard: int
-    negative_rank: int
+    rank: int
 
 
 def _possible_moves(ledger: Ledger) -> list[_Move]:
     """Returns a move for each shard that fetches keys, to the worker that holds most of them."""
-    shards, shape = ledger.shards, ledger.shards.shape
-    fetches = (shards.placement.start > 0) & (shards.devices.speed[shards.placement.worker] > 0)
+    shards, problem, shape = ledger.shards, ledger.problem, ledger.problem.shape
+    serves = problem.devices.speed[problem.placement.worker] > 0
+    fetches = (problem.placement.start > 0) & serves
     moves = []
     for shard in np.flatnonzero(fetches).tolist():
         document, (start, stop) = shards.document[shard], shards.span[shard]
@@ -61,10 +108,10 @@ def _possible_moves(ledger: Ledger) -> list[_Move]:
         owned = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
         fetched = last - first - owned.pop(shards.home[shard])
         if owned:
-            most, negative_rank = max((keys, -rank) for rank, keys in owned.items())
+            rank = max(owned, key=lambda rank: (owned[rank], -rank))
             arriving = 2 * shape.q_bytes * (stop - start)
-            arriving += shape.kv_bytes * (last - first - most)
-            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, negative_rank))
+            arriving += shape.kv_bytes * (last - first - owned[rank])
+            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, rank))
     return moves
 
 
@@ -86,7 +133,7 @@ class _SheddingBytes:
     """
 
     def __init__(self, ledger: Ledger) -> None:
-        placement, shape = ledger.shards.placement, ledger.shards.shape
+        placement, shape = ledger.problem.placement, ledger.problem.shape
         squares = placement.stop.astype(np.float64) ** 2 - placement.start.astype(np.float64) ** 2
         total_load = float(ledger.loads.per_rank.sum())
         pairs_per_load = float(squares.sum()) / 2 / max(total_load, 1.0)
@@ -94,8 +141,8 @@ class _SheddingBytes:
         largest = [headroom.load for headroom in headrooms[-(len(headrooms) // 4 + 1) :]]
         self._piece_load = 1 + sum(largest) // max(len(largest), 1)  # the mean of a quarter of them
         q, kv = 2 * shape.q_bytes, shape.kv_bytes
-        self._per_root = float(np.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load))
+        self._per_root = math.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load)
 
     def __call__(self, load: int) -> float:
         full, rest = divmod(load, self._piece_load)
-        return self._per_root * float(full * np.sqrt(self._piece_load) + np.sqrt(rest))
+        return self._per_root * (full * math.sqrt(self._piece_load) + math.sqrt(rest))

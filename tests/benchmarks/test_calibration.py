@@ -1,16 +1,27 @@
-"""Known constants are found again from calls that obey them; noise moves them little."""
+"""Calls that follow known constants give these constants back, and noise changes them little."""
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from distca.planning.calibration import TimedCall, calibrated
 from distca.planning.costs.analytic import AnalyticCost, KernelRate
 from distca.planning.costs.base import PS
 from distca.planning.models import model_shape
+
+# By its path: ``benchmarks`` on ``sys.path`` would hide folders of tests with the same names.
+PATH = Path(__file__).parents[2] / "benchmarks" / "calibration.py"
+spec = spec_from_file_location("calibration", PATH)
+assert spec is not None
+assert spec.loader is not None
+calibration = sys.modules["calibration"] = module_from_spec(spec)
+spec.loader.exec_module(calibration)
+TimedCall, calibrated = calibration.TimedCall, calibration.calibrated
 
 SHAPE = model_shape("llama3-8b")
 TRUE = replace(
@@ -21,7 +32,7 @@ TRUE = replace(
 
 
 def timed(rng: np.random.Generator, noise: float = 0.0) -> TimedCall:
-    """Some documents and shards, as a server meets them."""
+    """Some documents and shards, as a server gets them."""
     tasks = int(rng.integers(1, 60))
     keys = np.rint(np.exp(rng.uniform(5, 11.5, tasks))).astype(np.int64)
     queries = np.maximum(np.rint(keys * rng.uniform(0.05, 1.0, tasks)).astype(np.int64), 1)
@@ -76,3 +87,10 @@ def test_nothing_measured_is_refused() -> None:
         calibrated(SHAPE, [], "none")
     with pytest.raises(ValueError, match="above 0 s"):
         calibrated(SHAPE, [replace(timed(np.random.default_rng(3)), forward_s=0.0)], "none")
+
+
+def test_times_that_do_not_grow_are_refused() -> None:
+    sizes = (np.array([size]) for size in (128, 4096, 65536))
+    calls = [TimedCall(size, size, size * (size + 1) // 2, 1.0, 1.0) for size in sizes]
+    with pytest.raises(ValueError, match="do not grow with query-key pairs"):
+        calibrated(SHAPE, calls, "constant")
