@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from distca.attention.core import CoreAttention
 from distca.data.documents import Batch, Document
@@ -112,7 +113,8 @@ def dense(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
     behind = position[:, None] - position
     mask = (behind >= 0) & (behind < reach)
     q, k, v = (t.transpose(0, 1)[None] for t in (q, k, v))  # [1, H, T, D]
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    with sdpa_kernel(SDPBackend.MATH):
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
     return out[0].transpose(0, 1)
 
 
