@@ -86,7 +86,9 @@ def checks_of(context: RankContext, out: Path) -> dict[str, Check]:
         "attention: in place, window of 100": partial(attention, uneven, given, window),
         "attention: ranks without tokens": partial(attention, one_rank, given),
         "attention: a dedicated server": partial(attention, uneven[:-1], given, server),
-        "attention: launch, compute, wait": partial(attention, uneven, given, asynchronous=True),
+        "attention: dispatch, compute, combine": partial(
+            attention, uneven, given, asynchronous=True
+        ),
         "training step, FSDP": partial(_step, context, ping_pong=False),
         "training step, FSDP, ping-pong": partial(_step, context, ping_pong=True),
         "training step, pipeline of two stages": partial(_pipeline, context),
