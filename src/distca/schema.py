@@ -4,8 +4,6 @@ A field whose type is a dataclass is a section. Names and types are checked, and
 reported in one sentence that names the value, the rule and the way out.
 """
 
-from __future__ import annotations
-
 import difflib
 import tomllib
 from collections.abc import Iterable, Mapping

@@ -5,8 +5,6 @@ is compared on the host raises the same error on every rank instead. It costs on
 plan, not per layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, Protocol, TypeVar

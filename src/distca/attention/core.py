@@ -1,7 +1,5 @@
 """``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 

@@ -6,8 +6,6 @@ operator accepts neither a plan nor a process group, so it takes an integer hand
 prepared plan.
 """
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 from weakref import WeakValueDictionary

@@ -11,8 +11,6 @@ the newest node first, so what was interleaved stays interleaved. Use these step
 checkpointed regions; inside one they would exchange twice.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

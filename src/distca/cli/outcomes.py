@@ -1,7 +1,5 @@
 """Plain records of simulated strategies, for ``distca.report`` and ``--json``."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
 from typing import Any
 

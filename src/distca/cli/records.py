@@ -1,7 +1,5 @@
 """Plain records of plans, which ``distca.report`` shows and ``--json`` prints."""
 
-from __future__ import annotations
-
 import time
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Parses what users write on the command line: LENGTHS, 128K, 40GB."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

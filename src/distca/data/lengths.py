@@ -1,7 +1,5 @@
 """Distributions of document lengths by name, and seeded batches of lengths."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

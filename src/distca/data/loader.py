@@ -8,8 +8,6 @@ state is a cursor for each source and a reference to that rest: a few numbers, f
 the same batches follow. tokens_per_step and context may change when a run is resumed.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace

@@ -13,8 +13,6 @@ a folder               all ``.txt`` files below it, in order of their paths
 =====================  ========================================================================
 """
 
-from __future__ import annotations
-
 import glob
 import json
 import struct

@@ -4,8 +4,6 @@ numpy's random streams may change between versions, but a run that is resumed af
 still read each document once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -14,8 +14,6 @@ any other file           one document of UTF-8 text
 =======================  ======================================================================
 """
 
-from __future__ import annotations
-
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace

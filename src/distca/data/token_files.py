@@ -1,7 +1,5 @@
 """Documents from memory-mapped files of token ids: ``.npy`` or Megatron ``.bin``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -5,8 +5,6 @@
 ``tokenizer.json``     a Hugging Face tokenizer or its folder; needs the library ``tokenizers``
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path

@@ -5,8 +5,6 @@ saved for backward is copied out first. So one pair of buffers serves every laye
 memory stays flat. Two exchanges that overlap (ping and pong) need a pair each.
 """
 
-from __future__ import annotations
-
 from weakref import ReferenceType, ref
 
 import torch

@@ -4,8 +4,6 @@ Where the plan moves nothing on any rank, no rank joins the collective; every ra
 the plan.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 On a GPU, measuring does not synchronise: events are recorded, and read when ``take`` is called.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager

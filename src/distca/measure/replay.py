@@ -6,8 +6,6 @@ with a transport that has no peers and takes as long as a link of a given bandwi
 are on the device before the step, and plans are prepared once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median

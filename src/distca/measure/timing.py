@@ -4,8 +4,6 @@ layer, a copy and an exchange. The data is random, and figures are medians after
 Ranks that measure together take the mean of their figures, so that all continue with the same ones.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ tensor at a time, and a save holds one file's tensors on rank 0. Weights need no
 both sides rotate the two halves of a head.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """The configuration of a decoder of the Llama family: sizes, rotary positions and masks."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from distca.planning.masks import CAUSAL, Mask

@@ -5,8 +5,6 @@ the format of transformers 4 (``rope_theta``, ``rope_scaling``) and 5 (``rope_pa
 written in the former, which both can read.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -5,8 +5,6 @@ depends neither on the mesh nor on other parameters, and a pipeline stage draws 
 the whole model. Initialising shards in place would give all ranks the same numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

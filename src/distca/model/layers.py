@@ -11,8 +11,6 @@ and ``ffn``), so that sequence-parallel tokens are gathered once for all of them
 heads is that of a projection's output, which under tensor parallelism is a rank's share.
 """
 
-from __future__ import annotations
-
 import math
 from functools import cache
 from typing import NamedTuple

@@ -11,8 +11,6 @@ to stop, the first without its first part and the last without its second, so th
 the same name in every stage split.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, cast
 

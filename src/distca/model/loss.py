@@ -9,8 +9,6 @@ gradient for ping and one for pong until backward, computes them twice if the he
 and computes them even for evaluation.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 

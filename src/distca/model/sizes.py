@@ -1,7 +1,5 @@
 """Models by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from distca.model.config import ModelConfig, RopeScaling

@@ -3,8 +3,6 @@
 It serves to refuse runs that cannot fit and to show what needs the memory; it is not exact.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from distca.pipeline.mesh import MeshShape

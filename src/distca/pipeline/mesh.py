@@ -1,7 +1,5 @@
 """The sizes of the mesh axes, and the number of dedicated servers."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from math import prod
 

@@ -4,8 +4,6 @@ No document is dropped or split over two sets, so the sum of all gradients does 
 batch is split. A document's number is its position in the list of lengths.
 """
 
-from __future__ import annotations
-
 import heapq
 
 import numpy as np

@@ -4,8 +4,6 @@ The attention of a tick is planned over all ranks at once: each stage contribute
 its micro-batch on its own workers, and the workers of a stage without documents are free to serve.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -6,8 +6,6 @@ head is 2L + 1. What the backward pass must reach follows from one number: the f
 trained parameter.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 Layers = tuple[int, int]  # the layers [start, stop) of a stage

@@ -1,7 +1,5 @@
 """The plan of one optimizer step: the placement of its micro-batches and the plans of each tick."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass

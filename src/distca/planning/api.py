@@ -1,7 +1,5 @@
 """``distca.place`` and ``distca.plan``: documents to workers, then attention to ranks."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Checks of problems and plans, and the reason why a plan misses its bound."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning import masks

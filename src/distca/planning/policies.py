@@ -3,8 +3,6 @@
 Only names, which ``distca.planning.api`` maps to functions: help texts list policies without numpy.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 GIVEN = "given"

@@ -1,7 +1,5 @@
 """The input of placers and schedulers, and the output of schedulers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property

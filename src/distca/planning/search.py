@@ -1,7 +1,5 @@
 """A bracketed Newton search on integer positions, for many searches at once."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -4,8 +4,6 @@ Arrays serve whole batches at once. Lists serve the scheduler, which keeps a few
 document and rank and changes one of them at a time.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

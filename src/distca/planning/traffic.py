@@ -4,8 +4,6 @@ Queries are sent from home to server, and outputs back. Keys and values are sent
 that needs them and does not hold them, no matter how many of its tasks use them.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

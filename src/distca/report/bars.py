@@ -1,7 +1,5 @@
 """The load of each rank as bars of text, before and after, for a terminal."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The table of ``distca selftest`` and ``distca check``. The input is their JSON records."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

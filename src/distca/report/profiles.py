@@ -1,7 +1,5 @@
 """Tables of profiles. The input is plain records, as ``distca profile --json`` prints them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Progress of long work: a bar on a terminal, a line for each step anywhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """Tables of replays, from the records of ``distca bench replay --json``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tables and sentences about simulations, from the records of ``distca simulate --json``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

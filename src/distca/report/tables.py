@@ -1,7 +1,5 @@
 """Tables of plans. The input is plain records, as ``distca plan --json`` prints them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The input is plain records, one for each step, as they are in ``metrics.jsonl``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any

@@ -1,7 +1,5 @@
 """Formats numbers for people: 1.20 GB, 1.02x, 23 ms, 1,048,576."""
 
-from __future__ import annotations
-
 _PREFIXES = ("B", "kB", "MB", "GB", "TB", "PB")
 
 

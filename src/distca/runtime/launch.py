@@ -9,8 +9,6 @@ Each rank has a session of its own, so a Ctrl-C reaches only the launcher. The l
 all ranks by SIGTERM to save and stop, as it does when it receives SIGTERM itself.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import selectors

@@ -8,8 +8,6 @@ The device mesh has one axis ``shard`` for dp and cp: weights are sharded over b
 placement of tokens distinguishes them.
 """
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

@@ -5,8 +5,6 @@ rank does not wait for what it sends before the step ends, so it can start the n
 neighbouring stage is still busy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

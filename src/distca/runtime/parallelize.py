@@ -4,8 +4,6 @@ Between seams, tokens are split over tp: each rank holds T / tp rows of x. Insid
 ``ffn`` a rank has all rows, and heads and widths are split.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -1,7 +1,5 @@
 """Loads and plans the batches of the next steps in the background while a step runs."""
 
-from __future__ import annotations
-
 import time
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """The plans of a step on this rank, prepared before the step starts."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

@@ -4,8 +4,6 @@ A backward tick of a rank with layers of its own is not executed here: autograd 
 ``StageForward`` created, in the order of the backward program (``distca.pipeline.tick_program``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import partial
 

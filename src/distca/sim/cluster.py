@@ -5,8 +5,6 @@ which do the same thing at the same time, each with its share of the heads. Plan
 to nodes in order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """Lower bounds of a step's time and memory without a plan, with which a search can be pruned."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.pipeline.memory import estimate

@@ -3,8 +3,6 @@
 Groups synchronize at the end of the step. Arrays are [stages, micro_batches, groups].
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import numpy as np

@@ -6,8 +6,6 @@ through its stages. Groups synchronize only at the end of the step: weights stay
 gradients are reduced once.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The inputs of the simulator: scenarios (model, cluster and data) and strategies to train."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

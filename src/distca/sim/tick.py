@@ -1,7 +1,5 @@
 """The time of one tick on every rank: walks the tick program that the runtime executes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from distca.pipeline.schedule import Phase

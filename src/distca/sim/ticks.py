@@ -1,7 +1,5 @@
 """The time of a disaggregated step: runs the ticks of a step plan on all ranks at once."""
 
-from __future__ import annotations
-
 from functools import cached_property
 
 import numpy as np

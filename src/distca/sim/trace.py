@@ -1,7 +1,5 @@
 """Timelines of simulated steps for ui.perfetto.dev or chrome://tracing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Whether disaggregation pays: its best strategy against the best of the others, and why not."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

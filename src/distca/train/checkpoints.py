@@ -5,8 +5,6 @@ and every rank reads its shards. So a checkpoint depends neither on the mesh nor
 groups. Learning rates and weight decays are not saved: they come from the configuration.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from concurrent.futures import Future

@@ -1,7 +1,5 @@
 """Loss of held-out documents, overall and by their length."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import numpy as np

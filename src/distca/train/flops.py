@@ -1,7 +1,5 @@
 """FLOPs of a training step, counted document by document, for the MFU."""
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 

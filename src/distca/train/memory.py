@@ -1,7 +1,5 @@
 """Checks before a run whether it fits into memory."""
 
-from __future__ import annotations
-
 import os
 
 import torch

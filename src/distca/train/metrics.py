@@ -1,7 +1,5 @@
 """Records of a run: one line of JSON per step, and TensorBoard if it is installed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

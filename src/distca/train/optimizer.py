@@ -1,7 +1,5 @@
 """AdamW with warm-up and cosine decay, gradient clipping, and frozen parameters."""
 
-from __future__ import annotations
-
 import fnmatch
 import math
 from collections.abc import Sequence

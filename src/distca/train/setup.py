@@ -1,7 +1,5 @@
 """Builds the parts of a rank from a config: device, mesh, data, model and planner."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import replace

@@ -8,8 +8,6 @@ A run that is killed at any moment keeps its last complete checkpoint: a checkpo
 when a newer one is complete, and its ``.metadata`` is deleted first.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

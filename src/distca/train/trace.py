@@ -1,7 +1,5 @@
 """A timeline of one step over all ranks, for Perfetto or chrome://tracing."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

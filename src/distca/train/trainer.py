@@ -7,8 +7,6 @@ A dedicated server has no weights. It runs the same steps with the same plans, a
 attention.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import time

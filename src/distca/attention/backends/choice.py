@@ -1,7 +1,5 @@
 """The choice of a backend: by name, or the first one that supports what is asked."""
 
-from __future__ import annotations
-
 from distca.attention.backends.base import Backend, Traits
 from distca.attention.backends.fa4 import FlashAttention4
 from distca.attention.backends.flash import Flash

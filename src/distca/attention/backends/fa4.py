@@ -4,8 +4,6 @@ Its autograd function keeps tensors from forward to backward, so this backend ca
 functions below it. They are private, so their parameters are checked before anything runs.
 """
 
-from __future__ import annotations
-
 import importlib
 import inspect
 from collections.abc import Callable

@@ -5,8 +5,6 @@ two operators below it. They are private. torch 2.11 to 2.13 have all arguments 
 ``refusal`` checks the arguments of the installed version before anything runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

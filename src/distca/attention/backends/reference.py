@@ -4,8 +4,6 @@ Legend: n queries, m keys, H heads, G key/value heads, R = H // G, D head size. 
 are a batch. All scores of a task are in memory at once, [G, R, n, m].
 """
 
-from __future__ import annotations
-
 from operator import itemgetter
 
 import torch

@@ -17,8 +17,6 @@ converted first, since the CPU kernel is about a hundred times slower in bfloat1
   [block, block + reach]; memory grows with the reach, not with the document.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby

@@ -5,8 +5,6 @@ float64; ``out`` and ``lse`` of a backward may come from more keys than the part
 are those that ``scaled_dot_product_attention`` calls, which does not return the log-sum-exp.
 """
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

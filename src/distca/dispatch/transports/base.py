@@ -4,8 +4,6 @@ An all-to-all is asynchronous: between its start and its wait, the caller comput
 nothing from peers.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 

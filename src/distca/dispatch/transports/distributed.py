@@ -1,7 +1,5 @@
 """A transport over torch.distributed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary

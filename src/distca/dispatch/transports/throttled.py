@@ -5,8 +5,6 @@ it receives is written, and both take as long as the given link would. What arri
 numbers that are finite in every floating dtype, so timings are real and values are not.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from functools import lru_cache

@@ -8,8 +8,6 @@ object that Megatron passes to every layer and keeps for recomputation is the mi
 Legend: B rows, S tokens in a row on this rank, C ranks of a context-parallel group.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any

@@ -1,7 +1,5 @@
 """Work in a background thread, returned as futures."""
 
-from __future__ import annotations
-
 import atexit
 from collections.abc import Callable
 from concurrent.futures import Future

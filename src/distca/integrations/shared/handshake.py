@@ -1,7 +1,5 @@
 """The documents of all ranks, gathered over the host."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from distca.planning.placement import Entry

@@ -4,8 +4,6 @@ Legend: B rows of a batch, S tokens in a row. The rows of a batch are one packed
 tokens, and no document continues in the next row.
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

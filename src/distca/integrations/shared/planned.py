@@ -14,8 +14,6 @@ of them once per batch, and every rank makes the same plans from them.
 Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future

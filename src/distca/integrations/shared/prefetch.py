@@ -6,8 +6,6 @@ until the loaders of all ranks have ended. That way it also takes part in the tr
 collectives, in training and in evaluation.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar

@@ -6,8 +6,6 @@ A batch is packed into one row whose ``position_ids`` restart with each document
 Legend: B rows, S tokens in a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

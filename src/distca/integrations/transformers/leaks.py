@@ -7,8 +7,6 @@ of transformers with any attention implementation.
 Legend: T tokens of all documents.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Data loaders whose batches carry their plans, for transformers' Trainer, Accelerate and loops."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

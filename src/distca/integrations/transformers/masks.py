@@ -8,8 +8,6 @@ forward pass.
 Legend: B rows, S tokens in a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

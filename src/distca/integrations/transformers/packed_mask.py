@@ -9,8 +9,6 @@ whatever the model has computed since.
 Legend: B rows, S tokens in a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate

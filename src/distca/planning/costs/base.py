@@ -5,8 +5,6 @@ queries, keys, and query-key pairs. Prices are whole picoseconds, computed by a 
 IEEE operations, so that plans are the same on every platform.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Protocol
 

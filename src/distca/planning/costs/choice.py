@@ -1,7 +1,5 @@
 """Cost models by name."""
 
-from __future__ import annotations
-
 from distca.planning.costs.analytic import AnalyticCost
 from distca.planning.costs.base import CostModel, PairsCost
 from distca.planning.costs.profile import DEFAULT_COST, Profile

@@ -18,8 +18,6 @@ A slice that ends at position m needs m keys, wherever they live, so a document 
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
 """
 
-from __future__ import annotations
-
 import heapq
 from collections.abc import Iterator
 from dataclasses import replace

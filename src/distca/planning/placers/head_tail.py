@@ -4,8 +4,6 @@ The causal attention of a token grows linearly along a document, so every such p
 the same attention. In a packed sequence of several documents, only the tokens are equal.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning.placement import Placement

@@ -1,7 +1,5 @@
 """Variable-length packing (WLB-LLM): bins of documents with equal work and unequal tokens."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning.placement import Placement

@@ -8,8 +8,6 @@ why pieces of this form move the fewest bytes.
 Shapes: S servers (targets), T tops.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

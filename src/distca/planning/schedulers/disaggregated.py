@@ -7,8 +7,6 @@
 5. If pieces of the right size do not exist, single tasks move (``repair``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import NamedTuple
 

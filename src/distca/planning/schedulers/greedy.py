@@ -1,7 +1,5 @@
 """The head-tail greedy of the published system, as a baseline."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning.models import ModelShape

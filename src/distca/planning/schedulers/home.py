@@ -1,7 +1,5 @@
 """Schedulers that move no queries: every task is computed on its home."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning.problem import Assignment, Problem

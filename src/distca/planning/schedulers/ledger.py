@@ -1,7 +1,5 @@
 """The state of one try of the scheduler: loads, traffic, memory, keys held, and the cuts so far."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Sequence
 from typing import NamedTuple

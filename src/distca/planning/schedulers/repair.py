@@ -6,8 +6,6 @@ first. Of all such moves, the one after which the later of the two ranks finishe
 Every move lowers the finishing time of the slowest rank, or ends the search.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from distca.planning.problem import Price, PricedDocuments, Problem

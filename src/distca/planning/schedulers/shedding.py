@@ -1,7 +1,5 @@
 """Step 4 of the scheduler: ranks with a surplus shed it into the headroom of other servers."""
 
-from __future__ import annotations
-
 import bisect
 from collections.abc import Iterator, Sequence
 from itertools import islice

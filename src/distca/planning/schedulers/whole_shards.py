@@ -5,8 +5,6 @@
    tail is short, it is cheaper to send its queries to the worker that holds most of these keys.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
