@@ -34,7 +34,8 @@ from distca.dispatch.layout import Layout
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan
-from distca.planning.costs.analytic import AnalyticCost
+from distca.planning.costs.analytic import analytic_cost
+from distca.planning.costs.base import CostModel
 from distca.planning.masks import Mask
 from distca.planning.models import model_shape
 from distca.planning.placement import Placement
@@ -276,7 +277,7 @@ def replay() -> Iterator[Record]:
         for backend in usable():
             first = real_plan(lengths, ranks)
             fitted = fit(first, backend, sampled[::2])
-            for cost in (AnalyticCost.of(MODEL), fitted):
+            for cost in (analytic_cost(MODEL), fitted):
                 plan = real_plan(lengths, ranks, cost=cost)
                 yield {
                     "lengths": lengths,
@@ -287,7 +288,7 @@ def replay() -> Iterator[Record]:
                 }
 
 
-def fit(plan: Plan, backend: Backend, servers: Sequence[int]) -> AnalyticCost:
+def fit(plan: Plan, backend: Backend, servers: Sequence[int]) -> CostModel:
     timed = []
     for rank in servers:
         for bare in bare_calls(Layout.of(plan, rank), backend):

@@ -1,19 +1,19 @@
 """Fits an analytic cost model to timed kernel calls.
 
 A fused call takes as long as its tasks together, so a few dozen timed calls of real plans determine
-the four numbers of a ``KernelRate``.
+the four numbers of a ``KernelCost``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import nnls
 
-from distca.planning.costs.analytic import TILE, AnalyticCost, KernelRate
-from distca.planning.costs.base import BACKWARD_FLOPS, PS
+from distca.planning.costs.analytic import TILE, KernelCost
+from distca.planning.costs.base import BACKWARD_FLOPS, PS, CostModel
 from distca.planning.models import ModelShape
 from distca.planning.spans import Floats, Ints
 
@@ -31,7 +31,7 @@ class TimedCall:
 
 def calibrated(
     shape: ModelShape, calls: Sequence[TimedCall], name: str, tile: int = TILE
-) -> AnalyticCost:
+) -> CostModel:
     """Returns the analytic model with the smallest sum of squared relative errors of the calls."""
     if not calls:
         raise ValueError("there are no timed calls: measure at least one")
@@ -39,18 +39,16 @@ def calibrated(
     backward = np.array([call.backward_s for call in calls])
     if not (np.all(forward > 0) and np.all(backward > 0)):
         raise ValueError("a timed call took 0 s: every measurement must be above 0 s")
-    return replace(
-        AnalyticCost.of(shape),
+    return CostModel(
+        name=name,
         forward=_fit(calls, forward, shape.flops_per_pair, tile),
         backward=_fit(calls, backward, BACKWARD_FLOPS * shape.flops_per_pair, tile),
-        name=name,
-        tile=tile,
     )
 
 
 def _fit(
     calls: Sequence[TimedCall], seconds: Floats, flops_per_pair: float, tile: int
-) -> KernelRate:
+) -> KernelCost:
     terms = np.array([_terms(call, tile) for call in calls])
     relative = terms / seconds[:, None]
     scale = relative.max(axis=0)
@@ -58,16 +56,18 @@ def _fit(
     work, rows, keys, tasks = (found / scale).tolist()
     if work == 0:
         raise ValueError("the times do not grow with query-key pairs: measure longer calls")
-    return KernelRate(
+    return KernelCost(
+        flops_per_pair=flops_per_pair,
         tflops=flops_per_pair / (work * PS),
         row_keys=rows / work,
         key_queries=keys / work,
         task_s=tasks,
+        tile=tile,
     )
 
 
 def _terms(call: TimedCall, tile: int) -> tuple[float, float, float, float]:
-    """Returns the factors of the four numbers of the model, as ``AnalyticCost`` prices tasks."""
+    """Returns the factors of the four numbers of the model, as ``KernelCost.ps`` combines them."""
     rows = (call.queries + (tile - 1)) // tile * tile
     work = np.sum(call.pairs * (rows / np.maximum(call.queries, 1)) + rows * (tile / 2))
     return float(work), float(rows.sum()), float(call.keys.sum()), float(len(rows))

@@ -45,7 +45,7 @@ from distca.model.llama import Llama, on_meta
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.costs.analytic import AnalyticCost
+from distca.planning.costs.base import CostModel
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
@@ -121,7 +121,7 @@ def _rank(rank: int, name: str, steps: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def measured_cost(context: RankContext) -> AnalyticCost:
+def measured_cost(context: RankContext) -> CostModel:
     """Fitted to whole documents and to ends of long ones, as plans cut them; one for all ranks."""
     shapes = [(n, n) for n in (64, 256, 1024, 4096)]
     shapes += [(n, m) for m in (2048, 4096) for n in (128, 512, 1024)]

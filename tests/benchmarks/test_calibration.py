@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distca.planning.costs.analytic import AnalyticCost, KernelRate
-from distca.planning.costs.base import PS
+from distca.planning.costs.analytic import KernelCost
+from distca.planning.costs.base import BACKWARD_FLOPS, PS, CostModel
 from distca.planning.models import model_shape
 
 # By its path: ``benchmarks`` on ``sys.path`` would hide folders of tests with the same names.
@@ -24,10 +24,13 @@ spec.loader.exec_module(calibration)
 TimedCall, calibrated = calibration.TimedCall, calibration.calibrated
 
 SHAPE = model_shape("llama3-8b")
-TRUE = replace(
-    AnalyticCost.of(SHAPE),
-    forward=KernelRate(tflops=500.0, row_keys=300.0, key_queries=0.0, task_s=1e-6),
-    backward=KernelRate(tflops=400.0, row_keys=200.0, key_queries=150.0, task_s=3e-6),
+FLOPS = SHAPE.flops_per_pair
+TRUE = CostModel(
+    "true",
+    forward=KernelCost(FLOPS, tflops=500.0, row_keys=300.0, key_queries=0.0, task_s=1e-6),
+    backward=KernelCost(
+        BACKWARD_FLOPS * FLOPS, tflops=400.0, row_keys=200.0, key_queries=150.0, task_s=3e-6
+    ),
 )
 
 
@@ -42,18 +45,18 @@ def timed(rng: np.random.Generator, noise: float = 0.0) -> TimedCall:
         queries,
         keys,
         pairs,
-        forward_s=float(TRUE.forward_ps(queries, keys, pairs).sum() / PS * off[0]),
-        backward_s=float(TRUE.backward_ps(queries, keys, pairs).sum() / PS * off[1]),
+        forward_s=float(TRUE.forward.ps(queries, keys, pairs).sum() / PS * off[0]),
+        backward_s=float(TRUE.backward.ps(queries, keys, pairs).sum() / PS * off[1]),
     )
 
 
-def worst_error(found: AnalyticCost, calls: list[TimedCall]) -> float:
+def worst_error(found: CostModel, calls: list[TimedCall]) -> float:
     return max(
-        abs(float(price(call.queries, call.keys, call.pairs).sum()) / PS / seconds - 1)
+        abs(float(cost.ps(call.queries, call.keys, call.pairs).sum()) / PS / seconds - 1)
         for call in calls
-        for price, seconds in (
-            (found.forward_ps, call.forward_s),
-            (found.backward_ps, call.backward_s),
+        for cost, seconds in (
+            (found.forward, call.forward_s),
+            (found.backward, call.backward_s),
         )
     )
 

@@ -25,7 +25,7 @@ def test_every_figure_is_measured() -> None:
     assert done.linear_tflops
     assert done.copy_bytes_per_s
     assert done.exchange == ()
-    assert done.forward_errors
+    assert done.errors("forward")
     assert (done.backend, done.dtype, done.ranks, done.heads) == ("sdpa", "float32", 1, 8)
 
 

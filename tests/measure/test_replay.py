@@ -19,7 +19,7 @@ from distca.planning.costs.choice import cost_model
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.options import PlanOptions
 from distca.planning.spans import as_ints
-from distca.planning.traffic import backward_flows, forward_flows, needs_peers
+from distca.planning.traffic import flows, needs_peers
 from distca.sim.cluster import Link
 from distca.sim.isolated import (
     UNCALIBRATED,
@@ -160,17 +160,17 @@ def by_hand(case: Case, step: StepPlan, rank: int) -> tuple[float, float]:
     now = waited = 0.0
     for backward in (False, True):
         tasks = plan.backward if backward else plan.forward
-        flows = (backward_flows if backward else forward_flows)(tasks, plan.placement, plan.shape)
-        price = cost.backward_ps if backward else cost.forward_ps
-        each = price(tasks.queries, tasks.keys, tasks.pairs(plan.placement, plan.reach)) / PS
+        sent = flows(tasks, plan.placement, plan.shape, backward=backward)
+        pairs = tasks.pairs(plan.placement, plan.reach)
+        each = cost.of(backward=backward).ps(tasks.queries, tasks.keys, pairs) / PS
         mine, away = tasks.server == rank, needs_peers(tasks, plan.placement)
         for _ in range(s.layers):
             now += 3 * after if backward else before  # two gradients, and once again forward
-            arrives = now + port(flows.source, flows.target, flows.out)
+            arrives = now + port(sent.source, sent.target, sent.out)
             now += each[mine & ~away].sum()
             waited += max(arrives - now, 0.0)
             now = max(arrives, now) + each[mine & away].sum()
-            home = port(flows.target, flows.source, flows.back)
+            home = port(sent.target, sent.source, sent.back)
             waited += home
             now += home + (3 * before if backward else after)
     return now, waited
@@ -194,7 +194,7 @@ def test_factors_and_links_are_all_that_changes(ping_pong: bool) -> None:
     assert plain.exposed_s == pytest.approx(np.zeros(4), abs=1e-9)
     linear = plain.step_s - plain.attention_s
     assert slower.step_s == pytest.approx(2 * linear + 3 * plain.attention_s, rel=1e-6)
-    work = [p.backward_work_ps if b else p.forward_work_ps for p, b in step.passes]
+    work = [p.backward_load_ps if b else p.forward_load_ps for p, b in step.passes]
     assert plain.attention_s == pytest.approx(np.sum(work, axis=0) / PS)
     narrow = simulate_isolated(replace(case, link=Link(1e8)), step)
     wider = simulate_isolated(replace(case, link=Link(2e8), element_bytes=4), step)

@@ -162,7 +162,7 @@ def _bytes(
 ) -> Bytes:
     node = plan.devices.node.tolist()
     rows, tasks = placed_rows(plan), read_tasks(plan, masks, backward=backward)
-    homes, group = homes_of(rows), plan.gather
+    homes = homes_of(rows)
     send, recv, cross = [0] * len(node), [0] * len(node), 0
 
     def move(source: int, target: int, size: int) -> None:
@@ -178,9 +178,6 @@ def _bytes(
                 move(worker, task.server, out)
                 move(task.server, worker, home)
     for server, keys in enumerate(keys_needed(tasks, len(node))):
-        if group:  # an all-gather brings every key of the group, needed or not
-            members = range(server // group * group, server // group * group + group)
-            keys = keys | {token for member in members for token in rows[member]}
         for token in keys:
             if homes[token] != server:
                 move(homes[token], server, KV_BYTES)
@@ -204,12 +201,11 @@ def memory_bytes(plan: Plan, masks: Sequence[str], *, backward: bool = False) ->
 
 def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = False) -> list[int]:
     """Returns the picoseconds of each rank's tasks on a device of speed 1."""
-    model = cost_model(cost, plan.shape)
-    price = model.backward_ps if backward else model.forward_ps
+    direction = cost_model(cost, plan.shape).of(backward=backward)
     work = [0] * plan.devices.num_ranks
     for task in read_tasks(plan, masks, backward=backward):
         numbers = (task.stop - task.start, len(task.keys), task.pairs)
-        work[task.server] += int(price(*(np.asarray([number]) for number in numbers))[0])
+        work[task.server] += int(direction.ps(*(np.asarray([number]) for number in numbers))[0])
     return work
 
 

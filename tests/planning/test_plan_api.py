@@ -9,7 +9,7 @@ from strategies import OWN_BYTES, SHAPE, Batch, Entry, shard
 
 import distca
 from distca.planning.api import place_and_plan
-from distca.planning.costs.base import PairsCost
+from distca.planning.costs.base import PAIRS
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
 from distca.planning.policies import POLICIES, policy_of
@@ -81,7 +81,7 @@ def test_a_placement_is_taken_as_it_is() -> None:
 
 def test_ranks_may_be_numpy_and_masks_objects() -> None:
     arrays = [np.asarray([100]), np.asarray([8, 8])]
-    plan = distca.plan(arrays, model=SHAPE, mask=[Mask(5), "causal", "full"], cost=PairsCost())
+    plan = distca.plan(arrays, model=SHAPE, mask=[Mask(5), "causal", "full"], cost=PAIRS)
     assert plan.to_json()["masks"] == ["window:5", "causal", "full"]
     assert plan.cost == "pairs"
 

@@ -32,7 +32,7 @@ def plan_of(ranks: list[list[Entry]], policy: str, **options: Any) -> Plan:
 
 
 def forward_pairs(plan: Plan) -> list[int]:
-    return [work // 2 for work in plan.forward_work_ps.tolist()]
+    return [work // 2 for work in plan.forward_load_ps.tolist()]
 
 
 def spans_on(plan: Plan, rank: int) -> list[tuple[int, int, int]]:
@@ -63,7 +63,7 @@ def test_every_policy_makes_a_sound_plan(policy: str, batch: Batch) -> None:
 def test_colocated_moves_nothing() -> None:
     plan = plan_of([[4], [2, 2]], "colocated")
     assert forward_pairs(plan) == [10, 3 + 3]
-    assert plan.backward_work_ps.tolist() == [50, 30]
+    assert plan.backward_load_ps.tolist() == [50, 30]
     assert plan.traffic.total == plan.backward_traffic.total == 0
     assert plan.imbalance == plan.imbalance_before == 10 / 8
     assert plan.shortfall
@@ -86,7 +86,7 @@ def test_head_tail_cp_of_a_packed_sequence() -> None:
     assert spans_on(plan, 0) == [(0, 0, 4), (2, 0, 4)]
     assert spans_on(plan, 1) == [(0, 4, 8), (1, 0, 4)]
     assert forward_pairs(plan) == [10 + 10, 26 + 10]
-    assert plan.traffic.send.tolist() == plan.traffic.recv.tolist() == [8 * KV_BYTES] * 2
+    assert plan.traffic.send.tolist() == [4 * KV_BYTES, 0]
     assert plan.imbalance_before == (36 / 28)
 
 
@@ -97,13 +97,14 @@ def test_head_tail_cp_is_even_for_one_long_document() -> None:
     assert forward_pairs(plan) == [68, 68]
 
 
-def test_groups_gather_among_themselves() -> None:
-    """Each of four ranks sends its 4 tokens' keys to the one other of its group."""
-    plan = plan_of([[4], [4], [4], [4]], "head-tail-cp", cp=2)
-    assert plan.traffic.send.tolist() == [4 * KV_BYTES] * 4
-    wide = plan_of([[4], [4], [4], [4]], "head-tail-cp", cp=4)
-    assert wide.traffic.send.tolist() == [4 * 3 * KV_BYTES] * 4
-    assert plan_of([[4], [4]], "head-tail-cp", cp=1).traffic.total == 0
+@pytest.mark.parametrize("cp", [2, 4])
+def test_needed_keys_are_sent_and_the_group_of_the_published_all_gather_is_kept(cp: int) -> None:
+    """Each of four ranks has a head of one document and a tail of another: it sends the head."""
+    plan = plan_of([[4], [4], [4], [4]], "head-tail-cp", cp=cp)
+    assert plan.gather == cp
+    assert plan.traffic.send.tolist() == [2 * KV_BYTES] * 4
+    alone = plan_of([[4], [4]], "head-tail-cp", cp=1)
+    assert (alone.gather, alone.traffic.total) == (0, 0)
 
 
 def test_per_document_cp_is_even_for_any_documents() -> None:
@@ -112,7 +113,7 @@ def test_per_document_cp_is_even_for_any_documents() -> None:
     mine = {(0, 0), (0, 1), (0, 6), (0, 7), (1, 0), (1, 3), (2, 0), (2, 3)}
     assert set(placed_rows(plan)[0]) == mine
     assert forward_pairs(plan) == [18 + 5 + 5] * 2
-    assert plan.traffic.send.tolist() == [8 * KV_BYTES] * 2
+    assert plan.traffic.send.tolist() == [(2 + 1 + 1) * KV_BYTES, (4 + 2 + 2) * KV_BYTES]
     assert plan.meets_bound
 
 
@@ -170,10 +171,10 @@ def test_wlb_keeps_to_its_token_limit() -> None:
 
 
 def test_wlb_shares_a_bin_over_its_group() -> None:
-    """Bins of two workers, each document dealt head-tail inside its bin, keys gathered there."""
+    """Bins of two workers, each document dealt head-tail inside its bin, keys sent there."""
     plan = plan_of([[8], [], [4, 4], []], "wlb", cp=2)
     assert forward_pairs(plan) == [18, 18, 10, 10]
-    assert plan.traffic.send.tolist() == [4 * KV_BYTES] * 4
+    assert plan.traffic.send.tolist() == [2 * KV_BYTES, 4 * KV_BYTES] * 2
 
 
 # -- the head-tail greedy ------------------------------------------------------------------------

@@ -41,7 +41,7 @@ def test_a_tick_is_planned_over_all_stages_each_way() -> None:
             assert (plan.placement.tokens > 0).tolist() == [
                 m is not None for m in tick.micro_batches
             ]
-            work = plan.forward_work_ps if tick.phase == FORWARD else plan.backward_work_ps
+            work = plan.forward_load_ps if tick.phase == FORWARD else plan.backward_load_ps
             assert work.max() <= 1.03 * work.mean(), "an idle stage takes its share"
     assert step.imbalance < 1.03 < step.imbalance_before
 
@@ -52,8 +52,8 @@ def test_an_idle_stage_gets_more_where_the_others_have_linear_layers_to_do() -> 
     first, last = step.slots[0][0][0], step.slots[-1][0][0]  # one stage alone has a micro-batch
     busy = first.devices.busy_s
     assert busy[0] > 0 == busy[1]
-    assert first.forward_work_ps[1] > 1.2 * first.forward_work_ps[0]
-    assert last.backward_work_ps[1] > 1.2 * last.backward_work_ps[0]
+    assert first.forward_load_ps[1] > 1.2 * first.forward_load_ps[0]
+    assert last.backward_load_ps[1] > 1.2 * last.backward_load_ps[0]
     assert last.devices.busy_s[0] == pytest.approx(2 * busy[0], rel=0.1)
 
 
@@ -62,7 +62,7 @@ def test_beside_a_dedicated_server_only_idle_stages_serve() -> None:
     for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
         idle = [m is None for m in tick.micro_batches]
         for (plan,) in slots:
-            assert (plan.forward_work_ps > 0).tolist() == [*idle, True]
+            assert (plan.forward_load_ps > 0).tolist() == [*idle, True]
 
 
 def test_a_slot_holds_the_stages_that_have_a_layer_left() -> None:

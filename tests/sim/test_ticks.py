@@ -247,7 +247,7 @@ def test_attention_of_all_ranks_is_that_of_all_tasks(profile: str, choice: dict[
             if is_backward == backward:
                 attention = rates.attention(plan, backward=backward)
                 found = float((attention.local_s + attention.remote_s).sum())
-                work = plan.backward_work_ps if backward else plan.forward_work_ps
+                work = plan.backward_load_ps if backward else plan.forward_load_ps
                 assert found == close(float(work.sum()) / PS)
                 total += found
         assert total == close(pairs * pair_s)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
     from distca.measure.profiling import Bench
-    from distca.planning.costs.profile import Profile
+    from distca.planning.costs.profile import Direction, Profile
 
 LOGS = Path("runs/profile/logs")
 GPU_MODEL, CPU_MODEL = "llama3-8b", "debug"
@@ -156,9 +156,9 @@ class ProfileCommand:
         from distca.report.training import facts
 
         record = done.to_json() | {"out": str(self.out)}
-        directions = ("forward", "backward")
+        directions: tuple[Direction, ...] = ("forward", "backward")
         for direction in directions:
-            errors = getattr(done, f"{direction}_errors")
+            errors = done.errors(direction)
             record[f"{direction}_errors"] = None if errors is None else asdict(errors)
         if self.as_json:
             typer.echo(json.dumps(record))

@@ -12,7 +12,7 @@ from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.spans import Floats, Ints
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import backward_traffic, forward_traffic, key_moves
+from distca.planning.traffic import flows, traffic
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
@@ -28,15 +28,18 @@ def record_of(
 ) -> dict[str, Any]:
     """Compares the plan with attention at home: every task on the worker that holds its queries."""
     at_home = Tasks.at_home(given, plan.reach)
-    work = at_home.work_ps(given, plan.reach, cost, given.num_workers)
+    load = [
+        at_home.load_ps(given, plan.reach, direction, given.num_workers)
+        for direction in (cost.forward, cost.backward)
+    ]
     workers, node = Devices.of(given.num_workers), plan.devices.node
-    forward = forward_traffic(at_home, given, plan.shape, node)
+    forward = traffic(at_home, given, plan.shape, node)
     before = {
-        "imbalance_each": [workers.imbalance(one) for one in work],
+        "imbalance_each": [workers.imbalance(one) for one in load],
         "bytes_total": forward.total,
         "bytes_send_max": int(forward.send.max()),
         "bytes_recv_max": int(forward.recv.max()),
-        "bytes_backward": backward_traffic(at_home, given, plan.shape, node).total,
+        "bytes_backward": traffic(at_home, given, plan.shape, node, backward=True).total,
         "tasks": len(at_home),
     }
     after = {"imbalance_each": imbalances(plan)} | {
@@ -48,9 +51,9 @@ def record_of(
         "before": before,
         "after": after,
         "bound": 1.0 + plan.tolerance,
-        "load_before": np.stack([np.append(over_mean(workers, one), missing) for one in work]),
+        "load_before": np.stack([np.append(over_mean(workers, one), missing) for one in load]),
         "load_after": np.stack(
-            [over_mean(plan.devices, w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+            [over_mean(plan.devices, w) for w in (plan.forward_load_ps, plan.backward_load_ps)]
         ),
     }
 
@@ -66,31 +69,18 @@ def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
 
 def imbalances(plan: Plan) -> list[float]:
     """Returns the imbalance in forward and in backward."""
-    return [plan.devices.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
+    return [plan.devices.imbalance(w) for w in (plan.forward_load_ps, plan.backward_load_ps)]
 
 
-def over_mean(servers: Devices, work: Ints) -> Floats:
+def over_mean(servers: Devices, load: Ints) -> Floats:
     """Returns the finishing time of each rank [ranks], relative to the mean."""
-    return servers.seconds_ps(work) / max(servers.mean_ps(int(work.sum())), 1.0)
+    return servers.finish_ps(load) / max(servers.mean_ps(int(load.sum())), 1.0)
 
 
 def traffic_matrix(plan: Plan) -> Ints:
     """Returns bytes [sender, receiver] of one layer's forward: q and kv out, o back."""
-    ranks, shape, tasks = plan.devices.num_ranks, plan.shape, plan.forward
-    matrix = np.zeros((ranks, ranks), np.int64)
-    moved = tasks.moved
-    home, server = tasks.home[moved], tasks.server[moved]
-    np.add.at(matrix, (home, server), tasks.queries[moved] * shape.q_bytes)
-    np.add.at(matrix, (server, home), tasks.queries[moved] * shape.q_bytes)
-    keys = key_moves(tasks, plan.placement)
-    source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
-    if plan.gather:  # every worker sends all keys to its group, needed or not
-        outside = source // plan.gather != target // plan.gather
-        source, target, num_keys = source[outside], target[outside], num_keys[outside]
-        workers = np.arange(plan.placement.num_workers)
-        group = workers // plan.gather
-        together = (group[:, None] == group) & (workers[:, None] != workers)
-        gathered = together * plan.placement.tokens[:, None] * shape.kv_bytes
-        matrix[: len(workers), : len(workers)] += gathered
-    np.add.at(matrix, (source, target), num_keys * shape.kv_bytes)
+    matrix = np.zeros((plan.devices.num_ranks, plan.devices.num_ranks), np.int64)
+    sent = flows(plan.forward, plan.placement, plan.shape, backward=False)
+    np.add.at(matrix, (sent.source, sent.target), sent.out)
+    np.add.at(matrix, (sent.target, sent.source), sent.back)
     return matrix

@@ -27,7 +27,7 @@ from distca.model.config import ModelConfig
 from distca.planning.costs.analytic import TILE
 from distca.planning.costs.base import BACKWARD_FLOPS, PS
 from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
-from distca.planning.costs.table import TableCost
+from distca.planning.costs.table import table_cost
 from distca.planning.spans import Ints, as_ints
 
 TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or not
@@ -231,12 +231,11 @@ class HeldOutCall:
 
 def _held_out(bench: Bench, call: HeldOutCall, profile: Profile) -> Profile:
     taken = bench.attention(list(call.queries) * call.repeat, list(call.keys) * call.repeat)
-    model = TableCost.from_profile(profile, bench.model.shape)
+    model = table_cost(profile, bench.model.shape)
     queries, keys = as_ints(call.queries), as_ints(call.keys)
     tasks = (queries, keys, _causal_pairs(queries, keys))
     predicted = [
-        int(price(*tasks).sum()) * call.repeat / PS
-        for price in (model.forward_ps, model.backward_ps)
+        int(cost.ps(*tasks).sum()) * call.repeat / PS for cost in (model.forward, model.backward)
     ]
     figures = [_short(seconds) for seconds in (*taken, *predicted)]
     held_out = HeldOut(call.queries, call.keys, call.repeat, *figures)

@@ -19,7 +19,7 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
     Stage s is on workers [s * workers, (s + 1) * workers), and documents are numbered stage by
     stage. The rows of a worker keep their order, so tensors need not move.
     """
-    columns: list[list[Ints]] = [[], [], [], [], []]
+    columns: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 5]
     documents = 0
     for stage, placement in enumerate(stages):
         if placement is None:
@@ -29,18 +29,10 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
                 f"stage {stage} is placed on {placement.num_workers} workers but every stage has"
                 f" {workers}: place each micro-batch on {workers} workers"
             )
-        parts = (
-            placement.lengths,
-            placement.document + documents,
-            placement.start,
-            placement.stop,
-            placement.worker + stage * workers,
-        )
-        for column, part in zip(columns, parts, strict=True):
-            column.append(part)
-        documents += placement.num_documents
-    none = np.zeros(0, np.int64)
-    lengths, document, start, stop, worker = (np.concatenate([none, *c]) for c in columns)
+        p, worker = placement, placement.worker + stage * workers
+        columns.append((p.lengths, p.document + documents, p.start, p.stop, worker))
+        documents += p.num_documents
+    lengths, document, start, stop, worker = map(np.concatenate, zip(*columns, strict=True))
     return Placement(lengths, document, start, stop, worker, workers * len(stages))
 
 

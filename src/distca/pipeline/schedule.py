@@ -12,7 +12,7 @@ attention forms one pool of tasks; a stage without a micro-batch only serves the
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -22,6 +22,7 @@ FORWARD: Phase = "F"
 BACKWARD: Phase = "B"
 SERVES = "."
 
+_PHASES: dict[str, Phase] = {"F": FORWARD, "B": BACKWARD}
 _CELL = re.compile(r"\.|[FB][0-9]+")
 
 
@@ -33,13 +34,20 @@ class Tick:
     micro_batches: tuple[int | None, ...]  # [stages]; None: the stage only serves
 
     def __post_init__(self) -> None:
-        if self.phase not in (FORWARD, BACKWARD):
+        if self.phase not in _PHASES:
             raise ValueError(f"the phase of a tick is {self.phase!r}: it must be F or B")
 
     def cell(self, stage: int) -> str:
         """Returns the printed cell of a stage: ``F3``, ``B3``, or ``.`` if it only serves."""
         micro_batch = self.micro_batches[stage]
         return SERVES if micro_batch is None else f"{self.phase}{micro_batch}"
+
+    @property
+    def running(self) -> Iterator[tuple[int, int]]:
+        """Yields (stage, micro-batch) of the stages that do not only serve."""
+        for stage, micro_batch in enumerate(self.micro_batches):
+            if micro_batch is not None:
+                yield stage, micro_batch
 
 
 @dataclass(frozen=True)
@@ -53,7 +61,8 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if not self.ticks or not self.ticks[0].micro_batches:
-            raise ValueError("the schedule is empty: give one tick or more with one stage or more")
+            raise ValueError("the schedule is empty: it needs 1 or more stages and micro-batches")
+        done = {phase: [0] * self.num_stages for phase in (FORWARD, BACKWARD)}
         for number, tick in enumerate(self.ticks):
             if len(tick.micro_batches) != self.num_stages:
                 raise ValueError(
@@ -61,7 +70,22 @@ class Schedule:
                     f" {self.num_stages}: every tick needs one for each stage, None where it only"
                     " serves"
                 )
-        self._validate()
+            for stage, micro_batch in tick.running:
+                obstacle = _obstacle(tick.phase, stage, micro_batch, done)
+                if obstacle:
+                    raise ValueError(f"tick {number}, stage {stage}: {tick.cell(stage)} {obstacle}")
+            for stage, _ in tick.running:
+                done[tick.phase][stage] += 1
+        if not self.num_micro_batches:
+            raise ValueError("the schedule has no micro-batch: give one or more")
+        for phase in (FORWARD, BACKWARD) if self.has_backward else (FORWARD,):
+            for stage, count in enumerate(done[phase]):
+                if count < self.num_micro_batches:
+                    raise ValueError(
+                        f"stage {stage} has no {phase}{count} in any of {len(self.ticks)} ticks:"
+                        f" all {self.num_micro_batches} micro-batches must run on every stage,"
+                        " forward and backward, or only forward in a schedule for evaluation"
+                    )
 
     @classmethod
     def aligned(cls, stages: int, micro_batches: int) -> Schedule:
@@ -72,7 +96,6 @@ class Schedule:
         flight, where 1F1B without alignment holds ``stages - s``. With one stage, this is plain
         gradient accumulation.
         """
-        _check_sizes(stages, micro_batches)
         forward = _diagonal(FORWARD, range(stages), micro_batches)
         backward = _diagonal(BACKWARD, range(stages)[::-1], micro_batches)
         turns = zip(forward[stages - 1 :], backward[:micro_batches], strict=True)
@@ -82,7 +105,6 @@ class Schedule:
     @classmethod
     def forward_only(cls, stages: int, micro_batches: int) -> Schedule:
         """Returns a schedule for evaluation, without backward ticks and with nothing in flight."""
-        _check_sizes(stages, micro_batches)
         return cls(tuple(_diagonal(FORWARD, range(stages), micro_batches)))
 
     @classmethod
@@ -92,8 +114,20 @@ class Schedule:
         The numbers of ticks and of micro-batches in flight are ignored, since they follow from the
         cells. A phase row must agree with the cells.
         """
-        phases, rows = _read_rows(text)
-        return cls(tuple(_read_tick(number, words, phases) for number, words in enumerate(rows)))
+        rows = [line.split() for line in text.splitlines() if line.strip()]
+        stages = _read_stages([row for row in rows if row[0] not in ("tick", "phase")])
+        columns = list(zip(*stages, strict=True))
+        phases: Sequence[str | None] = [None] * len(columns)
+        for row in rows:
+            if row[0] == "phase":
+                phases = row[1:]
+        if len(phases) != len(columns):
+            raise ValueError(
+                f"the phase row has {len(phases)} ticks but stage 0 has {len(columns)}: write F or"
+                " B for each tick, or leave the row out"
+            )
+        cells = enumerate(zip(columns, phases, strict=True))
+        return cls(tuple(_read_tick(number, words, phase) for number, (words, phase) in cells))
 
     @property
     def num_stages(self) -> int:
@@ -116,83 +150,51 @@ class Schedule:
         """
         held, most = [0] * self.num_stages, [0] * self.num_stages
         for tick in self.ticks if self.has_backward else ():
-            for stage, micro_batch in enumerate(tick.micro_batches):
-                if micro_batch is not None:
-                    held[stage] += 1 if tick.phase == FORWARD else -1
-                    most[stage] = max(most[stage], held[stage])
+            for stage, _ in tick.running:
+                held[stage] += 1 if tick.phase == FORWARD else -1
+                most[stage] = max(most[stage], held[stage])
         return tuple(most)
 
     def grid(self) -> str:
         """Returns a table with a line for each stage and a column for each tick."""
-        stages = range(self.num_stages)
         rows = [
             ["tick", *map(str, range(len(self.ticks))), "in flight"],
             ["phase", *(tick.phase for tick in self.ticks)],
         ]
-        for stage in stages:
+        for stage, in_flight in enumerate(self.in_flight):
             cells = (tick.cell(stage) for tick in self.ticks)
-            rows.append([f"stage {stage}", *cells, str(self.in_flight[stage])])
+            rows.append([f"stage {stage}", *cells, str(in_flight)])
         head = max(len(row[0]) for row in rows)
         width = max(len(word) for row in rows for word in row[1 : len(self.ticks) + 1])
-        lines = (
-            "  ".join([row[0].ljust(head), *(word.ljust(width) for word in row[1:])])
+        return "\n".join(
+            "  ".join([row[0].ljust(head), *(word.ljust(width) for word in row[1:])]).rstrip()
             for row in rows
         )
-        return "\n".join(line.rstrip() for line in lines)
 
     def __str__(self) -> str:
         return self.grid()
 
-    def _validate(self) -> None:
-        """Checks each tick in order; ``done`` counts the micro-batches of earlier ticks."""
-        done = {phase: [0] * self.num_stages for phase in (FORWARD, BACKWARD)}
-        for number, tick in enumerate(self.ticks):
-            for stage in range(self.num_stages):
-                obstacle = _obstacle(tick, stage, done)
-                if obstacle:
-                    raise ValueError(f"tick {number}, stage {stage}: {tick.cell(stage)} {obstacle}")
-            for stage, micro_batch in enumerate(tick.micro_batches):
-                done[tick.phase][stage] += micro_batch is not None
-        if not self.num_micro_batches:
-            raise ValueError("the schedule has no micro-batch: give one or more")
-        for phase in (FORWARD, BACKWARD) if self.has_backward else (FORWARD,):
-            for stage, count in enumerate(done[phase]):
-                if count < self.num_micro_batches:
-                    raise ValueError(
-                        f"stage {stage} has no {phase}{count} in any of {len(self.ticks)} ticks:"
-                        f" all {self.num_micro_batches} micro-batches must run on every stage,"
-                        " forward and backward, or only forward in a schedule for evaluation"
-                    )
 
+def _obstacle(phase: Phase, stage: int, micro_batch: int, done: dict[Phase, list[int]]) -> str:
+    """Returns why a cell cannot run now; empty if it can.
 
-def _obstacle(tick: Tick, stage: int, done: dict[Phase, list[int]]) -> str | None:
-    """Returns why a cell cannot run after the earlier ticks, or None if it can."""
-    micro_batch = tick.micro_batches[stage]
-    if micro_batch is None:
-        return None
-    due = done[tick.phase][stage]
+    done: the number of micro-batches that each stage has run in earlier ticks.
+    """
+    due = done[phase][stage]
     if micro_batch != due:
         return (
-            f"is in the place of {tick.phase}{due}: a stage runs all micro-batches in increasing"
-            " order, each once forward and once backward"
+            f"is in the place of {phase}{due}: a stage runs all micro-batches in increasing order,"
+            " each once forward and once backward"
         )
-    if tick.phase == FORWARD:
-        needs = [(FORWARD, stage - 1)] if stage else []
-    else:
-        needs = [(FORWARD, stage)]
-        if stage + 1 < len(tick.micro_batches):
-            needs.append((BACKWARD, stage + 1))
-    for phase, other in needs:
-        if done[phase][other] <= micro_batch:
-            return f"needs {phase}{micro_batch} of stage {other} in an earlier tick: move it later"
-    return None
-
-
-def _check_sizes(stages: int, micro_batches: int) -> None:
-    if stages < 1 or micro_batches < 1:
-        raise ValueError(
-            f"{stages} stages and {micro_batches} micro-batches: a schedule needs 1 or more of each"
-        )
+    needs = (
+        [(FORWARD, stage - 1)] if phase == FORWARD else [(FORWARD, stage), (BACKWARD, stage + 1)]
+    )
+    for earlier, other in needs:
+        if 0 <= other < len(done[earlier]) and done[earlier][other] <= micro_batch:
+            return (
+                f"needs {earlier}{micro_batch} of stage {other} in an earlier tick: move it later"
+            )
+    return ""
 
 
 def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[Tick]:
@@ -203,16 +205,10 @@ def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[T
     ]
 
 
-def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
-    """Returns the words of the phase row, empty without one, and the cells of each tick."""
-    phases: list[str] = []
-    stages: list[list[str]] = []
-    for words in filter(None, map(str.split, text.splitlines())):
-        if words[0] == "tick":
-            continue
-        if words[0] == "phase":
-            phases = words[1:]
-            continue
+def _read_stages(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
+    """Returns the cells of each stage, without its name and its micro-batches in flight."""
+    stages: list[Sequence[str]] = []
+    for words in rows:
         if words[0] == "stage":
             if words[1:2] != [str(len(stages))]:
                 raise ValueError(
@@ -221,42 +217,37 @@ def _read_rows(text: str) -> tuple[list[str], list[tuple[str, ...]]]:
                 )
             words = words[2:]
         stages.append(words[:-1] if words and words[-1].isdecimal() else words)
-    for stage, words in enumerate(stages):
-        if len(words) != len(stages[0]):
+        if len(stages[-1]) != len(stages[0]):
             raise ValueError(
-                f"stage {stage} has {len(words)} cells but stage 0 has {len(stages[0])}: write one"
-                f" for each tick, {SERVES} where the stage only serves"
+                f"stage {len(stages) - 1} has {len(stages[-1])} cells but stage 0 has"
+                f" {len(stages[0])}: write one for each tick, {SERVES} where the stage only serves"
             )
-    if phases and stages and len(phases) != len(stages[0]):
-        raise ValueError(
-            f"the phase row has {len(phases)} ticks but stage 0 has {len(stages[0])}: write F or B"
-            " for each tick, or leave the row out"
-        )
-    return phases, list(zip(*stages, strict=True))
+    return stages
 
 
-def _read_tick(number: int, words: Sequence[str], phases: Sequence[str]) -> Tick:
-    """Parses a column; its direction is that of the phase row, or else of its first micro-batch."""
+def _read_tick(number: int, words: Sequence[str], phase: str | None) -> Tick:
+    """Parses a column. Without a ``phase``, its direction is that of its first micro-batch."""
+    witness = "the phase row"
+    if phase is None:
+        witness = next((word for word in words if word != SERVES), "")
+        phase = witness[:1]
+        if not phase:
+            raise ValueError(
+                f"tick {number} has no micro-batch, so its direction is unknown: leave the tick"
+                " out, or add a phase row"
+            )
+    elif phase not in _PHASES:
+        raise ValueError(f"tick {number} has {phase!r} in the phase row: write F or B")
     for stage, word in enumerate(words):
         if not _CELL.fullmatch(word):
             raise ValueError(
                 f"tick {number}, stage {stage}: {word!r} is not a cell: write F or B and the"
                 f" number of a micro-batch, or {SERVES} where the stage only serves"
             )
-    busy = [word for word in words if word != SERVES]
-    if not phases and not busy:
-        raise ValueError(
-            f"tick {number} has no micro-batch, so its direction is unknown: leave the tick out,"
-            " or add a phase row"
-        )
-    phase, witness = (phases[number], "the phase row") if phases else (busy[0][0], busy[0])
-    if phase not in (FORWARD, BACKWARD):
-        raise ValueError(f"tick {number} has {phase!r} in the phase row: write F or B")
-    for stage, word in enumerate(words):
         if word != SERVES and word[0] != phase:
             raise ValueError(
                 f"tick {number}, stage {stage}: {word} is in a tick that {witness} makes {phase}:"
                 " all stages of a tick run in one direction"
             )
     micro_batches = tuple(None if word == SERVES else int(word[1:]) for word in words)
-    return Tick(FORWARD if phase == FORWARD else BACKWARD, micro_batches)
+    return Tick(_PHASES[phase], micro_batches)

@@ -21,7 +21,7 @@ class Half:
     A micro-batch has one half, or two with ping-pong.
 
     members: the document numbers in the batch, [documents]. Document i of the placement is document
-        members[i] of the batch; documents beyond them are fillers that pad workers to equal sizes.
+        members[i] of the batch; documents beyond them are fillers.
     placement: the placement on the workers of one pipeline stage, which is the same in each stage.
     given: the placement of the same documents before a placer moved them.
     """
@@ -73,17 +73,17 @@ class StepPlan:
         """Attention seconds of the slowest rank over the mean, each summed over all passes."""
         worst = mean = 0.0
         for plan, backward in self.passes:
-            work = plan.backward_work_ps if backward else plan.forward_work_ps
-            worst += float(plan.devices.seconds_ps(work).max())
-            mean += plan.devices.mean_ps(int(work.sum()))
+            load = plan.backward_load_ps if backward else plan.forward_load_ps
+            worst += float(plan.devices.finish_ps(load).max())
+            mean += plan.devices.mean_ps(int(load.sum()))
         return worst / mean if mean else 1.0
 
     @property
     def imbalance_before(self) -> float:
-        """The mean imbalance if every task ran at home, weighted by the work of each pass."""
-        work = [float(plan.forward_work_ps.sum()) for plan, _ in self.passes]
+        """The mean imbalance if every task ran at home, weighted by the load of each pass."""
+        loads = [float(plan.forward_load_ps.sum()) for plan, _ in self.passes]
         before = [plan.imbalance_before for plan, _ in self.passes]
-        return float(np.average(before, weights=work)) if sum(work) else 1.0
+        return float(np.average(before, weights=loads)) if sum(loads) else 1.0
 
     @cached_property
     def fingerprint(self) -> str:

@@ -21,18 +21,18 @@ import numpy as np
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.packing import pack_in_groups, pad_to_multiple, split
 from distca.pipeline.pool import pool_masks, pool_placements
-from distca.pipeline.schedule import FORWARD, Phase, Schedule, Tick
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
 from distca.pipeline.step_plan import Half, Slot, StepPlan
 from distca.planning.api import place, plan
-from distca.planning.costs.base import CostModel, OneDirectionCost
+from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES, Policy
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
 PoolKey = tuple[Phase | None, tuple[int | None, ...], int, StageMasks]
@@ -91,9 +91,25 @@ class StepPlanner:
         speed = self.options.speed
         return np.ones(self.parallel.num_plan_ranks) if speed is None else np.asarray(speed)
 
+    @cached_property
+    def cost(self) -> CostModel:
+        """The cost model for the heads of one rank, read once."""
+        return cost_model(self.options.cost, self.options.shape.share(self.parallel.tp))
+
+    @cached_property
+    def plan_options(self) -> PlanOptions:
+        """Options of a single plan: for the heads and the servers of one tensor-parallel index."""
+        shape = self.options.shape.share(self.parallel.tp)
+        servers = self.parallel.servers // self.parallel.tp
+        options = replace(self.options, heads=None, kv_heads=None, head_dim=None, model=shape)
+        return replace(options, cost=self.cost, servers=servers)
+
     def plan(self, lengths: Ints, *, train: bool = True) -> StepPlan:
-        """Plans one batch of documents, forward and backward or (``train=False``) forward only."""
-        micro_batches = self._micro_batches(as_ints(lengths))
+        """Plans one batch of documents, forward and backward or (``train=False``) forward only.
+
+        First all documents are placed, then the pools of all ticks are planned.
+        """
+        micro_batches = self._place(as_ints(lengths))
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
         pools = _Pools(self, micro_batches)
@@ -105,6 +121,41 @@ class StepPlanner:
             first_trained_part=self.first_trained_part,
         )
 
+    def _place(self, lengths: Ints) -> tuple[tuple[Half, ...], ...]:
+        """Splits documents into micro-batches and halves, and places them on workers of a stage.
+
+        The tokens of every worker are a multiple of tp.
+        """
+        p, num_halves = self.parallel, 1 + self.ping_pong
+        sets = split(lengths, self.micro_batches * num_halves)
+        if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
+            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
+        halves = []
+        for members in sets:
+            given = pack_in_groups(lengths[members], p.dp, p.cp, multiple=p.tp)
+            placement = given
+            if self.policy.places_tokens:
+                placed = place(given, None, self._place_options, placer=self.policy.placer)
+                placement = pad_to_multiple(placed, p.tp)
+            # A plan compares placements of the same documents: new fillers are not in ``given``.
+            has_new_fillers = placement.num_documents > given.num_documents
+            halves.append(Half(members, placement, placement if has_new_fillers else given))
+        starts = range(0, len(halves), num_halves)
+        return tuple(tuple(halves[start : start + num_halves]) for start in starts)
+
+    @cached_property
+    def _place_options(self) -> PlanOptions:
+        """Options of the placer, which places documents on the workers of one stage.
+
+        All stages have the same placement. A worker therefore counts with its mean speed over
+        stages, and the mask is the widest of all layers.
+        """
+        p = self.parallel
+        widest = max(self.masks, key=lambda mask: mask.reach)
+        workers, servers = np.split(self.speed, [p.pp * p.workers_per_stage])
+        speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
+        return replace(self.plan_options, mask=widest, speed=speed)
+
     def layer(self, stage: int, slot: int, phase: Phase) -> int | None:
         """Returns the layer whose attention a stage brings to a slot; None if it has none left."""
         start, stop = self.stages[stage]
@@ -112,40 +163,6 @@ class StepPlanner:
             return start + slot if start + slot < stop else None
         backward = backward_layers((start, stop), self.first_trained_part)
         return stop - 1 - slot if slot < backward else None
-
-    @cached_property
-    def plan_options(self) -> PlanOptions:
-        """Options of a single plan: for the heads of one rank, with the cost model read once."""
-        shape = self.options.shape.share(self.parallel.tp)
-        cost = cost_model(self.options.cost, shape)
-        servers = self.parallel.servers // self.parallel.tp
-        options = replace(self.options, heads=None, kv_heads=None, head_dim=None, model=shape)
-        return replace(options, cost=cost, servers=servers)
-
-    def _micro_batches(self, lengths: Ints) -> tuple[tuple[Half, ...], ...]:
-        halves = 1 + self.ping_pong
-        sets = split(lengths, self.micro_batches * halves)
-        if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
-            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
-        placed = [self._place(members, lengths[members]) for members in sets]
-        return tuple(
-            tuple(placed[first : first + halves]) for first in range(0, len(placed), halves)
-        )
-
-    def _place(self, members: Ints, lengths: Ints) -> Half:
-        """Places documents on the workers of one stage, with a multiple of tp tokens on each."""
-        p = self.parallel
-        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp)
-        if not self.policy.places_tokens:
-            return Half(members, given, given)
-        widest = max(self.masks, key=lambda mask: mask.reach)
-        # Every stage has the same placement, so a worker counts with its mean speed over stages.
-        workers, servers = np.split(self.speed, [p.pp * p.workers_per_stage])
-        speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
-        options = replace(self.plan_options, mask=widest, speed=speed)
-        placement = place(given, None, options, placer=self.policy.placer)
-        padded = pad_to_multiple(placement, p.tp)
-        return Half(members, padded, given if padded is placement else padded)
 
 
 class _Pools:
@@ -181,43 +198,52 @@ class _Pools:
         return self._plans[key]
 
     def _plan_pool(self, tick: Tick, halves: Sequence[Half | None], masks: StageMasks) -> Plan:
-        planner, options = self._planner, self._planner.plan_options
-        workers, cost = planner.parallel.workers_per_stage, options.cost
-        assert not isinstance(cost, str)
+        planner, workers = self._planner, self._planner.parallel.workers_per_stage
         placed = [None if half is None else half.placement for half in halves]
         given = None
         if planner.policy.places_tokens:
             originals = [None if half is None else half.given for half in halves]
             given = pool_placements(originals, workers)
-        # With dedicated servers, workers serve only while their stage has no micro-batch.
-        idle = np.repeat([micro_batch is None for micro_batch in tick.micro_batches], workers)
-        serves = np.append(idle | (options.servers == 0), np.ones(options.servers, bool))
-        busy_s = np.append(self._linear_s(tick, placed, cost), np.zeros(options.servers))
-        one_direction = OneDirectionCost(cost, tick.phase != FORWARD)
+        cost = planner.cost
+        if planner.parallel.pp > 1:
+            cost = cost.one_way(backward=tick.phase == BACKWARD)
         return plan(
             pool_placements(placed, workers),
-            options,
+            planner.plan_options,
             scheduler=planner.policy.scheduler,
             given=given,
             mask=pool_masks(placed, masks),
-            cost=cost if planner.parallel.pp == 1 else one_direction,
-            workers_serve=True,
-            speed=planner.speed * serves,
-            busy_s=busy_s,
+            cost=cost,
+            workers_serve=True,  # those that do not have speed 0
+            speed=planner.speed * self._serves(tick),
+            busy_s=self._linear_s(tick, placed),
         )
 
-    def _linear_s(self, tick: Tick, placed: Sequence[Placement | None], cost: CostModel) -> Floats:
-        """Returns the seconds for which each worker is busy with linear layers during a slot.
+    def _serves(self, tick: Tick) -> Bools:
+        """[plan ranks] Returns which ranks serve in a tick.
+
+        Dedicated servers always do. If there are any, workers serve only while their stage has no
+        micro-batch.
+        """
+        servers = self._planner.plan_options.servers
+        idle = [micro_batch is None or servers == 0 for micro_batch in tick.micro_batches]
+        workers = np.repeat(idle, self._planner.parallel.workers_per_stage)
+        return np.append(workers, np.ones(servers, bool))
+
+    def _linear_s(self, tick: Tick, placed: Sequence[Placement | None]) -> Floats:
+        """[plan ranks] Returns the seconds of linear layers that keep a rank busy during a slot.
 
         They count only with ping-pong, where the workers of an idle stage can compute the attention
         of one half while the other workers run the linear layers of the other half. With one half,
         no attention starts before the linear layers are done.
         """
         planner, parallel = self._planner, self._planner.parallel
+        seconds = np.zeros(parallel.num_plan_ranks)
+        if not planner.ping_pong or parallel.pp == 1:
+            return seconds
         none = np.zeros(parallel.workers_per_stage, np.int64)
         tokens: Ints = np.concatenate([none if p is None else p.tokens for p in placed])
-        if not planner.ping_pong or parallel.pp == 1:
-            return np.zeros(len(tokens))
         flops = planner.options.shape.linear_flops_per_token / parallel.tp
         flops *= 1 if tick.phase == FORWARD else 2
-        return np.asarray(tokens * (flops / (cost.linear_tflops * 1e12)), np.float64)
+        seconds[: len(tokens)] = tokens * (flops / (planner.cost.linear_tflops * 1e12))
+        return seconds

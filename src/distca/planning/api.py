@@ -12,6 +12,7 @@ from distca.planning.checks import (
     check_representable,
     shortfall,
 )
+from distca.planning.costs.base import CostModel
 from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
@@ -24,7 +25,7 @@ from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.disaggregated import disaggregated
 from distca.planning.schedulers.greedy import greedy
 from distca.planning.schedulers.home import all_gather, at_home
-from distca.planning.spans import as_ints
+from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
 
 Ranks = Placement | Sequence[Iterable[Entry]]
@@ -108,13 +109,10 @@ def plan(
     problem = PlanOptions.of(options, changes).problem(placement)
     check_representable(problem)
     check_own_memory(problem)
-    before = placement if given is None else given
-    at_home = Tasks.at_home(before, problem.reach).work_ps(
-        before, problem.reach, problem.cost, before.num_workers
-    )
     assignment = SCHEDULERS[scheduler](problem)
     check_memory(problem, assignment)
-    work = assignment.work_ps(problem)
+    forward_load_ps, backward_load_ps = loads = assignment.load_ps(problem)
+    before = placement if given is None else given
     return Plan(
         placement=placement,
         reach=problem.reach,
@@ -122,19 +120,29 @@ def plan(
         shape=problem.shape,
         forward=assignment.forward,
         backward=assignment.backward,
-        forward_work_ps=work[0],
-        backward_work_ps=work[1],
-        policy=scheduler,
+        forward_load_ps=forward_load_ps,
+        backward_load_ps=backward_load_ps,
+        policy=f"{scheduler} scheduler",
         cost=problem.cost.name,
         tolerance=problem.tolerance,
         gather=assignment.gather,
-        imbalance_before=max(Devices.of(before.num_workers).imbalance(w) for w in at_home),
+        imbalance_before=_imbalance_at_home(before, problem.reach, problem.cost),
         bytes_lower_bound=traffic_lower_bound(
-            problem, int(work[0].sum()), free_placement=before is not placement
+            problem, int(forward_load_ps.sum()), free_placement=before is not placement
         ),
-        shortfall=shortfall(problem, work, bounded=scheduler == "distca"),
+        shortfall=shortfall(problem, loads, bounded=scheduler == "distca"),
         plan_s=time.perf_counter() - began,
     )
+
+
+def _imbalance_at_home(placement: Placement, reach: Ints, cost: CostModel) -> float:
+    """Returns the larger of both directions, with every task at home on workers of equal speed."""
+    tasks, workers = Tasks.at_home(placement, reach), Devices.of(placement.num_workers)
+    loads = (
+        tasks.load_ps(placement, reach, direction, placement.num_workers)
+        for direction in (cost.forward, cost.backward)
+    )
+    return max(map(workers.imbalance, loads))
 
 
 def place_and_plan(

@@ -17,13 +17,13 @@ from distca.planning.problem import Problem
 from distca.planning.spans import Bools, Floats, Ints
 
 
-def traffic_lower_bound(problem: Problem, total_work: int, *, free_placement: bool) -> int:
+def traffic_lower_bound(problem: Problem, total_load: int, *, free_placement: bool) -> int:
     """Returns bytes of one layer's forward pass that every plan within the bound must move.
 
     free_placement: whether the bound is to hold for any placement of the tokens.
     """
-    capacity = problem.devices.capacity(total_work, problem.tolerance)
-    max_pairs = np.maximum(capacity / problem.cost.min_forward_ps_per_pair, 1.0)
+    capacity = problem.devices.capacity(total_load, problem.tolerance)
+    max_pairs = np.maximum(capacity / problem.cost.forward.min_ps_per_pair, 1.0)
     for_any_placement = _any_placement(problem, float(max_pairs.max()))
     if free_placement:
         return int(for_any_placement)

@@ -101,24 +101,24 @@ class Devices:
     def busy_ps(self) -> Ints:
         return np.rint(self.busy_s * PS).astype(np.int64)
 
-    def seconds_ps(self, work: Ints) -> Ints:
-        """[ranks] Returns finishing times, given work in picoseconds of a device of speed 1."""
+    def finish_ps(self, load: Ints) -> Ints:
+        """[ranks] Returns finishing times, including the busy time."""
         safe = np.where(self.speed > 0, self.speed, 1.0)
-        finish: Ints = self.busy_ps + np.ceil(work / safe).astype(np.int64)
+        finish: Ints = self.busy_ps + np.ceil(load / safe).astype(np.int64)
         return finish
 
-    def mean_ps(self, total_work: int) -> float:
+    def mean_ps(self, total_load: int) -> float:
         """Returns the mean finishing time, weighted by speed, when all would finish together."""
         busy = float(np.sum(self.speed * self.busy_ps))
-        return (busy + float(total_work)) / float(np.sum(self.speed))
+        return (busy + float(total_load)) / float(np.sum(self.speed))
 
-    def capacity(self, total_work: int, tolerance: float) -> Ints:
-        """[ranks] Returns the work with which a rank finishes at (1 + tolerance) x mean."""
-        latest = np.floor((1.0 + tolerance) * self.mean_ps(total_work))
-        work: Ints = np.maximum((latest - self.busy_ps) * self.speed, 0.0).astype(np.int64)
-        return work
+    def capacity(self, total_load: int, tolerance: float) -> Ints:
+        """[ranks] Returns the load with which a rank finishes at (1 + tolerance) x mean."""
+        latest = np.floor((1.0 + tolerance) * self.mean_ps(total_load))
+        load: Ints = np.maximum((latest - self.busy_ps) * self.speed, 0.0).astype(np.int64)
+        return load
 
-    def imbalance(self, work: Ints) -> float:
-        """Returns the worst finishing time over the mean, or 1.0 if there is no work."""
-        mean = self.mean_ps(int(work.sum()))
-        return float(self.seconds_ps(work).max()) / mean if mean > 0 else 1.0
+    def imbalance(self, load: Ints) -> float:
+        """Returns the worst finishing time over the mean, or 1.0 if there is no load."""
+        mean = self.mean_ps(int(load.sum()))
+        return float(self.finish_ps(load).max()) / mean if mean > 0 else 1.0

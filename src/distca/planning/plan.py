@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from distca.planning.checks import verify
 from distca.planning.costs.base import PS
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
@@ -19,7 +20,7 @@ from distca.planning.models import ModelShape
 from distca.planning.placement import Placement, Shard, lengths_of
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import Traffic, backward_traffic, forward_traffic
+from distca.planning.traffic import Traffic, traffic
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +37,12 @@ class Plan:
     shape: ModelShape
     forward: Tasks
     backward: Tasks
-    forward_work_ps: Ints  # [ranks] on a device of speed 1
-    backward_work_ps: Ints  # [ranks] on a device of speed 1
-    policy: str
+    forward_load_ps: Ints  # [ranks] on a device of speed 1
+    backward_load_ps: Ints  # [ranks] on a device of speed 1
+    policy: str  # or the scheduler, if the plan was made without a policy
     cost: str
     tolerance: float
-    gather: int  # keys are all-gathered over groups of this size; 0: only needed keys are sent
+    gather: int  # workers that all-gather keys as published; 0: none. distca sends needed keys only
     imbalance_before: float  # with every task at home and tokens placed as given
     bytes_lower_bound: int
     shortfall: str  # why the bound is not met; empty if it is met
@@ -50,16 +51,15 @@ class Plan:
     @property
     def seconds(self) -> tuple[Floats, Floats]:
         """[ranks] Finishing times in forward and in backward, including other work."""
-        both = (self.forward_work_ps, self.backward_work_ps)
-        forward, backward = (self.devices.seconds_ps(work) / PS for work in both)
-        return forward, backward
+        finish_ps = self.devices.finish_ps
+        return finish_ps(self.forward_load_ps) / PS, finish_ps(self.backward_load_ps) / PS
 
     @property
     def imbalance(self) -> float:
         """The slowest rank's finishing time over the mean, the larger of forward and backward."""
         return max(
-            self.devices.imbalance(self.forward_work_ps),
-            self.devices.imbalance(self.backward_work_ps),
+            self.devices.imbalance(self.forward_load_ps),
+            self.devices.imbalance(self.backward_load_ps),
         )
 
     @property
@@ -69,16 +69,12 @@ class Plan:
     @cached_property
     def traffic(self) -> Traffic:
         """Bytes that each rank sends and receives in the forward pass of one layer."""
-        return forward_traffic(
-            self.forward, self.placement, self.shape, self.devices.node, self.gather
-        )
+        return traffic(self.forward, self.placement, self.shape, self.devices.node)
 
     @cached_property
     def backward_traffic(self) -> Traffic:
         """Bytes that each rank sends and receives in the backward pass of one layer."""
-        return backward_traffic(
-            self.backward, self.placement, self.shape, self.devices.node, self.gather
-        )
+        return traffic(self.backward, self.placement, self.shape, self.devices.node, backward=True)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -129,22 +125,16 @@ class Plan:
             "backward_tasks": None if same else _tasks_json(self.backward),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
-            "devices": {
-                "num_workers": self.devices.num_workers,
-                "speed": self.devices.speed.tolist(),
-                "memory_bytes": self.devices.memory_bytes.tolist(),
-                "node": self.devices.node.tolist(),
-                "busy_s": self.devices.busy_s.tolist(),
-            },
-            "forward_work_ps": self.forward_work_ps.tolist(),
-            "backward_work_ps": self.backward_work_ps.tolist(),
+            "devices": {name: _plain(value) for name, value in vars(self.devices).items()},
+            "forward_load_ps": self.forward_load_ps.tolist(),
+            "backward_load_ps": self.backward_load_ps.tolist(),
             "gather": self.gather,
             "summary": self.summary(),
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """Restores a plan from the result of ``to_json``."""
+        """Restores a plan from the result of ``to_json``; raises ``ValueError`` if it is wrong."""
         shards = [
             Shard(worker, shard["document"], shard["start"], shard["stop"])
             for worker, shards in enumerate(data["placement"])
@@ -153,33 +143,21 @@ class Plan:
         reach = as_ints([Mask.parse(mask).reach for mask in data["masks"]])
         lengths = lengths_of(shards, len(reach))
         placement = Placement.from_shards(lengths, shards, len(data["placement"]))
-        forward = _tasks_from_json(data["tasks"], placement)
-        backward = data["backward_tasks"]
-        summary, devices = data["summary"], data["devices"]
-        return cls(
+        forward, backward = _tasks_from_json(data["tasks"], placement), data["backward_tasks"]
+        plan = cls(
             placement=placement,
             reach=reach,
-            devices=Devices(
-                num_workers=devices["num_workers"],
-                speed=np.asarray(devices["speed"], dtype=np.float64),
-                memory_bytes=as_ints(devices["memory_bytes"]),
-                node=as_ints(devices["node"]),
-                busy_s=np.asarray(devices["busy_s"], dtype=np.float64),
-            ),
+            devices=Devices(**{name: _array(value) for name, value in data["devices"].items()}),
             shape=ModelShape(**data["model"]),
             forward=forward,
             backward=forward if backward is None else _tasks_from_json(backward, placement),
-            forward_work_ps=as_ints(data["forward_work_ps"]),
-            backward_work_ps=as_ints(data["backward_work_ps"]),
-            policy=summary["policy"],
-            cost=summary["cost"],
-            tolerance=summary["tolerance"],
+            forward_load_ps=as_ints(data["forward_load_ps"]),
+            backward_load_ps=as_ints(data["backward_load_ps"]),
             gather=data["gather"],
-            imbalance_before=summary["imbalance_before"],
-            bytes_lower_bound=summary["bytes_lower_bound"],
-            shortfall=summary["shortfall"],
-            plan_s=summary["plan_s"],
+            **{name: data["summary"][name] for name in _IN_SUMMARY},
         )
+        verify(plan)
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Writes the plan to a JSON file."""
@@ -189,6 +167,19 @@ class Plan:
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan that ``save`` wrote."""
         return cls.from_json(json.loads(Path(path).read_text()))
+
+
+_IN_SUMMARY = (
+    "policy", "cost", "tolerance", "imbalance_before", "bytes_lower_bound", "shortfall", "plan_s",
+)  # fmt: skip
+
+
+def _plain(value: Any) -> Any:
+    return value.tolist() if isinstance(value, np.ndarray) else value
+
+
+def _array(value: Any) -> Any:
+    return np.asarray(value) if isinstance(value, list) else value
 
 
 def _placement_json(placement: Placement) -> list[list[dict[str, int]]]:

@@ -11,10 +11,10 @@ from distca.planning.costs.base import CostModel
 from distca.planning.devices import Devices
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
-from distca.planning.spans import Ints
+from distca.planning.spans import IntOrInts, Ints
 from distca.planning.tasks import Tasks
 
-Price = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseconds
+CostFunction = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseconds
 
 
 class DoesNotFitError(ValueError):
@@ -23,40 +23,48 @@ class DoesNotFitError(ValueError):
 
 @dataclass(frozen=True)
 class Grain:
-    """Where documents may be cut: at multiples of ``tile`` tokens, into pieces >= ``minimum``."""
+    """Where documents may be cut: at multiples of ``tile`` tokens, into pieces >= ``min_shard``."""
 
     tile: int = 128
-    minimum: int = 128
+    min_shard: int = 128
 
     def __post_init__(self) -> None:
-        if self.tile < 1 or self.minimum < 1:
+        if self.tile < 1 or self.min_shard < 1:
             raise ValueError(
-                f"tile = {self.tile} and minimum shard = {self.minimum}: both must be >= 1 token"
+                f"tile = {self.tile} and minimum shard = {self.min_shard}: both must be >= 1 token"
             )
 
     @property
-    def step(self) -> int:
-        """Tokens between possible cuts: whole tiles, at least the minimum."""
-        return self.tile * -(-self.minimum // self.tile)
+    def spacing(self) -> int:
+        """Tokens between possible cuts: whole tiles, at least ``min_shard``."""
+        return self.tile * -(-self.min_shard // self.tile)
+
+    def first_cut(self, start: IntOrInts) -> IntOrInts:
+        """Returns the first possible cut behind ``start``, as a multiple of ``spacing``."""
+        return -(-(start + self.min_shard) // self.spacing)
+
+    def last_cut(self, stop: IntOrInts) -> IntOrInts:
+        """Returns the last possible cut before ``stop``, as a multiple of ``spacing``."""
+        return (stop - self.min_shard) // self.spacing
 
 
 @dataclass(frozen=True)
-class PricedDocuments:
-    """All documents of a batch with a price, of one direction or of both together."""
+class DocumentLoads:
+    """The loads of spans of documents, in one direction or in both together."""
 
     lengths: Ints
     reach: Ints
-    price: Price
+    cost_ps: CostFunction
 
     def load(self, document: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns the load of queries [start, stop) of each document; empty spans have load 0."""
         length, reach = self.lengths[document], self.reach[document]
         keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
         pairs = masks.pairs(start, stop, length, reach)
-        return self.price(stop - start, keys, pairs) * (stop > start)
+        return self.cost_ps(stop - start, keys, pairs) * (stop > start)
 
     @cached_property
-    def whole_load(self) -> Ints:
+    def whole(self) -> Ints:
         """[documents] The load of each document without cuts."""
         documents = np.arange(len(self.lengths), dtype=np.int64)
         return self.load(documents, np.zeros_like(self.lengths), self.lengths)
@@ -76,24 +84,25 @@ class Problem:
     cp: int  # workers in a context-parallel group, for the context-parallel policies
     search_orders: int = 8  # how many orders the scheduler tries if there are few ranks
 
-    def priced_documents(self, price: Price) -> PricedDocuments:
-        return PricedDocuments(self.placement.lengths, self.reach, price)
+    def document_loads(self, cost_ps: CostFunction) -> DocumentLoads:
+        return DocumentLoads(self.placement.lengths, self.reach, cost_ps)
 
 
 @dataclass(frozen=True)
 class Assignment:
     """Tasks of both directions on servers, as a scheduler returns them.
 
-    gather: if above 0, keys are all-gathered over groups of this many workers.
+    gather: the number of workers that all-gather their keys in the published system; 0: none.
     """
 
     forward: Tasks
     backward: Tasks
     gather: int = 0
 
-    def work_ps(self, problem: Problem) -> tuple[Ints, Ints]:
-        """[ranks] Returns forward and backward work, in picoseconds of a device of speed 1."""
+    def load_ps(self, problem: Problem) -> tuple[Ints, Ints]:
+        """[ranks] Returns the forward and the backward load of each rank."""
         placement, reach, ranks = problem.placement, problem.reach, problem.devices.num_ranks
-        forward, _ = self.forward.work_ps(placement, reach, problem.cost, ranks)
-        _, backward = self.backward.work_ps(placement, reach, problem.cost, ranks)
-        return forward, backward
+        return (
+            self.forward.load_ps(placement, reach, problem.cost.forward, ranks),
+            self.backward.load_ps(placement, reach, problem.cost.backward, ranks),
+        )

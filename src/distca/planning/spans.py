@@ -5,7 +5,7 @@ document and rank and changes one of them at a time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +13,7 @@ import numpy.typing as npt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Bools = npt.NDArray[np.bool_]
+IntOrInts = TypeVar("IntOrInts", int, Ints)
 
 Span = tuple[int, int]  # [start, stop)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.costs.base import CostModel
+from distca.planning.costs.base import TaskCost
 from distca.planning.placement import Placement
 from distca.planning.spans import Bools, Ints
 
@@ -92,14 +92,9 @@ class Tasks:
             self.q_start, self.q_stop, placement.lengths[self.document], reach[self.document]
         )
 
-    def work_ps(
-        self, placement: Placement, reach: Ints, cost: CostModel, num_ranks: int
-    ) -> tuple[Ints, Ints]:
-        """[ranks] Returns forward and backward work, in picoseconds of a device of speed 1."""
+    def load_ps(self, placement: Placement, reach: Ints, cost: TaskCost, num_ranks: int) -> Ints:
+        """[ranks] Returns the load of each rank."""
+        total = np.zeros(num_ranks, np.int64)
         pairs = self.pairs(placement, reach)
-        work = []
-        for price in (cost.forward_ps, cost.backward_ps):
-            total = np.zeros(num_ranks, np.int64)
-            np.add.at(total, self.server, price(self.queries, self.keys, pairs))
-            work.append(total)
-        return work[0], work[1]
+        np.add.at(total, self.server, cost.ps(self.queries, self.keys, pairs))
+        return total

@@ -107,83 +107,38 @@ def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_rank
     return used
 
 
-def forward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
-    """Returns the flows of the forward pass: q, k and v out, o back.
+def flows(tasks: Tasks, placement: Placement, shape: ModelShape, *, backward: bool) -> Flows:
+    """Returns what is sent for tasks.
 
-    gather: if above 0, groups of this many workers all-gather their keys, needed or not.
-    """
-    return _flows(tasks, placement, shape, gather, (shape.q_bytes, shape.q_bytes), (1, 0))
-
-
-def backward_flows(tasks: Tasks, placement: Placement, shape: ModelShape, gather: int = 0) -> Flows:
-    """Returns the flows of the backward pass: q, o, do, log-sum-exp, k and v out; dq, dk, dv back.
-
-    Servers keep no tensors of the forward pass.
-    """
-    out = 3 * shape.q_bytes + LSE_BYTES * shape.heads
-    return _flows(tasks, placement, shape, gather, (out, shape.q_bytes), (1, 1))
-
-
-def forward_traffic(
-    tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, gather: int = 0
-) -> Traffic:
-    return _by_rank(forward_flows(tasks, placement, shape, gather), tasks, shape, node)
-
-
-def backward_traffic(
-    tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, gather: int = 0
-) -> Traffic:
-    return _by_rank(backward_flows(tasks, placement, shape, gather), tasks, shape, node)
-
-
-def _by_rank(flows: Flows, tasks: Tasks, shape: ModelShape, node: Ints) -> Traffic:
-    send, recv = np.zeros((2, len(node)), np.int64)
-    np.add.at(send, flows.source, flows.out)
-    np.add.at(recv, flows.target, flows.out)
-    np.add.at(send, flows.target, flows.back)
-    np.add.at(recv, flows.source, flows.back)
-    crossing = node[flows.source] != node[flows.target]
-    copies = _copied_keys(tasks) * shape.kv_bytes
-    return Traffic(send, recv, int((flows.out + flows.back)[crossing].sum()), copies)
-
-
-def _flows(
-    tasks: Tasks,
-    placement: Placement,
-    shape: ModelShape,
-    gather: int,
-    query_bytes: tuple[int, int],
-    key_times: tuple[int, int],
-) -> Flows:
-    """Returns the flows of tasks.
-
-    query_bytes: bytes of a query token, (out, back).
-    key_times: how many times the bytes of a key are sent, (out, back).
+    Forward: q, k and v out, o back. Backward: q, o, do, log-sum-exp, k and v out, dq, dk and dv
+    back, because servers keep no tensors of the forward pass.
     """
     moved, keys = tasks.moved, key_moves(tasks, placement)
-    source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
-    if gather:
-        outside = source // gather != target // gather
-        pairs = _all_gather(placement, gather)
-        source = np.concatenate([source[outside], pairs[0]])
-        target = np.concatenate([target[outside], pairs[1]])
-        num_keys = np.concatenate([num_keys[outside], placement.tokens[pairs[0]]])
-    num_q = tasks.queries[moved]
-    source = np.concatenate([tasks.home[moved], source])
-    target = np.concatenate([tasks.server[moved], target])
-    out, back = (
-        np.concatenate([num_q * q, num_keys * (times * shape.kv_bytes)])
-        for q, times in zip(query_bytes, key_times, strict=True)
+    q_out = 3 * shape.q_bytes + LSE_BYTES * shape.heads if backward else shape.q_bytes
+    num_q, kv_bytes = tasks.queries[moved], (keys.stop - keys.start) * shape.kv_bytes
+    return Flows(
+        source=np.concatenate([tasks.home[moved], keys.source]),
+        target=np.concatenate([tasks.server[moved], keys.server]),
+        out=np.concatenate([num_q * q_out, kv_bytes]),
+        back=np.concatenate([num_q * shape.q_bytes, kv_bytes * backward]),
     )
-    return Flows(source, target, out, back)
 
 
-def _all_gather(placement: Placement, group: int) -> tuple[Ints, Ints]:
-    """Returns (source, target) of every ordered pair of different workers inside a group."""
-    worker = np.arange(placement.num_workers, dtype=np.int64)
-    source = np.repeat(worker, group)
-    target = source // group * group + np.tile(np.arange(group), placement.num_workers)
-    return source[source != target], target[source != target]
+def traffic(
+    tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, *, backward: bool = False
+) -> Traffic:
+    """Adds up what is sent for tasks by rank. node: [ranks]"""
+    between = flows(tasks, placement, shape, backward=backward)
+    send, recv = np.zeros((2, len(node)), np.int64)
+    for sender, receiver, num_bytes in (
+        (between.source, between.target, between.out),
+        (between.target, between.source, between.back),
+    ):
+        np.add.at(send, sender, num_bytes)
+        np.add.at(recv, receiver, num_bytes)
+    crossing = node[between.source] != node[between.target]
+    cross_node = int((between.out + between.back)[crossing].sum())
+    return Traffic(send, recv, cross_node, _copied_keys(tasks) * shape.kv_bytes)
 
 
 def _copied_keys(tasks: Tasks) -> int:

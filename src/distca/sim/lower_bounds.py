@@ -69,5 +69,5 @@ def attention_s(scenario: Scenario, rates: Rates, batch: Batch) -> float:
     reach = as_ints(np.full(len(lengths), Mask.parse(scenario.mask).reach))
     seen = float(pairs(np.zeros_like(lengths), lengths, lengths, reach).sum())
     cost = rates.cost
-    per_pair = cost.min_forward_ps_per_pair + cost.min_backward_ps_per_pair
+    per_pair = cost.forward.min_ps_per_pair + cost.backward.min_ps_per_pair
     return scenario.model.layers * seen * per_pair / PS

@@ -84,7 +84,7 @@ def pack(
     made = place_and_plan(given, policy_of(policy), options)
     order = np.arange(bins).reshape(micro_batches, p.dp)
     if policy not in KEEP_SEQUENCES:  # bins with about the same work run at the same time
-        work = (made.forward_work_ps + made.backward_work_ps).reshape(bins, p.cp).sum(axis=1)
+        work = (made.forward_load_ps + made.backward_load_ps).reshape(bins, p.cp).sum(axis=1)
         order = np.argsort(work, kind="stable").reshape(micro_batches, p.dp)
         order[1::2] = order[
             1::2, ::-1

@@ -10,11 +10,11 @@ import numpy as np
 from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.base import PS, CostModel
 from distca.planning.costs.profile import Profile
-from distca.planning.costs.table import TableCost
+from distca.planning.costs.table import table_cost
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.plan import Plan
 from distca.planning.spans import Floats, Ints
-from distca.planning.traffic import backward_flows, forward_flows, needs_peers
+from distca.planning.traffic import flows, needs_peers
 from distca.sim.cluster import Cluster
 from distca.sim.streams import Transfer, count
 
@@ -50,7 +50,7 @@ class Rates:
 
     @cached_property
     def cost(self) -> CostModel:
-        return TableCost.from_profile(self.profile, self.share)
+        return table_cost(self.profile, self.share)
 
     @property
     def num_ranks(self) -> int:
@@ -123,17 +123,14 @@ class Rates:
         """Returns the attention of one layer and half on every rank."""
         tasks = plan.backward if backward else plan.forward
         pairs = tasks.pairs(plan.placement, plan.reach)
-        price = self.cost.backward_ps if backward else self.cost.forward_ps
-        seconds = price(tasks.queries, tasks.keys, pairs) / PS
+        seconds = self.cost.of(backward=backward).ps(tasks.queries, tasks.keys, pairs) / PS
         if plan.gather:
             dispatch, combine = self._all_gather(plan, backward)
             remote = np.ones(len(tasks), bool)
         else:
-            flows = (backward_flows if backward else forward_flows)(
-                tasks, plan.placement, plan.shape
-            )
-            dispatch = self._between(flows.source, flows.target, flows.out)
-            combine = self._between(flows.target, flows.source, flows.back)
+            sent = flows(tasks, plan.placement, plan.shape, backward=backward)
+            dispatch = self._between(sent.source, sent.target, sent.out)
+            combine = self._between(sent.target, sent.source, sent.back)
             remote = needs_peers(tasks, plan.placement)
         local_s, remote_s = (
             count(tasks.server[chosen], seconds[chosen], self.num_ranks)

@@ -100,7 +100,7 @@ def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     """Returns attention of the busiest worker over the mean, without disaggregation."""
     rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
     packed = pack(rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask)
-    work: Ints = packed.plan.forward_work_ps + packed.plan.backward_work_ps
+    work: Ints = packed.plan.forward_load_ps + packed.plan.backward_load_ps
     of_worker = work.reshape(-1, strategy.parallel.cp)[packed.order].sum(axis=0)  # [groups, cp]
     return float(of_worker.max() / of_worker.mean())
 

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from planning.oracles import dense_mask
 from strategies import COSTS, MASKS
 
-from distca.planning.costs.analytic import AnalyticCost, KernelRate
-from distca.planning.costs.base import PS, CostModel, PairsCost
+from distca.planning.costs.analytic import KernelCost
+from distca.planning.costs.base import PAIRS, PS, CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.costs.profile import Profile
-from distca.planning.costs.table import TableCost
+from distca.planning.costs.table import table_cost
 from distca.planning.models import ModelShape, model_shape
 from distca.planning.spans import as_ints
 
@@ -40,8 +40,8 @@ MEASURED = [
 
 
 def price(model: CostModel, way: str, queries: int, keys: int, pairs: int) -> int:
-    function = model.forward_ps if way == "forward" else model.backward_ps
-    result = function(as_ints([queries]), as_ints([keys]), as_ints([pairs]))
+    cost = model.of(backward=way == "backward")
+    result = cost.ps(as_ints([queries]), as_ints([keys]), as_ints([pairs]))
     assert result.dtype == np.int64
     return int(result[0])
 
@@ -58,15 +58,15 @@ def tflops(model: CostModel, way: str, queries: int, keys: int) -> float:
 
 
 def test_pairs_cost_is_two_and_five_picoseconds_a_pair() -> None:
-    model = PairsCost()
+    model = PAIRS
     queries, keys, pairs = as_ints([1, 3, 128]), as_ints([1, 5, 4096]), as_ints([1, 12, 516160])
-    assert model.forward_ps(queries, keys, pairs).tolist() == [2, 24, 1032320]
-    assert model.backward_ps(queries, keys, pairs).tolist() == [5, 60, 2580800]
+    assert model.forward.ps(queries, keys, pairs).tolist() == [2, 24, 1032320]
+    assert model.backward.ps(queries, keys, pairs).tolist() == [5, 60, 2580800]
 
 
 def test_pairs_cost_adds_up_under_cutting() -> None:
     seen = dense_mask("causal", 50)
-    model = PairsCost()
+    model = PAIRS
     parts = [
         price(model, "forward", b - a, b, int(seen[a:b].sum())) for a, b in [(0, 17), (17, 50)]
     ]
@@ -107,7 +107,7 @@ def test_nothing_goes_below_the_stated_least_cost(cost: str, queries: int, befor
     model = cost_model(cost, LLAMA)
     keys = before + queries
     pairs = causal_pairs(queries, keys)
-    least = int(pairs * model.min_forward_ps_per_pair)
+    least = int(pairs * model.forward.min_ps_per_pair)
     assert price(model, "forward", queries, keys, pairs) >= least
 
 
@@ -170,8 +170,8 @@ PROFILE: dict[str, Any] = {
 }
 
 
-def table(profile: dict[str, Any] = PROFILE, shape: ModelShape = LLAMA) -> TableCost:
-    return TableCost.from_profile(Profile.from_json(profile), shape)
+def table(profile: dict[str, Any] = PROFILE, shape: ModelShape = LLAMA) -> CostModel:
+    return table_cost(Profile.from_json(profile), shape)
 
 
 @pytest.mark.parametrize("row", range(3))
@@ -202,8 +202,12 @@ def test_a_kernel_with_costs_per_row_and_key_is_met_between_the_grid_points(
     way: str, queries: int, before: int
 ) -> None:
     """A table of powers of two gives the analytic form back for tasks of any size."""
-    law = replace(AnalyticCost.cpu(LLAMA), tile=1, forward=KernelRate(600, 550, 20, 0.0))
-    law = replace(law, backward=KernelRate(600, 300, 245, 0.0))
+    flops = LLAMA.flops_per_pair
+    law = CostModel(
+        "law",
+        forward=KernelCost(flops, 600, 550, 20, 0.0, tile=1),
+        backward=KernelCost(2.5 * flops, 600, 300, 245, 0.0, tile=1),
+    )
     grid = [2**power for power in range(7, 18)]
     rates = [[tflops(law, way, n, m) if m >= n else None for m in grid] for n in grid]
     profile = {"name": "law", "queries": grid, "keys": grid}
@@ -223,8 +227,8 @@ def test_a_hole_in_a_profile_is_closed_from_its_row() -> None:
 def test_a_table_is_rescaled_to_other_heads() -> None:
     half = ModelShape("half", 16, 4, 128)
     at = (as_ints([256]), as_ints([4096]), as_ints([10**6]))
-    full = table().forward_ps(*at)
-    assert table(shape=half).forward_ps(*at) == pytest.approx(full / 2, abs=1)
+    full = table().forward.ps(*at)
+    assert table(shape=half).forward.ps(*at) == pytest.approx(full / 2, abs=1)
 
 
 def changed(**values: object) -> dict[str, object]:
@@ -282,7 +286,7 @@ def test_an_unknown_cost_is_refused(name: str) -> None:
 
 
 def test_a_cost_model_of_ones_own_is_taken_as_it_is() -> None:
-    model = PairsCost(name="mine")
+    model = replace(PAIRS, name="mine")
     assert cost_model(model, LLAMA) is model
 
 
@@ -293,4 +297,4 @@ def test_many_tasks_cost_what_each_costs(cost: str) -> None:
     queries, keys = as_ints([q for q, _ in shapes]), as_ints([k for _, k in shapes])
     pairs = as_ints([causal_pairs(q, k) for q, k in shapes])
     one_by_one = [price(model, "forward", *row) for row in zip(queries, keys, pairs, strict=True)]
-    assert model.forward_ps(queries, keys, pairs).tolist() == one_by_one
+    assert model.forward.ps(queries, keys, pairs).tolist() == one_by_one

@@ -11,7 +11,7 @@ import pytest
 from distca.planning.api import plan
 from distca.planning.costs.choice import cost_model
 from distca.planning.costs.profile import Errors, HeldOut, MeasuredExchange, Profile
-from distca.planning.costs.table import TableCost
+from distca.planning.costs.table import Table
 from distca.planning.models import model_shape
 
 LLAMA = model_shape("llama3-8b")
@@ -55,7 +55,7 @@ def test_a_blank_one_too(tmp_path: Path) -> None:
     blank.write(tmp_path / "blank.json")
     assert Profile.read(str(tmp_path / "blank.json")) == blank
     assert blank.missing == [(0, 0), (0, 1), (1, 1)]
-    assert (blank.forward_errors, blank.backward_errors) == (None, None)
+    assert (blank.errors("forward"), blank.errors("backward")) == (None, None)
 
 
 @pytest.mark.parametrize("name", ["h200", "h200-flash"])
@@ -70,9 +70,9 @@ def test_what_another_version_says_more_is_left() -> None:
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:
-    assert [round(call.forward_error, 9) for call in WHOLE.held_out] == [0.1, 0.0, 0.5]
-    assert WHOLE.forward_errors == Errors(pytest.approx(0.1), pytest.approx(0.5))
-    assert WHOLE.backward_errors == Errors(pytest.approx(0.2), pytest.approx(0.2))
+    assert [round(call.error("forward"), 9) for call in WHOLE.held_out] == [0.1, 0.0, 0.5]
+    assert WHOLE.errors("forward") == Errors(pytest.approx(0.1), pytest.approx(0.5))
+    assert WHOLE.errors("backward") == Errors(pytest.approx(0.2), pytest.approx(0.2))
 
 
 def test_rates_are_put_in_their_place() -> None:
@@ -125,10 +125,10 @@ def test_the_planner_takes_its_linear_rate_and_its_tile(tmp_path: Path) -> None:
     path = tmp_path / "bench.json"
     WHOLE.write(path)
     model = cost_model(str(path), LLAMA)
-    assert isinstance(model, TableCost)
-    assert (model.linear_tflops, model.tile) == (55.5, 64)
+    assert isinstance(model.forward, Table)
+    assert (model.linear_tflops, model.forward.tile) == (55.5, 64)
     assert cost_model("h200-flash", LLAMA).linear_tflops > 100
-    one, whole = (model.forward_ps(*np.array([[n], [n], [n * (n + 1) // 2]])) for n in (1, 64))
+    one, whole = (model.forward.ps(*np.array([[n], [n], [n * (n + 1) // 2]])) for n in (1, 64))
     assert one > 0.7 * whole  # part of a tile takes nearly as long as all of it
 
 

@@ -21,8 +21,8 @@ def test_no_piece_is_lighter_than_the_lightest(
     A measured kernel may be a little faster with a few more keys, where pieces share its tile.
     """
     model = cost_model(cost, SHAPE)
-    for price in (model.forward_ps, model.backward_ps):
-        shard = CuttableShard.of((start, 300), 300, reach, price, grain)
+    for cost_of in (model.forward, model.backward):
+        shard = CuttableShard.of((start, 300), 300, reach, cost_of, grain)
         low, high = np.triu_indices(len(shard.positions), 1)
         lightest = shard.load(shard.positions[low], shard.positions[high]).min()
         assert lightest == pytest.approx(shard.lightest_piece, rel=0.02 if cost == "h200" else 0.0)

@@ -360,8 +360,8 @@ def test_a_busy_rank_gets_less() -> None:
     check_bound(busy, plan)
     assert plan.meets_bound
     level = 740_800 / 4
-    assert int(plan.forward_work_ps[1]) <= 1.02 * level - 100_000 + 1
-    assert plan.forward_work_ps[1] < calm.plan().forward_work_ps[1]
+    assert int(plan.forward_load_ps[1]) <= 1.02 * level - 100_000 + 1
+    assert plan.forward_load_ps[1] < calm.plan().forward_load_ps[1]
 
 
 def test_a_rank_busy_past_the_bound_gets_nothing_and_is_named() -> None:
@@ -394,7 +394,7 @@ def test_backward_may_have_tasks_of_its_own() -> None:
     ranks: list[list[Entry]] = [[4096 * 4], [128] * 128, [512] * 32, [1024] * 16]
     plan = distca.plan(ranks, model="llama3-8b", cost="analytic")
     assert plan.meets_bound
-    for work in (plan.forward_work_ps, plan.backward_work_ps):
+    for work in (plan.forward_load_ps, plan.backward_load_ps):
         assert work.max() <= 1.02 * work.mean() + 1
 
 
@@ -483,7 +483,7 @@ def check_spans(plan: Plan, ranks: list[list[Entry]]) -> None:
         work[row["server"]] += stop * (stop + 1) - start * (start + 1)
     assert reached == lengths
     assert max(work) <= 1.02 * sum(work) / len(work)
-    assert work == plan.forward_work_ps.tolist()
+    assert work == plan.forward_load_ps.tolist()
 
 
 @pytest.mark.parametrize("workers", [8])

@@ -1,11 +1,12 @@
-"""The interface of cost models, and the two simplest ones.
+"""Cost models: what tasks take, in whole picoseconds.
 
-A cost model prices arrays of tasks, forward and backward, from three numbers for each task:
-queries, keys, and query-key pairs. Prices are whole picoseconds, computed by a fixed sequence of
-IEEE operations, so that plans are the same on every platform.
+A task is described by three numbers: queries, keys, and query-key pairs. The costs of many tasks
+are computed at once, by a fixed sequence of IEEE operations: plans are the same on every platform.
 """
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from distca.planning.spans import Ints
@@ -15,72 +16,51 @@ BACKWARD_FLOPS = 2.5  # relative to forward: five matrix products instead of two
 LINEAR_TFLOPS = 610.0  # the linear layers of Llama-3-8B, measured on an H200
 
 
-class CostModel(Protocol):
-    """Picoseconds of tasks. Reports show ``name``."""
+class TaskCost(Protocol):
+    """What tasks cost in one direction."""
 
     @property
-    def name(self) -> str: ...
-
-    @property
-    def min_forward_ps_per_pair(self) -> float:
-        """A lower bound of what any task costs in forward, per query-key pair."""
+    def min_ps_per_pair(self) -> float:
+        """A lower bound of what any task costs, per query-key pair."""
         ...
 
-    @property
-    def min_backward_ps_per_pair(self) -> float:
-        """A lower bound of what any task costs in backward, per query-key pair."""
+    def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        """[tasks] Returns the picoseconds of each task."""
         ...
-
-    @property
-    def linear_tflops(self) -> float:
-        """The rate of the linear layers."""
-        ...
-
-    def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints: ...
-
-    def backward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints: ...
 
 
 @dataclass(frozen=True)
-class PairsCost:
-    """Counts query-key pairs, as FLOP-counting planners do. Cutting a task changes no cost."""
+class CostModel:
+    """What tasks cost in both directions, and the rate of the linear layers beside them."""
 
-    name: str = "pairs"
-    min_forward_ps_per_pair: float = 2.0
-    min_backward_ps_per_pair: float = 5.0
-    linear_tflops: float = float("inf")  # pairs are not seconds, so linear layers take no time
+    name: str  # shown in reports
+    forward: TaskCost
+    backward: TaskCost
+    linear_tflops: float = LINEAR_TFLOPS
 
-    def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        return 2 * pairs
+    def of(self, *, backward: bool) -> TaskCost:
+        return self.backward if backward else self.forward
 
-    def backward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        return 5 * pairs
+    def one_way(self, *, backward: bool) -> CostModel:
+        """Returns costs for a plan that is used in one direction only: both are equal to it."""
+        cost = self.of(backward=backward)
+        return replace(self, forward=cost, backward=cost)
+
+    def sum_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        """[tasks] Returns the picoseconds of each task, forward and backward together."""
+        return self.forward.ps(queries, keys, pairs) + self.backward.ps(queries, keys, pairs)
 
 
 @dataclass(frozen=True)
-class OneDirectionCost:
-    """Prices both directions like one of them, for a plan that is used in that direction only."""
+class PerPair:
+    """A constant for each query-key pair. Cutting a task changes no cost."""
 
-    model: CostModel
-    backward: bool
+    min_ps_per_pair: int
 
-    @property
-    def name(self) -> str:
-        return self.model.name
+    def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        return self.min_ps_per_pair * pairs
 
-    @property
-    def linear_tflops(self) -> float:
-        return self.model.linear_tflops
 
-    @property
-    def min_forward_ps_per_pair(self) -> float:
-        model = self.model
-        return model.min_backward_ps_per_pair if self.backward else model.min_forward_ps_per_pair
-
-    min_backward_ps_per_pair = min_forward_ps_per_pair
-
-    def forward_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        price = self.model.backward_ps if self.backward else self.model.forward_ps
-        return price(queries, keys, pairs)
-
-    backward_ps = forward_ps
+# Counts query-key pairs, as FLOP-counting planners do. Pairs are not seconds, so the linear layers
+# take no time.
+PAIRS = CostModel("pairs", forward=PerPair(2), backward=PerPair(5), linear_tflops=float("inf"))

@@ -14,7 +14,7 @@ from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 DEFAULT_COST = "h200"  # the profile that plans use by default
 NEEDED = (
@@ -26,6 +26,7 @@ SETTING = (
     "queries", "keys", "tile", "versions",
 )  # fmt: skip
 Rates = tuple[tuple[float | None, ...], ...]  # TFLOP/s, a row for each query count
+Direction = Literal["forward", "backward"]
 _Record = TypeVar("_Record")
 
 
@@ -52,13 +53,10 @@ class HeldOut:
     forward_predicted_s: float
     backward_predicted_s: float
 
-    @property
-    def forward_error(self) -> float:
-        return abs(self.forward_predicted_s / self.forward_s - 1)
-
-    @property
-    def backward_error(self) -> float:
-        return abs(self.backward_predicted_s / self.backward_s - 1)
+    def error(self, direction: Direction) -> float:
+        """Returns the error of the prediction, relative to the measurement."""
+        predicted, measured = (getattr(self, f"{direction}{end}") for end in ("_predicted_s", "_s"))
+        return float(abs(predicted / measured - 1))
 
 
 @dataclass(frozen=True)
@@ -132,13 +130,10 @@ class Profile:
             and None in (self.forward_tflops[row][column], self.backward_tflops[row][column])
         ]
 
-    @property
-    def forward_errors(self) -> Errors | None:
-        return _errors([call.forward_error for call in self.held_out])
-
-    @property
-    def backward_errors(self) -> Errors | None:
-        return _errors([call.backward_error for call in self.held_out])
+    def errors(self, direction: Direction) -> Errors | None:
+        """Returns the errors for the held-out calls; None if there are none."""
+        found = [call.error(direction) for call in self.held_out]
+        return Errors(median(found), max(found)) if found else None
 
     def with_rates(self, row: int, column: int, forward: float, backward: float) -> Profile:
         """Returns the profile with the rates of one more shape."""
@@ -239,10 +234,6 @@ def _words(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{name} {version}" for name, version in value.items()) or "unknown"
     return ", ".join(map(str, value)) if isinstance(value, tuple) else str(value) or "unknown"
-
-
-def _errors(found: list[float]) -> Errors | None:
-    return Errors(median(found), max(found)) if found else None
 
 
 def _pretty(record: Mapping[str, Any]) -> str:

@@ -27,11 +27,12 @@ import numpy as np
 from distca.planning.devices import Devices
 from distca.planning.placement import Placement, Shard
 from distca.planning.placers.head_tail import deal_each_document
-from distca.planning.placers.slices import Bins, SliceLimits, cut_from_the_tail, deal_slices
-from distca.planning.problem import DoesNotFitError, Grain, PricedDocuments, Problem
+from distca.planning.placers.slices import DealtShards, SliceLimits, cut_from_the_tail, deal_slices
+from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, cumulative
-from distca.planning.traffic import forward_traffic
+from distca.planning.tasks import Tasks
+from distca.planning.traffic import traffic
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
 FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
@@ -60,24 +61,22 @@ def balanced_placement(problem: Problem) -> Placement:
     in_order = Placement.in_order(problem.placement.lengths, problem.placement.num_workers)
     candidates = [in_order] if nearest is None else [in_order, nearest[1]]
     if in_order.num_documents <= FEW_DOCUMENTS:
-        dealt = deal_each_document(in_order, in_order.num_workers)
-        if np.ptp(dealt.tokens) <= problem.grain.tile:
-            candidates.append(dealt)
+        over_all = deal_each_document(in_order, in_order.num_workers)
+        if np.ptp(over_all.tokens) <= problem.grain.tile:
+            candidates.append(over_all)
     return min(candidates, key=lambda candidate: _quality(candidate, problem))
 
 
 def _search(problem: Problem) -> tuple[float, Placement] | None:
     """Returns the first placement within the bound, or the most even one, and its imbalance."""
-    cost, workers = problem.cost, problem.devices.workers_only()
-    documents = problem.priced_documents(
-        lambda q, k, p: cost.forward_ps(q, k, p) + cost.backward_ps(q, k, p)
-    )
-    total = int(documents.whole_load.sum())
+    workers = problem.devices.workers_only()
+    documents = problem.document_loads(problem.cost.sum_ps)
+    total = int(documents.whole.sum())
     nearest: tuple[float, Placement] | None = None
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
-        for bins in _attempts(documents, capacity, problem.grain):
-            placement = Placement.from_shards(documents.lengths, bins.shards, len(capacity))
+        for dealt in _attempts(documents, capacity, problem.grain):
+            placement = Placement.from_shards(documents.lengths, dealt.shards, len(capacity))
             imbalance = _imbalance(placement, problem, workers)
             if nearest is None or imbalance < nearest[0]:
                 nearest = imbalance, placement
@@ -88,46 +87,43 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
     return nearest
 
 
-def _attempts(documents: PricedDocuments, capacity: Floats, grain: Grain) -> Iterator[Bins]:
+def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Iterator[DealtShards]:
     """Yields filled workers for each density, at last for those with a little headroom missing."""
     not_enough: list[tuple[float, float]] = []
     for density in _densities(documents, capacity):
-        bins, missing = _deal_long(documents, capacity, density, grain)
+        dealt, missing = _deal_long(documents, capacity, density, grain)
         if missing > 0.0:
             not_enough.append((missing, density))
         else:
-            yield _fill_up(documents, bins, grain)
+            yield _fill_up(documents, dealt, grain)
     for _, density in sorted(entry for entry in not_enough if entry[0] < np.inf)[:NUM_MISSING]:
         yield _fill_up(documents, _deal_long(documents, capacity, density, grain)[0], grain)
 
 
 def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> float:
     """Returns the imbalance with every task at home, the larger of forward and backward."""
-    worst = 1.0
-    for price in (problem.cost.forward_ps, problem.cost.backward_ps):
-        documents = problem.priced_documents(price)
-        loads = documents.load(placement.document, placement.start, placement.stop)
-        work = np.zeros(placement.num_workers, np.int64)
-        np.add.at(work, placement.worker, loads)
-        worst = max(worst, workers.imbalance(work))
-    return worst
+    tasks = Tasks.at_home(placement, problem.reach)
+    return max(
+        workers.imbalance(tasks.load_ps(placement, problem.reach, cost, placement.num_workers))
+        for cost in (problem.cost.forward, problem.cost.backward)
+    )
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
     """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic."""
     problem = replace(problem, placement=placement)
     try:
-        tasks = schedule(problem, problem.cost.backward_ps, SEARCH_ORDERS[:1])
+        tasks = schedule(problem, problem.cost.backward, SEARCH_ORDERS[:1])
     except DoesNotFitError:
         return True, np.inf, np.inf
-    ranks = problem.devices.num_ranks
-    _, work = tasks.work_ps(placement, problem.reach, problem.cost, ranks)
-    missed = problem.devices.imbalance(work) > 1.0 + problem.tolerance
-    traffic = forward_traffic(tasks, placement, problem.shape, problem.devices.node)
-    return missed, traffic.worst, traffic.total
+    devices = problem.devices
+    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
+    missed = devices.imbalance(load) > 1.0 + problem.tolerance
+    moved = traffic(tasks, placement, problem.shape, devices.node)
+    return missed, moved.worst, moved.total
 
 
-def _densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
+def _densities(documents: DocumentLoads, capacity: Floats) -> Iterator[float]:
     """Yields guesses of the density in ascending order.
 
     With a small density, slices are large and few; but then the short documents must be that light.
@@ -137,9 +133,9 @@ def _densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
     # Which documents are short depends on the density: a fixed point after a few rounds.
     for _ in range(4):
         net_headroom = float(np.median(capacity)) - density * tokens
-        short = documents.whole_load - density * documents.lengths <= MEDIUM * net_headroom
+        short = documents.whole - density * documents.lengths <= MEDIUM * net_headroom
         short_tokens = max(documents.lengths[short].sum(), 1)
-        density = float(documents.whole_load[short].sum() / short_tokens)
+        density = float(documents.whole[short].sum() / short_tokens)
     if density == 0.0:
         return  # there are no short documents
     for step in range(NUM_DENSITIES):
@@ -147,64 +143,64 @@ def _densities(documents: PricedDocuments, capacity: Floats) -> Iterator[float]:
 
 
 def _deal_long(
-    documents: PricedDocuments, capacity: Floats, density: float, grain: Grain
-) -> tuple[Bins, float]:
+    documents: DocumentLoads, capacity: Floats, density: float, grain: Grain
+) -> tuple[DealtShards, float]:
     """Puts slices and medium documents on workers; also returns the headroom that is missing."""
     workers = len(capacity)
     tokens = float(documents.lengths.sum()) / workers
     net_headroom = float(np.median(capacity)) - density * tokens
-    medium = documents.whole_load - density * documents.lengths > MEDIUM * net_headroom
-    bins = Bins.empty(capacity, tokens, short=np.flatnonzero(~medium))
+    medium = documents.whole - density * documents.lengths > MEDIUM * net_headroom
+    dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
     if net_headroom <= 0:
-        return bins, np.inf
+        return dealt, np.inf
     limits = SliceLimits(density, net_headroom, tokens)
     slices, traffic_limit = cut_from_the_tail(documents, np.flatnonzero(medium), limits, grain)
-    deal_slices(documents, slices, bins, density, traffic_limit, grain)
-    return bins, _missing_headroom(documents, bins)
+    deal_slices(documents, slices, dealt, density, traffic_limit, grain)
+    return dealt, _missing_headroom(documents, dealt)
 
 
-def _fill_up(documents: PricedDocuments, bins: Bins, grain: Grain) -> Bins:
-    _deal_short(documents, bins)
-    _even_tokens(bins, grain)
-    return bins
+def _fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> DealtShards:
+    _deal_short(documents, dealt)
+    _even_tokens(dealt, grain)
+    return dealt
 
 
-def _missing_headroom(documents: PricedDocuments, bins: Bins) -> float:
+def _missing_headroom(documents: DocumentLoads, dealt: DealtShards) -> float:
     """Returns by how much short documents are too heavy, in mean loads; 0 if they fit.
 
     The workers with the least headroom per token get the documents with the least load per token.
     At no worker of this order may the sum of loads exceed the sum of headrooms.
     """
-    headroom, tokens = np.asarray(bins.headroom), np.asarray(bins.tokens_left)
-    lengths, loads = documents.lengths[bins.short], documents.whole_load[bins.short]
+    headroom, tokens = np.asarray(dealt.headroom), np.asarray(dealt.tokens_left)
+    lengths, loads = documents.lengths[dealt.short], documents.whole[dealt.short]
     lightest = np.argsort(loads / lengths, kind="stable")
     filled, load = cumulative(lengths[lightest]), cumulative(loads[lightest])
     tightest = np.argsort(headroom / np.maximum(tokens, 1.0), kind="stable")
     needed = np.interp(np.cumsum(tokens[tightest]), filled, load)
     worst = float(np.max(needed - np.cumsum(headroom[tightest])))
-    missing = worst * len(headroom) / float(documents.whole_load.sum())
+    missing = worst * len(headroom) / float(documents.whole.sum())
     return missing if missing > FILL_SLACK else 0.0
 
 
-def _deal_short(documents: PricedDocuments, bins: Bins) -> None:
+def _deal_short(documents: DocumentLoads, dealt: DealtShards) -> None:
     """Puts short documents, the longest first, on the worker with the most net headroom.
 
     The density is that of the documents still to come. It is computed again for each round of as
     many documents as there are workers.
     """
-    workers = len(bins.headroom)
-    order = bins.short[np.argsort(-documents.lengths[bins.short], kind="stable")]
-    lengths, loads = documents.lengths[order], documents.whole_load[order]
+    workers = len(dealt.headroom)
+    order = dealt.short[np.argsort(-documents.lengths[dealt.short], kind="stable")]
+    lengths, loads = documents.lengths[order], documents.whole[order]
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
     for first in range(0, len(order), workers):
         chunk = slice(first, min(first + workers, len(order)))
         last = chunk.stop - 1
         density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        by_headroom = bins.net_headrooms(density)
+        by_headroom = dealt.net_headrooms(density)
         by_tokens: list[tuple[float, int]] = []  # for documents longer than any worker has tokens
         rows = (order[chunk].tolist(), lengths[chunk].tolist(), loads[chunk].tolist())
         for document, length, load in zip(*rows, strict=True):
-            while by_headroom and bins.tokens_left[by_headroom[0][1]] < length:
+            while by_headroom and dealt.tokens_left[by_headroom[0][1]] < length:
                 heapq.heappop(by_headroom)
             if by_headroom:
                 negative_headroom, worker = by_headroom[0]
@@ -214,25 +210,25 @@ def _deal_short(documents: PricedDocuments, bins: Bins) -> None:
             else:
                 if not by_tokens:
                     by_tokens = [
-                        (-tokens, worker) for worker, tokens in enumerate(bins.tokens_left)
+                        (-tokens, worker) for worker, tokens in enumerate(dealt.tokens_left)
                     ]
                     heapq.heapify(by_tokens)
                 worker = by_tokens[0][1]
-                heapq.heapreplace(by_tokens, (length - bins.tokens_left[worker], worker))
-            bins.put(Shard(worker, document, 0, length), load)
+                heapq.heapreplace(by_tokens, (length - dealt.tokens_left[worker], worker))
+            dealt.put(Shard(worker, document, 0, length), load)
 
 
-def _even_tokens(bins: Bins, grain: Grain) -> None:
+def _even_tokens(dealt: DealtShards, grain: Grain) -> None:
     """Moves heads of documents, in whole tiles, until token counts differ by one tile at most."""
-    surplus = _surplus_tiles(bins, grain.tile)
+    surplus = _surplus_tiles(dealt, grain.tile)
     takers = [[int(-tiles), worker] for worker, tiles in enumerate(surplus) if tiles < 0]
-    givers = [index for index, shard in enumerate(bins.shards) if surplus[shard.worker] > 0]
-    givers.sort(key=lambda index: bins.shards[index].start - bins.shards[index].stop)
+    givers = [index for index, shard in enumerate(dealt.shards) if surplus[shard.worker] > 0]
+    givers.sort(key=lambda index: dealt.shards[index].start - dealt.shards[index].stop)
     # Heads of whole documents are cut first, such that at least the minimum remains of a document.
     # Then any shard is cut that starts at a tile.
-    for minimum in (grain.minimum, 1):
+    for minimum in (grain.min_shard, 1):
         for index in givers:
-            worker, document, start, stop = bins.shards[index]
+            worker, document, start, stop = dealt.shards[index]
             available = (stop - start - minimum) // grain.tile if start % grain.tile == 0 else 0
             count = int(min(surplus[worker], available))
             if count <= 0 or (start > 0 and minimum > 1):
@@ -242,28 +238,28 @@ def _even_tokens(bins: Bins, grain: Grain) -> None:
                 taker = takers[-1]
                 moved = min(count, taker[0])
                 cut = start + moved * grain.tile
-                bins.shards.append(Shard(taker[1], document, start, cut))
+                dealt.shards.append(Shard(taker[1], document, start, cut))
                 start, count, taker[0] = cut, count - moved, taker[0] - moved
                 if taker[0] == 0:
                     takers.pop()
-            bins.shards[index] = Shard(worker, document, start, stop)
+            dealt.shards[index] = Shard(worker, document, start, stop)
     if surplus.max(initial=0.0) > 0:
-        _move_single_tiles(bins, grain.tile)
+        _move_single_tiles(dealt, grain.tile)
 
 
-def _surplus_tiles(bins: Bins, tile: int) -> Floats:
+def _surplus_tiles(dealt: DealtShards, tile: int) -> Floats:
     """[workers] Returns whole numbers of tiles that workers should give away; they sum to zero."""
-    exact = -np.asarray(bins.tokens_left) / tile
+    exact = -np.asarray(dealt.tokens_left) / tile
     tiles: Floats = np.floor(exact)
     largest_remainders = np.argsort(-(exact - tiles), kind="stable")
     tiles[largest_remainders[: round(-float(tiles.sum()))]] += 1
     return tiles
 
 
-def _move_single_tiles(bins: Bins, tile: int) -> None:
+def _move_single_tiles(dealt: DealtShards, tile: int) -> None:
     """Evens out workers whose shards are too short to be cut: one tile or shard at a time."""
-    held: list[list[Shard]] = [[] for _ in bins.tokens_left]
-    for shard in bins.shards:
+    held: list[list[Shard]] = [[] for _ in dealt.tokens_left]
+    for shard in dealt.shards:
         held[shard.worker].append(shard)
     counts = [sum(shard.stop - shard.start for shard in shards) for shards in held]
     while max(counts) - min(counts) > tile:
@@ -275,4 +271,4 @@ def _move_single_tiles(bins: Bins, tile: int) -> None:
             held[high].append(shard._replace(start=cut))
         counts[high] -= cut - shard.start
         counts[low] += cut - shard.start
-    bins.shards = [shard for shards in held for shard in shards]
+    dealt.shards = [shard for shards in held for shard in shards]

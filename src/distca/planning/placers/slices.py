@@ -13,12 +13,15 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.placement import Shard
-from distca.planning.problem import Grain, PricedDocuments
+from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 NUM_SKIPPED = 64  # workers that a slice may skip, because they send or receive too much already
+
+
+WorkerHeap = list[tuple[float, int]]  # (-net headroom, worker): a heap's first is its smallest
 
 
 class Slice(NamedTuple):
@@ -46,8 +49,8 @@ class SliceLimits:
 
 
 @dataclass(eq=False)
-class Bins:
-    """What workers can still take, and the shards that they have."""
+class DealtShards:
+    """The shards that workers have got so far, and what workers can still take."""
 
     headroom: list[float]  # [workers]
     tokens_left: list[float]  # [workers]
@@ -57,11 +60,9 @@ class Bins:
     short: Ints  # documents that are to fill up the workers, uncut
 
     @classmethod
-    def empty(cls, capacity: Floats, tokens: float, short: Ints) -> Bins:
-        workers = len(capacity)
-        return cls(
-            capacity.tolist(), [tokens] * workers, [0.0] * workers, [0.0] * workers, [], short
-        )
+    def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
+        zeros = [0.0] * len(capacity)
+        return cls(capacity.tolist(), [tokens] * len(capacity), zeros, zeros.copy(), [], short)
 
     def put(self, shard: Shard, load: float) -> None:
         """Adds a shard to its worker."""
@@ -69,8 +70,8 @@ class Bins:
         self.tokens_left[shard.worker] -= shard.stop - shard.start
         self.shards.append(shard)
 
-    def net_headrooms(self, density: float) -> list[tuple[float, int]]:
-        """Returns a heap of (-net headroom, worker).
+    def net_headrooms(self, density: float) -> WorkerHeap:
+        """Returns the workers, the one with the most net headroom first.
 
         Net headroom is headroom less density x tokens left: what the tokens that will fill up the
         worker leave of it.
@@ -82,7 +83,7 @@ class Bins:
 
 
 def cut_from_the_tail(
-    documents: PricedDocuments, chosen: Ints, limits: SliceLimits, grain: Grain
+    documents: DocumentLoads, chosen: Ints, limits: SliceLimits, grain: Grain
 ) -> tuple[list[Slice], float]:
     """Cuts documents into slices that fit the limits, and returns the largest number of keys sent.
 
@@ -96,11 +97,7 @@ def cut_from_the_tail(
     while len(document):
         longest = min(limits.tokens, traffic_limit / max(num_above, 1))
         start = _slice_starts(documents, document, stop, limits, longest, grain)
-        load = documents.load(document, start, stop)
-        net = load - limits.density * (stop - start)
-        above = np.full_like(start, num_above)
-        columns = (column.tolist() for column in (net, document, start, stop, load, above))
-        slices += [Slice(*row) for row in zip(*columns, strict=True)]
+        slices += _slices(documents, document, start, stop, limits.density, num_above)
         if num_above == 0 and start.any():
             traffic_limit = float(start.max())
         document, stop = document[start > 0], start[start > 0]
@@ -108,8 +105,23 @@ def cut_from_the_tail(
     return slices, traffic_limit
 
 
+def _slices(
+    documents: DocumentLoads,
+    document: Ints,
+    start: Ints,
+    stop: Ints,
+    density: float,
+    num_above: int,
+) -> list[Slice]:
+    load = documents.load(document, start, stop)
+    net = load - density * (stop - start)
+    above = np.full_like(start, num_above)
+    columns = (column.tolist() for column in (net, document, start, stop, load, above))
+    return [Slice(*row) for row in zip(*columns, strict=True)]
+
+
 def _slice_starts(
-    documents: PricedDocuments,
+    documents: DocumentLoads,
     document: Ints,
     stop: Ints,
     limits: SliceLimits,
@@ -123,124 +135,132 @@ def _slice_starts(
     starts = np.zeros_like(stop)
     net = documents.load(document, starts, stop) - limits.density * stop
     fits = (net <= limits.net_load) & (stop <= longest)
-    cut = np.flatnonzero(~fits & (stop >= grain.step + grain.minimum))
+    cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= 1))
     document, stop, net = document[cut], stop[cut], net[cut]
     if not len(cut):
         return starts
-
-    def excess(index: Ints) -> Ints:
-        start = index * grain.step
-        net = documents.load(document, start, stop) - limits.density * (stop - start)
-        return np.rint(net - limits.net_load).astype(np.int64)
-
     kept = np.maximum(1.0 - limits.net_load / np.maximum(net, 1.0), 0.0)
-    guess = (stop * np.sqrt(kept) / grain.step).astype(np.int64)  # net load grows like a square
-    highest = (stop - grain.minimum) // grain.step
-    index, _ = first_fitting(excess, guess, highest)
-    lowest = np.ceil((stop - longest) / grain.step).astype(np.int64)
-    starts[cut] = np.minimum(np.maximum(np.maximum(index, lowest), 1), highest) * grain.step
+    guess = (stop * np.sqrt(kept) / grain.spacing).astype(np.int64)  # net load grows like a square
+    found = _first_cut_that_fits(documents, document, stop, limits, grain, guess)
+    lowest = np.ceil((stop - longest) / grain.spacing).astype(np.int64)
+    index = np.minimum(np.maximum(np.maximum(found, lowest), 1), grain.last_cut(stop))
+    starts[cut] = index * grain.spacing
     return starts
 
 
+def _first_cut_that_fits(
+    documents: DocumentLoads,
+    document: Ints,
+    stop: Ints,
+    limits: SliceLimits,
+    grain: Grain,
+    guess: Ints,
+    first: int = 0,
+) -> Ints:
+    """[documents] Returns the start, in cuts from ``first`` on, of the heaviest slice that fits."""
+
+    def excess(index: Ints) -> Ints:
+        start = (first + index) * grain.spacing
+        net = documents.load(document, start, stop) - limits.density * (stop - start)
+        return np.rint(net - limits.net_load).astype(np.int64)
+
+    found, _ = first_fitting(excess, guess - first, grain.last_cut(stop) - first)
+    return first + found
+
+
 def deal_slices(
-    documents: PricedDocuments,
+    documents: DocumentLoads,
     slices: list[Slice],
-    bins: Bins,
+    dealt: DealtShards,
     density: float,
     traffic_limit: float,
     grain: Grain,
 ) -> None:
     """Puts slices, the largest net load first, on the worker with the most net headroom.
 
-    A slice that is too large for it is cut, and its lower part is put elsewhere.
+    A slice that is too large for it is cut, and its lower end is put elsewhere.
     """
-    queue = [(-piece.net, piece.document, piece.start, piece) for piece in slices]
+    queue = [_heaviest_first(one) for one in slices]
     heapq.heapify(queue)
-    workers = bins.net_headrooms(density)
+    workers = dealt.net_headrooms(density)
     smallest = WORTH_A_CUT * -workers[0][0]
     while queue:
-        piece = heapq.heappop(queue)[-1]
-        headroom, worker = _take_worker(piece, bins, workers, traffic_limit)
-        tokens_left = bins.tokens_left[worker]
-        if piece.size > tokens_left or (piece.net > headroom > smallest):
+        *_, upper = heapq.heappop(queue)
+        headroom, worker = _take_worker(upper, dealt, workers, traffic_limit)
+        tokens_left = dealt.tokens_left[worker]
+        if upper.size > tokens_left or (upper.net > headroom > smallest):
             limits = SliceLimits(density, headroom, tokens_left)
-            piece, *lower = _split(documents, piece, limits, grain)
-            for part in lower:
-                heapq.heappush(queue, (-part.net, part.document, part.start, part))
-        bins.put(Shard(worker, piece.document, piece.start, piece.stop), piece.load)
-        bins.sent_keys[worker] += piece.num_above * piece.size
-        bins.received_keys[worker] += piece.start
-        heapq.heappush(workers, (piece.net - headroom, worker))
+            upper, *lower = _split(documents, upper, limits, grain)
+            for one in lower:
+                heapq.heappush(queue, _heaviest_first(one))
+        dealt.put(Shard(worker, upper.document, upper.start, upper.stop), upper.load)
+        dealt.sent_keys[worker] += upper.num_above * upper.size
+        dealt.received_keys[worker] += upper.start
+        heapq.heappush(workers, (upper.net - headroom, worker))
+
+
+def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
+    """Returns the entry of a slice in a heap, whose first entry is the smallest."""
+    return -one.net, one.document, one.start, one
 
 
 def _take_worker(
-    piece: Slice, bins: Bins, workers: list[tuple[float, int]], traffic_limit: float
+    taken: Slice, dealt: DealtShards, workers: WorkerHeap, traffic_limit: float
 ) -> tuple[float, int]:
-    """Removes a worker for a slice from the heap, and returns (net headroom, worker).
+    """Removes the best worker for a slice from the heap, and returns (net headroom, worker).
 
-    The best worker has headroom and tokens left for the slice and stays within the traffic limit.
-    Else the traffic limit is given up, then the tokens, then the headroom.
+    Workers with net headroom for the slice are tried, those with the most first. The best one has
+    tokens left for the slice and stays within the traffic limit. If there is none, the traffic
+    limit is given up, then the tokens, then the headroom.
     """
-    size = piece.size
-    skipped: list[tuple[float, int]] = []
-    within_limit = above_limit = -1  # indices of the first such workers in ``skipped``
-    while (
-        workers and within_limit < 0 and len(skipped) < NUM_SKIPPED and piece.net <= -workers[0][0]
-    ):
-        worker = workers[0][1]
-        if bins.tokens_left[worker] >= size:
-            if (
-                bins.sent_keys[worker] + piece.num_above * size <= traffic_limit
-                and bins.received_keys[worker] + piece.start <= traffic_limit
-            ):
-                within_limit = len(skipped)
-            elif above_limit < 0:
-                above_limit = len(skipped)
-        skipped.append(heapq.heappop(workers))
-    if not skipped:
-        chosen = heapq.heappop(workers)
-    else:
-        if within_limit >= 0:
-            index = within_limit
-        elif above_limit >= 0:
-            index = above_limit
+
+    def has_tokens(worker: int) -> bool:
+        return dealt.tokens_left[worker] >= taken.size
+
+    def within_limit(worker: int) -> bool:
+        sent = dealt.sent_keys[worker] + taken.num_above * taken.size
+        received = dealt.received_keys[worker] + taken.start
+        return sent <= traffic_limit and received <= traffic_limit
+
+    tried: list[tuple[float, int]] = []
+    best = None
+    while workers and best is None and len(tried) < NUM_SKIPPED and taken.net <= -workers[0][0]:
+        tried.append(heapq.heappop(workers))
+        if has_tokens(tried[-1][1]) and within_limit(tried[-1][1]):
+            best = tried[-1]
+    if best is None:
+        with_tokens = [entry for entry in tried if has_tokens(entry[1])]
+        if with_tokens:
+            best = with_tokens[0]
+        elif tried:
+            best = max(tried, key=lambda entry: dealt.tokens_left[entry[1]])
         else:
-            index = max(range(len(skipped)), key=lambda i: bins.tokens_left[skipped[i][1]])
-        chosen = skipped.pop(index)
-        for entry in skipped:
+            best = heapq.heappop(workers)
+    for entry in tried:
+        if entry is not best:
             heapq.heappush(workers, entry)
-    return -chosen[0], chosen[1]
+    return -best[0], best[1]
 
 
 def _split(
-    documents: PricedDocuments, piece: Slice, limits: SliceLimits, grain: Grain
+    documents: DocumentLoads, whole: Slice, limits: SliceLimits, grain: Grain
 ) -> list[Slice]:
-    """Returns the upper part of a slice, as large as the limits allow, and the lower part.
+    """Returns the upper end of a slice, as large as the limits allow, and the lower end.
 
     Returns the slice alone if it cannot be cut.
     """
-    lowest = -(-(piece.start + grain.minimum) // grain.step)
-    lowest = max(lowest, -int(-(piece.stop - limits.tokens) // grain.step))
-    highest = (piece.stop - grain.minimum) // grain.step
+    shortest = -int((limits.tokens - whole.stop) // grain.spacing)
+    lowest = max(grain.first_cut(whole.start), shortest)
+    highest = grain.last_cut(whole.stop)
     if lowest > highest:
-        return [piece]
-    document, stop = as_ints([piece.document]), as_ints([piece.stop])
-
-    def excess(index: Ints) -> Ints:
-        start = (index + lowest) * grain.step
-        net = documents.load(document, start, stop) - limits.density * (stop - start)
-        return np.rint(net - limits.net_load).astype(np.int64)
-
-    index = 0  # the slice is only too long
-    if piece.net > limits.net_load:
-        steps = as_ints([highest - lowest])
-        index = int(first_fitting(excess, steps // 2, steps)[0][0])
-    cut = (index + lowest) * grain.step
-    starts, stops = (cut, piece.start), (piece.stop, cut)
-    loads = documents.load(document, as_ints(starts), as_ints(stops)).astype(np.float64).tolist()
+        return [whole]
+    document, start, stop = as_ints([[whole.document], [whole.start], [whole.stop]])
+    cut = as_ints([lowest])
+    if whole.net > limits.net_load:  # otherwise the slice is only too long
+        guess = as_ints([lowest + (highest - lowest) // 2])
+        cut = _first_cut_that_fits(documents, document, stop, limits, grain, guess, lowest)
+    cut = cut * grain.spacing
     return [
-        Slice(load - limits.density * (stop - start), piece.document, start, stop, load, above)
-        for start, stop, load, above in zip(
-            starts, stops, loads, (piece.num_above, piece.num_above + 1), strict=True
-        )
+        *_slices(documents, document, cut, stop, limits.density, whole.num_above),
+        *_slices(documents, document, start, cut, limits.density, whole.num_above + 1),
     ]

@@ -19,7 +19,7 @@ from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
 
 NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
-INSIDE_NODE = 0.125  # price of a byte inside a node: NVLink is about 8 times as fast as a NIC
+INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
 class Piece(NamedTuple):
@@ -60,11 +60,11 @@ class Cut(NamedTuple):
 
     pieces: list[Piece]
     over_limit: int  # bytes by which a rank would exceed the limit of sent or received bytes
-    cost: float  # bytes moved, where those inside a node count ``INSIDE_NODE``
+    weighted_bytes: float  # bytes moved, where those inside a node count ``INSIDE_NODE``
 
     @property
     def score(self) -> tuple[int, float]:
-        return self.over_limit, self.cost
+        return self.over_limit, self.weighted_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,7 @@ class Candidates:
 class CandidateTraffic:
     """What each candidate moves."""
 
-    cost: Floats  # [T]
+    weighted_bytes: Floats  # [T]
     peak: Ints  # [T] most bytes that any of the ranks would send or receive in total
 
 
@@ -111,7 +111,7 @@ def best_cut(
         return None
     traffic = _traffic(shard, candidates, targets, sources, shape)
     over_limit = np.maximum(traffic.peak - traffic_limit, 0)
-    best = int(np.lexsort((traffic.cost, over_limit, ~fits))[0])
+    best = int(np.lexsort((traffic.weighted_bytes, over_limit, ~fits))[0])
     columns = (candidates.start, candidates.stop, candidates.load)
     starts, stops, loads = (column[:, best].tolist() for column in columns)
     pieces = [
@@ -119,7 +119,7 @@ def best_cut(
         for start, stop, target, load in zip(starts, stops, targets, loads, strict=True)
         if start < stop
     ]
-    return Cut(pieces, int(over_limit[best]), float(traffic.cost[best]))
+    return Cut(pieces, int(over_limit[best]), float(traffic.weighted_bytes[best]))
 
 
 def list_candidates(
@@ -135,46 +135,42 @@ def list_candidates(
         bottom, load = shard.lowest_start(bottom, target.headroom)
         starts.append(bottom)
         loads.append(load)
-    rest = _place_remainder(shard, keep - tops.load_above, top, bottom, shape)
-    start = shard.positions[as_ints([*starts, rest.start])]
-    stop = shard.positions[as_ints([*stops, rest.stop])]
+    may_stay = keep - tops.load_above
+    if len(targets) == 1:  # the remainder is the only piece, and the tops are its possible places
+        rest_stop, gap = top, np.zeros_like(may_stay)
+    else:
+        rest_stop, gap = _cheapest_stop(shard, may_stay, bottom, shape)
+    rest_start = shard.highest_stop(rest_stop, may_stay - gap)
+    start = shard.positions[as_ints([*starts, rest_start])]
+    stop = shard.positions[as_ints([*stops, rest_stop])]
     return Candidates(
         start=start,
         stop=stop,
         load=as_ints([*loads, shard.load(start[-1], stop[-1])]),
         keys=shard.num_keys_in((0, shard.length), start, stop),
-        sheds_enough=rest.is_enough & ((bottom < top) | (rest.start < rest.stop)),
-        keeps_nothing=(rest.start == 0) & (rest.stop == bottom) & (top == last),
+        sheds_enough=(may_stay >= gap) & ((bottom < top) | (rest_start < rest_stop)),
+        keeps_nothing=(rest_start == 0) & (rest_stop == bottom) & (top == last),
     )
 
 
-class _Remainder(NamedTuple):
-    """The last piece of each candidate, [T]. Start and stop are indices of positions."""
+def _cheapest_stop(
+    shard: CuttableShard, may_stay: Ints, bottom: Ints, shape: ModelShape
+) -> tuple[Ints, Ints]:
+    """Returns where the remainder should stop, below other pieces that start at ``bottom``.
 
-    start: Ints
-    stop: Ints
-    is_enough: Bools  # whether at most the allowed load stays at home
+    Also returns the gap: the load between the remainder and ``bottom``, which stays at home. There
+    is none if it would be more than the load ``may_stay``, or if the mask is not causal.
 
-
-def _place_remainder(
-    shard: CuttableShard, may_stay: Ints, top: Ints, bottom: Ints, shape: ModelShape
-) -> _Remainder:
-    """Chooses the last piece below ``bottom``, where queries [bottom, top) leave already.
-
-    Below other pieces, the remainder lies at its cheapest place. If it is the only piece, it ends
-    at the top, so that the tops are its possible places.
-
-    may_stay: [T] the load below ``bottom`` that may stay at home.
+    may_stay, bottom: [T] positions are given by index.
     """
-    positions = shard.positions
-    stop, gap = bottom, np.zeros_like(may_stay)  # gap: load between the remainder and ``bottom``
-    if bottom is not top and shard.causal:
-        leaving = shard.load_before[bottom] - may_stay
-        stop = np.minimum(np.searchsorted(positions, shard.cheapest_stop(leaving, shape)), bottom)
-        gap = shard.load(positions[stop], positions[bottom])
-        stays = gap <= may_stay
-        stop, gap = np.where(stays, stop, bottom), gap * stays
-    return _Remainder(shard.highest_stop(stop, may_stay - gap), stop, may_stay >= gap)
+    if not shard.causal:
+        return bottom, np.zeros_like(may_stay)
+    leaving = shard.load_before[bottom] - may_stay
+    cheapest = np.searchsorted(shard.positions, shard.cheapest_stop(leaving, shape))
+    stop = np.minimum(cheapest, bottom)
+    gap = shard.load(shard.positions[stop], shard.positions[bottom])
+    stays = gap <= may_stay
+    return np.where(stays, stop, bottom), gap * stays
 
 
 def _fits(candidates: Candidates, targets: Sequence[Target], shape: ModelShape) -> Bools:
@@ -198,8 +194,8 @@ def _traffic(
     q_bytes = shape.q_bytes * candidates.queries
     keys = _subtract_held(shard, candidates, targets, (0, shard.length), candidates.keys)
     arriving = q_bytes + shape.kv_bytes * keys
-    price = np.array([_byte_price(target.same_node) for target in targets])[:, None]
-    cost: Floats = np.add.reduce((arriving + q_bytes) * price)
+    weight = np.array([_byte_weight(target.same_node) for target in targets])[:, None]
+    weighted: Floats = np.add.reduce((arriving + q_bytes) * weight)
     received = as_ints([target.received for target in targets])[:, None]
     peak = np.maximum.reduce(received + arriving)
     saves_fetching = len(sources) > 1 and bool(candidates.keeps_nothing.any())
@@ -216,12 +212,12 @@ def _traffic(
             span = as_ints(shard.start), as_ints(shard.stop)
             fetched = shape.kv_bytes * shard.num_keys_in(source.span, *span)
             sent -= candidates.keeps_nothing * fetched
-            cost -= candidates.keeps_nothing * fetched * _byte_price(source.same_node)
+            weighted -= candidates.keeps_nothing * fetched * _byte_weight(source.same_node)
         peak = np.maximum(peak, sent)
-    return CandidateTraffic(cost, peak)
+    return CandidateTraffic(weighted, peak)
 
 
-def _byte_price(same_node: bool) -> float:
+def _byte_weight(same_node: bool) -> float:
     return INSIDE_NODE if same_node else 1.0
 
 

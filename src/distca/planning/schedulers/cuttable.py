@@ -9,8 +9,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning import masks
+from distca.planning.costs.base import TaskCost
 from distca.planning.models import ModelShape
-from distca.planning.problem import Grain, Price
+from distca.planning.problem import Grain
 from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, Span, as_ints
 
@@ -30,18 +31,16 @@ class CuttableShard:
     stop: int
     length: int  # of the whole document
     reach: int
-    price: Price
+    cost: TaskCost
     positions: Ints  # ascending; the first is ``start`` and the last is ``stop``
     _tops: dict[int, Tops] = field(init=False, repr=False, default_factory=dict)
 
     @classmethod
-    def of(cls, span: Span, length: int, reach: int, price: Price, grain: Grain) -> CuttableShard:
+    def of(cls, span: Span, length: int, reach: int, cost: TaskCost, grain: Grain) -> CuttableShard:
         start, stop = span
-        first = -(-(start + grain.minimum) // grain.step)
-        last = (stop - grain.minimum) // grain.step
-        inner = np.arange(first, last + 1, dtype=np.int64) * grain.step
-        positions = np.concatenate([as_ints([start]), inner, as_ints([stop])])
-        return cls(start, stop, length, reach, price, positions)
+        cuts = np.arange(grain.first_cut(start), grain.last_cut(stop) + 1, dtype=np.int64)
+        positions = np.concatenate([[start], cuts * grain.spacing, [stop]])
+        return cls(start, stop, length, reach, cost, positions)
 
     @cached_property
     def causal(self) -> bool:
@@ -85,7 +84,7 @@ class CuttableShard:
             length, reach = as_ints(self.length), as_ints(self.reach)
             keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
             pairs = masks.pairs(start, stop, length, reach)
-        return self.price(queries, keys, pairs) * (queries > 0)
+        return self.cost.ps(queries, keys, pairs) * (queries > 0)
 
     def num_keys_in(self, span: Span, start: Ints, stop: Ints) -> Ints:
         """Returns how many keys inside ``span`` the queries [start, stop) need."""

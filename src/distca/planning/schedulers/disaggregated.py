@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.costs.base import OneDirectionCost
-from distca.planning.problem import Assignment, Price, Problem
+from distca.planning.costs.base import TaskCost
+from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
@@ -23,7 +23,7 @@ from distca.planning.tasks import Tasks
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
-MARGIN = 0.002  # on the estimated mean: a tenth of the default tolerance
+MARGIN = 0.002  # by which estimates are raised or lowered: a tenth of the default tolerance
 
 
 class SearchOrder(NamedTuple):
@@ -47,71 +47,78 @@ FEW_RANKS = 32  # up to which all orders are tried; with more ranks, differences
 
 def disaggregated(problem: Problem) -> Assignment:
     """Returns one set of tasks if it meets the bounds of both directions, else one for each."""
-    devices = problem.devices
-    backward = schedule(problem, problem.cost.backward_ps)
-    work, _ = backward.work_ps(problem.placement, problem.reach, problem.cost, devices.num_ranks)
+    devices, cost = problem.devices, problem.cost
+    backward = schedule(problem, cost.backward)
+    load = backward.load_ps(problem.placement, problem.reach, cost.forward, devices.num_ranks)
     # If both directions cost the same, a second set of tasks would be equal to the first.
-    one_direction = isinstance(problem.cost, OneDirectionCost)
-    if one_direction or devices.imbalance(work) <= 1.0 + problem.tolerance:
+    if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
-    forward = schedule(problem, problem.cost.forward_ps, expected_work=int(work.sum()))
-    return Assignment(forward, backward)
+    # A little less than the load of the backward tasks: shed rather more than too little.
+    expected_load = int(int(load.sum()) * (1.0 - MARGIN))
+    return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
 
 
 def schedule(
     problem: Problem,
-    price: Price,
+    cost: TaskCost,
     orders: Sequence[SearchOrder] = SEARCH_ORDERS,
-    expected_work: int = 0,
+    expected_load: int = 0,
 ) -> Tasks:
     """Returns the tasks of one direction, which meet the bound wherever the cuts allow it.
 
-    expected_work: an estimate of the total work after cutting; 0 if there is none.
+    expected_load: an estimate of the total load after cutting; 0: that of uncut shards.
     """
-    shards = PlacedShards.of(problem, price)
+    shards = PlacedShards.of(problem, cost)
     first, *others = orders[: problem.search_orders]
-    candidates = [_try_order(shards, first, int(expected_work * (1.0 - MARGIN)))]
+    candidates = [_try_order(shards, first, expected_load)]
     # If the first order misses the bound or moves nothing, the others are no better.
     missed, moved = candidates[0].quality
     if problem.devices.num_ranks <= FEW_RANKS and missed == 0.0 and moved > 0:
-        total_work = candidates[0].total_work
-        candidates += [_try_order(shards, order, total_work) for order in others]
+        expected_load = candidates[0].expected_load
+        candidates += [_try_order(shards, order, expected_load) for order in others]
     return min(candidates, key=lambda candidate: candidate.quality).tasks
 
 
 class _Candidate(NamedTuple):
     tasks: Tasks
     quality: tuple[float, int]  # imbalance above the bound; peak traffic x total traffic
-    total_work: int  # from which the mean was taken
+    expected_load: int  # from which the mean was taken
 
 
-def _try_order(shards: PlacedShards, order: SearchOrder, total_work: int) -> _Candidate:
+def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> _Candidate:
     """Schedules in one order, with new estimates of the mean until the bound is met.
 
-    Cutting changes the total work, and with it the mean that the bound refers to. If the bound is
-    missed, the next try takes the mean of the work that the last one arrived at.
-
-    total_work: the first estimate; 0: the work of uncut shards.
+    Cutting changes the total load, and with it the mean that the bound refers to. If the bound is
+    missed, the next try takes the mean of the load that the last one arrived at.
     """
     problem = shards.problem
     bound = 1.0 + problem.tolerance
     tries: list[tuple[float, Ledger, int]] = []
     for _ in range(NUM_TRIES):
-        ledger = Ledger(shards, total_work)
-        empty_idle_workers(ledger)
-        move_to_keys(ledger, order.max_adopted)
-        for rank in surplus_ranks(ledger, order.senders_first, order.seed):
-            shed(ledger, rank)
-        imbalance = problem.devices.imbalance(ledger.loads.per_rank)
+        ledger = _move_tasks(shards, order, expected_load)
+        loads = ledger.loads
+        imbalance = problem.devices.imbalance(loads.per_rank)
         unchanged = bool(tries) and imbalance == tries[-1][0]
-        tries.append((imbalance, ledger, total_work))
+        tries.append((imbalance, ledger, expected_load))
         if imbalance <= bound or unchanged:
             break
-        stuck = bool(np.any(ledger.loads.above_capacity > 0))
-        margin = MARGIN if stuck else -MARGIN
-        total_work = int(int(ledger.loads.per_rank.sum()) * (1.0 + margin))
-    imbalance, ledger, total_work = min(tries, key=lambda attempt: attempt[0])
+        # If a rank kept a surplus, capacities were too small for pieces to fit. If none did, the
+        # estimate, and with it every capacity, was too large.
+        capacity_was_small = bool(np.any(loads.above_capacity > 0))
+        margin = MARGIN if capacity_was_small else -MARGIN
+        expected_load = int(int(loads.per_rank.sum()) * (1.0 + margin))
+    imbalance, ledger, expected_load = min(tries, key=lambda attempt: attempt[0])
     tasks, moved = ledger.tasks(), ledger.peak_traffic * ledger.total_traffic
     if imbalance > bound:
-        tasks, imbalance = repair(problem, shards.price, tasks)
-    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved), total_work)
+        tasks, imbalance = repair(problem, shards.cost, tasks)
+    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved), expected_load)
+
+
+def _move_tasks(shards: PlacedShards, order: SearchOrder, expected_load: int) -> Ledger:
+    """Carries out steps 2 to 4, with capacities for one estimate of the total load."""
+    ledger = Ledger(shards, expected_load)
+    empty_idle_workers(ledger)
+    move_to_keys(ledger, order.max_adopted)
+    for rank in surplus_ranks(ledger, order.senders_first, order.seed):
+        shed(ledger, rank)
+    return ledger

@@ -1,91 +1,101 @@
-"""The head-tail greedy of the published system, as a baseline."""
+"""The head-tail greedy of the published system, as a baseline.
+
+It balances causal pairs over in-place servers of equal speed, and bounds receivers only: a rank
+gives at most what it has above the mean, and takes until it is within ``tolerance`` x mean.
+
+1. The rank with the least load takes first.
+2. It takes from the shard with the fewest bytes per pair, of ranks above the mean.
+3. Queries leave a shard from its middle, as many head as tail tokens: a head token and its mirrored
+   tail token always have start + stop + 1 pairs together.
+"""
 
 import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Assignment, Problem
-from distca.planning.spans import Ints
+from distca.planning.spans import IntOrInts, Ints, Span
 from distca.planning.tasks import Tasks
 
 
 def greedy(problem: Problem) -> Assignment:
-    """Returns the tasks of ``head_tail_greedy`` for both directions."""
-    devices = problem.devices
+    """Returns the tasks of the head-tail greedy for both directions."""
+    devices, placement = problem.devices, problem.placement
     if devices.num_ranks > devices.num_workers or np.any(devices.speed != 1.0):
         raise ValueError("policy greedy supports only in-place servers of equal speed")
-    if np.any(problem.reach < problem.placement.lengths):
+    if np.any(problem.reach < placement.lengths):
         raise ValueError("policy greedy supports only causal masks")
-    tasks = head_tail_greedy(problem.placement, problem.reach, problem.shape, problem.tolerance)
+    shards = _PeeledShards(placement)
+    for server in np.argsort(shards.load, kind="stable").tolist():
+        while shards.mean - shards.load[server] > problem.tolerance * shards.mean:
+            if not shards.give_cheapest(server, problem.shape):
+                break
+    tasks = shards.tasks(problem.reach)
     return Assignment(tasks, tasks)
 
 
-def head_tail_greedy(
-    placement: Placement, reach: Ints, shape: ModelShape, tolerance: float
-) -> Tasks:
-    """Fills the rank with the least load first, with the cheapest head-tail pairs of other ranks.
+class _PeeledShards:
+    """Shards of which the middle, [head, tail), has moved. Loads are query-key pairs."""
 
-    Balances causal pairs over in-place servers of equal speed. It bounds receivers only: a rank
-    gives at most what it has above the mean, and takes until it is within ``tolerance`` x mean.
-    """
-    start, stop, owner = placement.start, placement.stop, placement.worker
-    ends = start + stop + 1  # query-key pairs of one head token and its mirrored tail token
-    head, tail = start + (stop - start) // 2, start + (stop - start) // 2
-    left = (stop * (stop + 1) - start * (start + 1)) // 2
-    load = np.bincount(owner, left, minlength=placement.num_workers).astype(np.int64)
-    mean = int(load.sum()) // placement.num_workers
-    keep_whole = np.ones(len(start), dtype=bool)
-    cuts: list[tuple[int, int, int, int]] = []  # shard, q_start, q_stop, server
-    donors = np.flatnonzero(load[owner] > mean)
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        start, stop = placement.start, placement.stop
+        self.head = start + (stop - start) // 2
+        self.tail = self.head.copy()
+        self.left = _pairs_below(stop) - _pairs_below(start)  # [shards] pairs still at home
+        self.load = np.zeros(placement.num_workers, np.int64)  # [workers]
+        np.add.at(self.load, placement.worker, self.left)
+        self.mean = int(self.load.sum()) // placement.num_workers
+        self.moved: list[tuple[int, int, int, int]] = []  # shard, q_start, q_stop, server
 
-    for server in np.argsort(load, kind="stable"):
-        while mean - load[server] > tolerance * mean:
-            need = mean - int(load[server])
-            donors = donors[(load[owner[donors]] > mean) & (left[donors] > 0)]
-            if not len(donors):
-                break
-            surplus = load[owner[donors]] - mean
-            flow = np.minimum(np.minimum(surplus, need), left[donors])
-            width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-            price = (width[0] * flow / ends[donors] + 2 * width[1] * (stop[donors] + 1)) / flow
-            best = int(np.argmin(price))
-            shard, amount = int(donors[best]), int(flow[best])
-            if amount == left[shard]:
-                spans = [
-                    (int(start[shard]), int(head[shard])),
-                    (int(tail[shard]), int(stop[shard])),
-                ]
-                head[shard], tail[shard] = start[shard], stop[shard]
-            else:
-                q = amount // int(ends[shard])
-                if q == 0:
-                    break
-                spans = [
-                    (int(max(head[shard] - q, start[shard])), int(head[shard])),
-                    (int(tail[shard]), int(min(tail[shard] + q, stop[shard]))),
-                ]
-                head[shard], tail[shard] = spans[0][0], spans[1][1]
-            for low, high in spans:
-                if low < high:
-                    cuts.append((shard, low, high, int(server)))
-                    moved = (high * (high + 1) - low * (low + 1)) // 2
-                    left[shard] -= moved
-                    load[owner[shard]] -= moved
-                    load[server] += moved
-            keep_whole[shard] = False
+    def give_cheapest(self, server: int, shape: ModelShape) -> bool:
+        """Moves queries of the cheapest shard to ``server``; returns whether there are any."""
+        p = self.placement
+        surplus, need = self.load[p.worker] - self.mean, self.mean - int(self.load[server])
+        donors = np.flatnonzero((surplus > 0) & (self.left > 0))
+        if not len(donors):
+            return False
+        given = np.minimum(np.minimum(surplus, need), self.left)[donors]
+        pairs_per_two = (p.start + p.stop + 1)[
+            donors
+        ]  # of a head token and its mirrored tail token
+        q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        sent = q_width * given / pairs_per_two + 2 * kv_width * (p.stop[donors] + 1)
+        best = int(np.argmin(sent / given))
+        shard, pairs = int(donors[best]), int(given[best])
+        tokens = pairs // int(pairs_per_two[best])
+        if pairs == self.left[shard]:
+            tokens = int(p.stop[shard] - p.start[shard])  # all that is left
+        elif tokens == 0:
+            return False
+        head, tail = int(self.head[shard]), int(self.tail[shard])
+        self.head[shard] = max(head - tokens, p.start[shard])
+        self.tail[shard] = min(tail + tokens, p.stop[shard])
+        self._move(shard, (int(self.head[shard]), head), server)
+        self._move(shard, (tail, int(self.tail[shard])), server)
+        return True
 
-    for shard in np.flatnonzero(~keep_whole).tolist():
-        home = int(owner[shard])
-        for span in ((start[shard], head[shard]), (tail[shard], stop[shard])):
-            if span[0] < span[1]:
-                cuts.append((shard, int(span[0]), int(span[1]), home))
-    whole = np.flatnonzero(keep_whole)
-    table = np.asarray(cuts, dtype=np.int64).reshape(-1, 4)
-    return Tasks.build(
-        placement,
-        reach,
-        np.concatenate([whole, table[:, 0]]),
-        np.concatenate([start[whole], table[:, 1]]),
-        np.concatenate([stop[whole], table[:, 2]]),
-        np.concatenate([owner[whole], table[:, 3]]),
-    )
+    def _move(self, shard: int, queries: Span, server: int) -> None:
+        start, stop = queries
+        pairs = _pairs_below(stop) - _pairs_below(start)
+        self.moved.append((shard, start, stop, server))
+        self.left[shard] -= pairs
+        self.load[self.placement.worker[shard]] -= pairs
+        self.load[server] += pairs
+
+    def tasks(self, reach: Ints) -> Tasks:
+        """Returns what moved, and the two ends of each shard that stay at home."""
+        p, shards = self.placement, np.arange(len(self.head))
+        moved = np.asarray(self.moved, np.int64).reshape(-1, 4).T
+        at_home = (
+            np.stack([shards, p.start, self.head, p.worker]),
+            np.stack([shards, self.tail, p.stop, p.worker]),
+        )
+        spans = np.concatenate([moved, *at_home], axis=1)
+        shard, start, stop, server = spans[:, spans[1] < spans[2]]
+        return Tasks.build(p, reach, shard, start, stop, server)
+
+
+def _pairs_below(position: IntOrInts) -> IntOrInts:
+    """Returns the causal pairs of all queries before a position."""
+    return position * (position + 1) // 2

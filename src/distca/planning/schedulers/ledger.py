@@ -115,15 +115,15 @@ class HeldKeys:
 class Ledger:
     """Loads, keys, traffic, memory and pieces of one try, which starts with every shard at home."""
 
-    def __init__(self, shards: PlacedShards, total_work: int = 0) -> None:
-        """total_work: the work from which capacities are derived; 0: that of uncut shards."""
+    def __init__(self, shards: PlacedShards, expected_load: int = 0) -> None:
+        """expected_load: the total from which capacities are derived; 0: that of uncut shards."""
         problem, traffic = shards.problem, shards.traffic_at_home
         placement, devices, shape = problem.placement, problem.devices, problem.shape
         self.problem, self.shards = problem, shards
         self.keys = HeldKeys(shards)
         load = np.zeros(devices.num_ranks, np.int64)
         np.add.at(load, placement.worker, shards.load)
-        capacity = devices.capacity(total_work or int(load.sum()), problem.tolerance)
+        capacity = devices.capacity(expected_load or int(load.sum()), problem.tolerance)
         self.loads = Loads(load, capacity, devices.serving.tolist())
         self._sent, self._received = traffic.send.copy(), traffic.recv.copy()
         self._free_bytes = devices.memory_bytes - traffic.recv
@@ -147,7 +147,7 @@ class Ledger:
         return int(self._received[rank])
 
     def is_cut(self, shard: int) -> bool:
-        """Returns whether the shard, or a part of it, was moved."""
+        """Returns whether the shard, or some of its queries, was moved."""
         return shard in self._pieces
 
     def free_bytes(self, rank: int) -> int:

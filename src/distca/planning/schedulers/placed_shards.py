@@ -8,11 +8,12 @@ from itertools import pairwise
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.problem import Price, Problem
+from distca.planning.costs.base import TaskCost
+from distca.planning.problem import Problem
 from distca.planning.schedulers.cuttable import CuttableShard
 from distca.planning.spans import Ints, Span
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import Traffic, forward_traffic
+from distca.planning.traffic import Traffic, traffic
 
 KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
@@ -25,7 +26,7 @@ class PlacedShards:
     """
 
     problem: Problem
-    price: Price
+    cost: TaskCost
     load: Ints  # [shards] without cuts
     home: list[int]  # [shards]
     document: list[int]  # [shards]
@@ -40,23 +41,23 @@ class PlacedShards:
     _owners: dict[int, KeySpans] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, problem: Problem, price: Price) -> PlacedShards:
+    def of(cls, problem: Problem, cost: TaskCost) -> PlacedShards:
         placement, node = problem.placement, problem.devices.node
         spans = placement.document, placement.start, placement.stop
-        load = problem.priced_documents(price).load(*spans)
+        load = problem.document_loads(cost.ps).load(*spans)
         by_load = np.lexsort((-load, placement.worker))
         ends = np.searchsorted(placement.worker[by_load], np.arange(placement.num_workers + 1))
         at_home = Tasks.at_home(placement, problem.reach)
         documents = np.arange(placement.num_documents + 1)
         return cls(
             problem=problem,
-            price=price,
+            cost=cost,
             load=load,
             home=placement.worker.tolist(),
             document=placement.document.tolist(),
             span=list(zip(placement.start.tolist(), placement.stop.tolist(), strict=True)),
             heaviest_first=[by_load[a:b].tolist() for a, b in pairwise(ends.tolist())],
-            traffic_at_home=forward_traffic(at_home, placement, problem.shape, node),
+            traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
             _lengths=placement.lengths.tolist(),
             _reach=problem.reach.tolist(),
@@ -74,7 +75,7 @@ class PlacedShards:
             document = self.document[shard]
             length, reach = self._lengths[document], self._reach[document]
             self._cuttable[shard] = CuttableShard.of(
-                self.span[shard], length, reach, self.price, self.problem.grain
+                self.span[shard], length, reach, self.cost, self.problem.grain
             )
         return self._cuttable[shard]
 

@@ -8,7 +8,8 @@ Every move lowers the finishing time of the slowest rank, or ends the search.
 
 import numpy as np
 
-from distca.planning.problem import Price, PricedDocuments, Problem
+from distca.planning.costs.base import TaskCost
+from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.spans import Floats, Ints, as_ints, expand
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
@@ -17,28 +18,28 @@ MOVES_PER_RANK = 8  # after which the search ends, because each move recomputes 
 NUM_TASKS = 256  # longest tasks of the slowest rank, and best moves, that are looked at
 
 
-def repair(problem: Problem, price: Price, tasks: Tasks) -> tuple[Tasks, float]:
+def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float]:
     """Returns tasks with a lower imbalance, if single moves can lower it, and the imbalance."""
-    devices, documents = problem.devices, problem.priced_documents(price)
+    devices, documents = problem.devices, problem.document_loads(cost.ps)
     left = MOVES_PER_RANK * devices.num_ranks
     while True:
-        work = np.zeros(devices.num_ranks, np.int64)
-        np.add.at(work, tasks.server, documents.load(tasks.document, tasks.q_start, tasks.q_stop))
-        imbalance = devices.imbalance(work)
+        load = np.zeros(devices.num_ranks, np.int64)
+        np.add.at(load, tasks.server, documents.load(tasks.document, tasks.q_start, tasks.q_stop))
+        imbalance = devices.imbalance(load)
         if imbalance <= 1.0 + problem.tolerance or left == 0:
             return tasks, imbalance
-        moved = _best_move(problem, documents, tasks, work)
+        moved = _best_move(problem, documents, tasks, load)
         if moved is None:
             return tasks, imbalance
         tasks, left = moved, left - 1
 
 
 def _best_move(
-    problem: Problem, documents: PricedDocuments, tasks: Tasks, work: Ints
+    problem: Problem, documents: DocumentLoads, tasks: Tasks, load: Ints
 ) -> Tasks | None:
     """Returns the tasks after the best move, or None if no move helps."""
     devices = problem.devices
-    finish = devices.seconds_ps(work)
+    finish = devices.finish_ps(load)
     worst = int(np.argmax(finish))
     serving = devices.serving
     first = int(serving[np.argmin(finish[serving])])
@@ -55,8 +56,8 @@ def _best_move(
 
     # 2. The move after which the later of the two ranks is earliest; ties: the fewest queries.
     later = np.maximum(
-        _finish(problem, worst, work[worst] - whole + head + tail),
-        _finish(problem, first, work[first] + moving),
+        _finish(problem, worst, load[worst] - whole + head + tail),
+        _finish(problem, first, load[first] + moving),
     )
     for best in np.lexsort((high - low, later))[:NUM_TASKS].tolist():
         if later[best] >= finish[worst]:
@@ -68,20 +69,20 @@ def _best_move(
     return None
 
 
-def _finish(problem: Problem, rank: int, work: Ints) -> Floats:
-    """Returns when a rank finishes, for each of several amounts of work."""
+def _finish(problem: Problem, rank: int, load: Ints) -> Floats:
+    """Returns when a rank finishes, for each of several loads."""
     devices = problem.devices
-    finish: Floats = devices.busy_ps[rank] + np.ceil(work / devices.speed[rank])
+    finish: Floats = devices.busy_ps[rank] + np.ceil(load / devices.speed[rank])
     return finish
 
 
 def _pieces(problem: Problem, tasks: Tasks, mine: Ints) -> tuple[Ints, Ints, Ints]:
-    """Returns (task, start, stop) of all pieces that may move and leave at least the minimum."""
-    step, minimum = problem.grain.step, problem.grain.minimum
+    """Returns (task, start, stop) of all pieces that may move and leave at least ``min_shard``."""
+    grain = problem.grain
     start, stop = tasks.q_start[mine], tasks.q_stop[mine]
-    first = -(-(start + minimum) // step)
-    count = np.maximum((stop - minimum) // step - first + 1, 0)
-    cut = expand(first, count) * step
+    first = grain.first_cut(start)
+    count = np.maximum(grain.last_cut(stop) - first + 1, 0)
+    cut = expand(first, count) * grain.spacing
     owner = np.repeat(mine, count)
     return (
         np.concatenate([mine, owner, owner]),
