@@ -1,7 +1,7 @@
 """Core attention disaggregation for long-context language-model training.
 
-Names are handed on from where they live when first asked for, so that `import distca` is quick and
-pulls in neither torch nor matplotlib.
+The public names are imported when they are first used. `import distca` is therefore fast and loads
+neither torch nor matplotlib.
 """
 
 from importlib import import_module

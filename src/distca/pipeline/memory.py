@@ -1,6 +1,6 @@
 """An estimate of the peak memory of a training step on a rank, from sizes alone.
 
-It serves to refuse runs that cannot fit and to show what needs the memory; it is not exact.
+The estimate is not exact. It is used to refuse runs that cannot fit, and to show what needs memory.
 """
 
 from dataclasses import dataclass

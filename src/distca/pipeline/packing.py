@@ -27,7 +27,8 @@ def split(lengths: Ints, count: int) -> list[Ints]:
             f"{len(lengths)} documents cannot be split into {count} sets of whole documents: take"
             " more tokens per step, shorter documents, fewer micro-batches, or ping-pong off"
         )
-    # Both shares count: long documents balance the attention, and then short ones the tokens.
+    # The weight of a document is its share of the attention plus its share of the tokens. Long
+    # documents come first and balance the attention; the short ones then balance the tokens.
     pairs = lengths * (lengths + 1) / 2
     weight = pairs / pairs.sum() + lengths / lengths.sum()
     return [np.sort(members) for members in _spread(weight, count)]

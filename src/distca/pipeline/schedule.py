@@ -11,7 +11,6 @@ attention forms one pool of tasks; a stage without a micro-batch only serves the
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,7 +22,6 @@ BACKWARD: Phase = "B"
 SERVES = "."
 
 _PHASES: dict[str, Phase] = {"F": FORWARD, "B": BACKWARD}
-_CELL = re.compile(r"\.|[FB][0-9]+")
 
 
 @dataclass(frozen=True)
@@ -114,20 +112,28 @@ class Schedule:
         The numbers of ticks and of micro-batches in flight are ignored, since they follow from the
         cells. A phase row must agree with the cells.
         """
-        rows = [line.split() for line in text.splitlines() if line.strip()]
-        stages = _read_stages([row for row in rows if row[0] not in ("tick", "phase")])
-        columns = list(zip(*stages, strict=True))
-        phases: Sequence[str | None] = [None] * len(columns)
-        for row in rows:
-            if row[0] == "phase":
-                phases = row[1:]
-        if len(phases) != len(columns):
-            raise ValueError(
-                f"the phase row has {len(phases)} ticks but stage 0 has {len(columns)}: write F or"
-                " B for each tick, or leave the row out"
+        phases: list[str] = []
+        stages: list[list[str]] = []
+        for words in filter(None, map(str.split, text.splitlines())):
+            if words[0] == "phase":
+                phases = words[1:]
+            elif words[0] != "tick":
+                stages.append(_read_stage(len(stages), words))
+        for name, row in [
+            ("the phase row", phases),
+            *((f"stage {s}", r) for s, r in enumerate(stages)),
+        ]:
+            if row and len(row) != len(stages[0]):
+                raise ValueError(
+                    f"{name} has {len(row)} cells but stage 0 has {len(stages[0])}: write one for"
+                    f" each tick, {SERVES} where a stage only serves"
+                )
+        return cls(
+            tuple(
+                _read_tick(number, words, phases[number] if phases else None)
+                for number, words in enumerate(zip(*stages, strict=True))
             )
-        cells = enumerate(zip(columns, phases, strict=True))
-        return cls(tuple(_read_tick(number, words, phase) for number, (words, phase) in cells))
+        )
 
     @property
     def num_stages(self) -> int:
@@ -205,49 +211,32 @@ def _diagonal(phase: Phase, delays: Sequence[int], micro_batches: int) -> list[T
     ]
 
 
-def _read_stages(rows: Sequence[Sequence[str]]) -> list[Sequence[str]]:
-    """Returns the cells of each stage, without its name and its micro-batches in flight."""
-    stages: list[Sequence[str]] = []
-    for words in rows:
-        if words[0] == "stage":
-            if words[1:2] != [str(len(stages))]:
-                raise ValueError(
-                    f"the line {' '.join(words[:2])!r} is in the place of stage {len(stages)}:"
-                    " write the stages in order, starting with 0"
-                )
-            words = words[2:]
-        stages.append(words[:-1] if words and words[-1].isdecimal() else words)
-        if len(stages[-1]) != len(stages[0]):
+def _read_stage(stage: int, words: list[str]) -> list[str]:
+    """Returns the cells of a line, without the stage's name and its micro-batches in flight."""
+    if words[0] == "stage":
+        if words[1:2] != [str(stage)]:
             raise ValueError(
-                f"stage {len(stages) - 1} has {len(stages[-1])} cells but stage 0 has"
-                f" {len(stages[0])}: write one for each tick, {SERVES} where the stage only serves"
+                f"the line {' '.join(words[:2])!r} is in the place of stage {stage}: write the"
+                " stages in order, starting with 0"
             )
-    return stages
+        words = words[2:]
+    return words[:-1] if words[-1:] and words[-1].isdecimal() else words
 
 
 def _read_tick(number: int, words: Sequence[str], phase: str | None) -> Tick:
     """Parses a column. Without a ``phase``, its direction is that of its first micro-batch."""
-    witness = "the phase row"
     if phase is None:
-        witness = next((word for word in words if word != SERVES), "")
-        phase = witness[:1]
-        if not phase:
-            raise ValueError(
-                f"tick {number} has no micro-batch, so its direction is unknown: leave the tick"
-                " out, or add a phase row"
-            )
-    elif phase not in _PHASES:
-        raise ValueError(f"tick {number} has {phase!r} in the phase row: write F or B")
+        phase = next((word[0] for word in words if word != SERVES), "unknown")
+    if phase not in _PHASES:
+        raise ValueError(
+            f"the phase of tick {number} is {phase}: write F or B, in the phase row or in a cell"
+        )
     for stage, word in enumerate(words):
-        if not _CELL.fullmatch(word):
+        if word != SERVES and not (word[0] == phase and word[1:].isdecimal()):
             raise ValueError(
-                f"tick {number}, stage {stage}: {word!r} is not a cell: write F or B and the"
-                f" number of a micro-batch, or {SERVES} where the stage only serves"
-            )
-        if word != SERVES and word[0] != phase:
-            raise ValueError(
-                f"tick {number}, stage {stage}: {word} is in a tick that {witness} makes {phase}:"
-                " all stages of a tick run in one direction"
+                f"tick {number}, stage {stage}: {word!r} is not a cell of a tick whose phase is"
+                f" {phase}: write {phase} and the number of a micro-batch, or {SERVES} where the"
+                " stage only serves"
             )
     micro_batches = tuple(None if word == SERVES else int(word[1:]) for word in words)
     return Tick(_PHASES[phase], micro_batches)

@@ -62,11 +62,11 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
 def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
     """Moves shards for which this saves bytes, those that save the most first.
 
-    Surplus that a move adds to a rank has to be shed again, and surplus that it takes from a rank
-    has not: both count with the bytes of the cheapest pieces of that load.
+    A move also changes how much its two ranks have to shed later. This counts as the bytes of the
+    cheapest pieces of the added or removed surplus.
 
     max_adopted: the heaviest shard that may move to a rank without headroom for it, as a share of
-    the rank's capacity. Figures for 0, 0.25 and 1: docs/planning.md.
+    the rank's capacity. docs/planning.md has the figures for 0, 0.25 and 1.
     """
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
