@@ -85,9 +85,9 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return build(kind, value, path)  # type: ignore[arg-type]
     origin, inner = get_origin(kind), get_args(kind)
     if NoneType in inner:
-        return _convert(inner[0], value, path)
+        return None if value is None else _convert(inner[0], value, path)
     if origin in (tuple, list):
-        items = value if isinstance(value, list) else [value]
+        items = value if isinstance(value, list | tuple) else [value]
         if origin is tuple and inner[-1] is not Ellipsis and len(inner) != len(items):
             raise ValueError(f"{path} has {len(items)} values: it must have {len(inner)}")
         return origin(_convert(inner[0], item, path) for item in items)

@@ -120,3 +120,28 @@ def test_a_plan_over_its_memory_is_refused() -> None:
     assert 2 in plan.forward.server
     with pytest.raises(ValueError, match="memory"):
         verify(replace(plan, devices=replace(plan.devices, memory_bytes=full)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"document": 3}, "a document that is not one of 0 to 2"),
+        ({"document": -1}, "a document that is not one of 0 to 2"),
+        ({"server": 3}, "a server that is not one of 0 to 2"),
+        ({"q": [1, 100]}, "every query token exactly once"),
+        ({"kv": [1, 100]}, "not those that its mask needs"),
+    ],
+)
+def test_a_plan_that_was_edited_is_not_read(change: dict[str, object], message: str) -> None:
+    data = sound().to_json()
+    Plan.from_json(data)
+    with pytest.raises(ValueError, match=f"^forward: .*{message}"):
+        Plan.from_json(data | {"tasks": [data["tasks"][0] | change, *data["tasks"][1:]]})
+    with pytest.raises(ValueError, match="every query token exactly once"):
+        Plan.from_json(data | {"tasks": [data["tasks"][0], *data["tasks"]]})
+
+
+def test_a_plan_with_other_documents_than_masks_is_not_read() -> None:
+    data = sound().to_json()
+    with pytest.raises(ValueError, match="2 masks for 3 documents"):
+        Plan.from_json(data | {"masks": data["masks"][:2]})

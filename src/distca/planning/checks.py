@@ -12,7 +12,7 @@ from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Assignment, DoesNotFitError, Problem
-from distca.planning.spans import Ints
+from distca.planning.spans import Ints, Spans, cover_error
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
 
@@ -38,6 +38,8 @@ def verify(plan: Plan) -> None:
 def _wrong_tasks(plan: Plan, tasks: Tasks) -> str:
     """Returns which rule the tasks of one direction break; empty if none."""
     placement, ranks = plan.placement, plan.devices.num_ranks
+    if len(plan.reach) != placement.num_documents:
+        return f"there are {len(plan.reach)} masks for {placement.num_documents} documents"
     for what, values, count in (
         ("document", tasks.document, placement.num_documents),
         ("server", tasks.server, ranks),
@@ -45,15 +47,9 @@ def _wrong_tasks(plan: Plan, tasks: Tasks) -> str:
         if np.any((values < 0) | (values >= count)):
             return f"a task has a {what} that is not one of 0 to {count - 1}"
     length, reach = placement.lengths[tasks.document], plan.reach[tasks.document]
-    is_first = np.diff(tasks.document, prepend=-1) != 0
-    is_last = np.append(is_first[1:], True)[: len(tasks)]
-    expected_start = np.where(is_first, 0, np.roll(tasks.q_stop, 1))
-    if (
-        np.any(tasks.q_start != expected_start)
-        or np.any(tasks.q_stop <= tasks.q_start)
-        or np.any(tasks.q_stop[is_last] != length[is_last])
-        or np.count_nonzero(is_first) != placement.num_documents
-    ):
+    spans = Spans(tasks.document, tasks.q_start, tasks.q_stop)
+    in_order = np.all(np.diff(tasks.document) >= 0) and np.all(tasks.queries > 0)
+    if not in_order or cover_error(spans, placement.lengths):
         return "the tasks do not cover every query token exactly once, in order"
     if np.any(tasks.kv_start != masks.first_key(tasks.q_start, reach)) or np.any(
         tasks.kv_stop != masks.last_key(tasks.q_stop, length, reach)

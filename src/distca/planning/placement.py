@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.spans import Ints, Spans, as_ints, cumulative
+from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
 
 Entry = int | Mapping[str, int]  # the length of a whole document, or one shard of a document
 
@@ -51,9 +51,17 @@ class Placement:
         object.__setattr__(self, "tokens", tokens)
 
     @classmethod
-    def from_shards(cls, lengths: Ints, shards: Sequence[Shard], num_workers: int) -> Placement:
-        """Builds a placement from shards, whose order on each worker is kept."""
+    def from_shards(
+        cls, lengths: Ints | None, shards: Sequence[Shard], num_workers: int
+    ) -> Placement:
+        """Builds a placement from shards, whose order on each worker is kept.
+
+        lengths: that of each document; None: where its last shard stops.
+        """
         table = as_ints(shards).reshape(-1, 4)
+        if lengths is None:
+            lengths = np.zeros(int(table[:, 1].max(initial=-1)) + 1, np.int64)
+            np.maximum.at(lengths, table[:, 1], table[:, 3])
         worker, document, start, stop = table[np.argsort(table[:, 0], kind="stable")].T
         return cls(lengths, document.copy(), start.copy(), stop.copy(), worker.copy(), num_workers)
 
@@ -83,7 +91,7 @@ class Placement:
                 shards.append(Shard(worker, document, start, stop))
         if not ranks:
             raise ValueError("there are no ranks at all: give one list of documents for each rank")
-        return cls.from_shards(lengths_of(shards, len(number)), shards, len(ranks))
+        return cls.from_shards(None, shards, len(ranks))
 
     @classmethod
     def in_order(cls, lengths: Ints, num_workers: int) -> Placement:
@@ -165,29 +173,9 @@ class Placement:
                 f"a shard belongs to document {self.document.max()}, but there are only"
                 f" {len(self.lengths)}: documents are numbered from 0"
             )
-        document, start, stop = self.spans
-        is_first = np.diff(document, prepend=-1) != 0
-        expected = np.where(is_first, 0, np.roll(stop, 1))
-        wrong = np.flatnonzero(start != expected)
-        if len(wrong):
-            bad = wrong[0]
-            what = "twice" if start[bad] < expected[bad] else "nowhere"
-            low, high = sorted((int(start[bad]), int(expected[bad])))
-            raise ValueError(
-                f"tokens [{low}, {high}) of document {document[bad]} are placed {what}:"
-                " every token must be placed exactly once"
-            )
-        ends = np.flatnonzero(np.append(is_first[1:], True)[: len(document)])
-        if len(ends) != len(self.lengths) or np.any(stop[ends] != self.lengths):
-            raise ValueError("the shards do not cover every document to its end")
-
-
-def lengths_of(shards: Sequence[Shard], num_documents: int) -> Ints:
-    """Returns the length of each document: where its last shard stops."""
-    table = as_ints(shards).reshape(-1, 4)
-    lengths = np.zeros(num_documents, np.int64)
-    np.maximum.at(lengths, table[:, 1], table[:, 3])
-    return lengths
+        wrong = cover_error(self.spans, self.lengths)
+        if wrong:
+            raise ValueError(f"{wrong}: every token must be placed exactly once")
 
 
 def _read_shard(entry: Mapping[str, int], where: str) -> tuple[int, int, int]:

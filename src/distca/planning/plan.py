@@ -17,7 +17,7 @@ from distca.planning.costs.base import PS
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
-from distca.planning.placement import Placement, Shard, lengths_of
+from distca.planning.placement import Placement, Shard
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
@@ -141,8 +141,7 @@ class Plan:
             for shard in shards
         ]
         reach = as_ints([Mask.parse(mask).reach for mask in data["masks"]])
-        lengths = lengths_of(shards, len(reach))
-        placement = Placement.from_shards(lengths, shards, len(data["placement"]))
+        placement = Placement.from_shards(None, shards, len(data["placement"]))
         forward, backward = _tasks_from_json(data["tasks"], placement), data["backward_tasks"]
         plan = cls(
             placement=placement,

@@ -104,7 +104,7 @@ def test_only_the_same_setting_is_gone_on_with() -> None:
         ({"tile": "big"}, "not usable"),
         ({"linear_tflops": -1.0}, "linear_tflops = -1.0: it must be finite and above zero"),
         ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s = nan: it must be finite"),
-        ({"queries": [64.5, 256]}, "64.5 is not a whole number"),
+        ({"queries": [64.5, 256]}, "queries = 64.5: it must be a whole number"),
         ({"queries": 64}, "not usable"),
         ({"exchange": [{"bytes": 3}]}, "bytes_per_s"),
         ({"exchange": [3]}, "not usable"),

@@ -9,12 +9,14 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
+
+from distca.schema import build
 
 DEFAULT_COST = "h200"  # the profile that plans use by default
 NEEDED = (
@@ -27,7 +29,6 @@ SETTING = (
 )  # fmt: skip
 Rates = tuple[tuple[float | None, ...], ...]  # TFLOP/s, a row for each query count
 Direction = Literal["forward", "backward"]
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -180,20 +181,11 @@ class Profile:
     def from_json(cls, record: Mapping[str, Any]) -> Profile:
         """Restores a profile from JSON; only name, queries, keys and rates are required."""
         try:
-            given = {key: value for key, value in record.items() if value is not None}
-            for key in ("name", "queries", "keys", "forward_tflops", "backward_tflops"):
-                if key not in given:
-                    raise ValueError(f"{key!r} is missing")
-            for key in ("queries", "keys"):
-                given[key] = tuple(map(_whole, given[key]))
-            for key in ("forward_tflops", "backward_tflops"):
-                given[key] = tuple(tuple(map(_rate, row)) for row in given[key])
-            given["exchange"] = tuple(
-                _build(MeasuredExchange, one) for one in given.get("exchange", ())
-            )
-            given["held_out"] = tuple(map(_held_out, given.get("held_out", ())))
-            return _build(cls, given)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            given = _known(cls, record)
+            for key, kind in (("exchange", MeasuredExchange), ("held_out", HeldOut)):
+                given[key] = [_known(kind, one) for one in given.get(key, ())]
+            return build(cls, given)
+        except (TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"the profile is not usable ({error}): {NEEDED}") from None
 
     def to_json(self) -> dict[str, Any]:
@@ -204,25 +196,13 @@ def _is_rate(value: float) -> bool:
     return value > 0 and math.isfinite(value)
 
 
-def _rate(value: Any) -> float | None:
-    return None if value is None else float(value)
-
-
-def _whole(value: Any) -> int:
-    if int(value) != value:
-        raise ValueError(f"{value!r} is not a whole number")
-    return int(value)
-
-
-def _build(kind: type[_Record], record: Mapping[str, Any]) -> _Record:
-    """Builds a record and ignores unknown keys, which other versions may write."""
-    known = {one.name for one in fields(kind)}  # type: ignore[arg-type]
-    return kind(**{key: value for key, value in record.items() if key in known})
-
-
-def _held_out(record: Mapping[str, Any]) -> HeldOut:
-    tasks = {key: tuple(map(_whole, record[key])) for key in ("queries", "keys")}
-    return _build(HeldOut, {**record, **tasks})
+def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a record without unknown keys, which other versions may write."""
+    known = {one.name: record.get(one.name) for one in fields(kind)}
+    for one in fields(kind):
+        if known[one.name] is None and one.default is one.default_factory is MISSING:
+            raise ValueError(f"{one.name!r} is missing")
+    return {name: value for name, value in known.items() if value is not None}
 
 
 def _put(rates: Rates, row: int, column: int, rate: float) -> Rates:

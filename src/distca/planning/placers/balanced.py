@@ -27,7 +27,7 @@ import numpy as np
 from distca.planning.devices import Devices
 from distca.planning.placement import Placement, Shard
 from distca.planning.placers.head_tail import deal_each_document
-from distca.planning.placers.slices import DealtShards, SliceLimits, cut_from_the_tail, deal_slices
+from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, cumulative
@@ -76,6 +76,8 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         for dealt in _attempts(documents, capacity, problem.grain):
+            _deal_short(documents, dealt)
+            _even_tokens(dealt, problem.grain)
             placement = Placement.from_shards(documents.lengths, dealt.shards, len(capacity))
             imbalance = _imbalance(placement, problem, workers)
             if nearest is None or imbalance < nearest[0]:
@@ -88,16 +90,16 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
 
 
 def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Iterator[DealtShards]:
-    """Yields filled workers for each density, at last for those with a little headroom missing."""
+    """Yields long documents on workers for each density, at last where a little headroom misses."""
     not_enough: list[tuple[float, float]] = []
     for density in _densities(documents, capacity):
         dealt, missing = _deal_long(documents, capacity, density, grain)
         if missing > 0.0:
             not_enough.append((missing, density))
         else:
-            yield _fill_up(documents, dealt, grain)
+            yield dealt
     for _, density in sorted(entry for entry in not_enough if entry[0] < np.inf)[:NUM_MISSING]:
-        yield _fill_up(documents, _deal_long(documents, capacity, density, grain)[0], grain)
+        yield _deal_long(documents, capacity, density, grain)[0]
 
 
 def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> float:
@@ -128,12 +130,11 @@ def _densities(documents: DocumentLoads, capacity: Floats) -> Iterator[float]:
 
     With a small density, slices are large and few; but then the short documents must be that light.
     """
-    tokens = documents.lengths.sum() / len(capacity)
     density = 0.0
     # Which documents are short depends on the density: a fixed point after a few rounds.
     for _ in range(4):
-        net_headroom = float(np.median(capacity)) - density * tokens
-        short = documents.whole - density * documents.lengths <= MEDIUM * net_headroom
+        net_load = documents.whole - density * documents.lengths
+        short = net_load <= MEDIUM * _net_headroom(documents, capacity, density)
         short_tokens = max(documents.lengths[short].sum(), 1)
         density = float(documents.whole[short].sum() / short_tokens)
     if density == 0.0:
@@ -142,27 +143,25 @@ def _densities(documents: DocumentLoads, capacity: Floats) -> Iterator[float]:
         yield FIRST_DENSITY * DENSITY_STEP**step * density
 
 
+def _net_headroom(documents: DocumentLoads, capacity: Floats, density: float) -> float:
+    """Returns what tokens of this density leave of the capacity of a worker."""
+    return float(np.median(capacity) - density * (documents.lengths.sum() / len(capacity)))
+
+
 def _deal_long(
     documents: DocumentLoads, capacity: Floats, density: float, grain: Grain
 ) -> tuple[DealtShards, float]:
     """Puts slices and medium documents on workers; also returns the headroom that is missing."""
-    workers = len(capacity)
-    tokens = float(documents.lengths.sum()) / workers
-    net_headroom = float(np.median(capacity)) - density * tokens
+    tokens = float(documents.lengths.sum()) / len(capacity)
+    net_headroom = _net_headroom(documents, capacity, density)
     medium = documents.whole - density * documents.lengths > MEDIUM * net_headroom
     dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
     if net_headroom <= 0:
         return dealt, np.inf
-    limits = SliceLimits(density, net_headroom, tokens)
-    slices, traffic_limit = cut_from_the_tail(documents, np.flatnonzero(medium), limits, grain)
-    deal_slices(documents, slices, dealt, density, traffic_limit, grain)
+    slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
+    slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
+    deal_slices(slicer, slices, dealt, traffic_limit)
     return dealt, _missing_headroom(documents, dealt)
-
-
-def _fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> DealtShards:
-    _deal_short(documents, dealt)
-    _even_tokens(dealt, grain)
-    return dealt
 
 
 def _missing_headroom(documents: DocumentLoads, dealt: DealtShards) -> float:
@@ -197,24 +196,15 @@ def _deal_short(documents: DocumentLoads, dealt: DealtShards) -> None:
         last = chunk.stop - 1
         density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
         by_headroom = dealt.net_headrooms(density)
-        by_tokens: list[tuple[float, int]] = []  # for documents longer than any worker has tokens
         rows = (order[chunk].tolist(), lengths[chunk].tolist(), loads[chunk].tolist())
         for document, length, load in zip(*rows, strict=True):
             while by_headroom and dealt.tokens_left[by_headroom[0][1]] < length:
                 heapq.heappop(by_headroom)
             if by_headroom:
-                negative_headroom, worker = by_headroom[0]
-                heapq.heapreplace(
-                    by_headroom, (negative_headroom + load - density * length, worker)
-                )
-            else:
-                if not by_tokens:
-                    by_tokens = [
-                        (-tokens, worker) for worker, tokens in enumerate(dealt.tokens_left)
-                    ]
-                    heapq.heapify(by_tokens)
-                worker = by_tokens[0][1]
-                heapq.heapreplace(by_tokens, (length - dealt.tokens_left[worker], worker))
+                negative, worker = by_headroom[0]
+                heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
+            else:  # the document is longer than what any worker has left
+                worker = int(np.argmax(dealt.tokens_left))
             dealt.put(Shard(worker, document, 0, length), load)
 
 

@@ -39,13 +39,104 @@ class Slice(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class SliceLimits:
+class SliceLimits(NamedTuple):
     """What a slice may take of a worker."""
 
-    density: float  # load per token of the short documents
     net_load: float
     tokens: float
+
+
+@dataclass(frozen=True)
+class Slicer:
+    """Cuts documents into slices. Cuts are multiples of ``grain.spacing``."""
+
+    documents: DocumentLoads
+    density: float  # load per token of the short documents
+    grain: Grain
+
+    def cut_from_the_tail(self, chosen: Ints, limits: SliceLimits) -> tuple[list[Slice], float]:
+        """Cuts documents into slices that fit the limits; also returns the most keys sent at once.
+
+        These are the keys of the topmost slices, which receive all keys below them. Tokens with k
+        slices above are sent k times, so such a slice is kept shorter than this number / k.
+        """
+        slices: list[Slice] = []
+        document, stop = chosen, self.documents.lengths[chosen]
+        traffic_limit = np.inf
+        num_above = 0
+        while len(document):
+            longest = min(limits.tokens, traffic_limit / max(num_above, 1))
+            start = self._starts(document, stop, SliceLimits(limits.net_load, longest))
+            slices += self._slices(document, start, stop, num_above)
+            if num_above == 0 and start.any():
+                traffic_limit = float(start.max())
+            document, stop = document[start > 0], start[start > 0]
+            num_above += 1
+        return slices, traffic_limit
+
+    def split(self, whole: Slice, limits: SliceLimits) -> list[Slice]:
+        """Returns the upper end of a slice, as large as the limits allow, and the lower end.
+
+        Returns the slice alone if it cannot be cut.
+        """
+        grain = self.grain
+        shortest = -int((limits.tokens - whole.stop) // grain.spacing)
+        lowest = max(grain.first_cut(whole.start), shortest)
+        highest = grain.last_cut(whole.stop)
+        if lowest > highest:
+            return [whole]
+        document, start, stop = as_ints([[whole.document], [whole.start], [whole.stop]])
+        cut = as_ints([lowest])
+        if whole.net > limits.net_load:  # otherwise the slice is only too long
+            middle = as_ints([lowest + (highest - lowest) // 2])
+            cut = self._first_fitting_cut(document, stop, limits.net_load, middle, lowest)
+        cut = cut * grain.spacing
+        return [
+            *self._slices(document, cut, stop, whole.num_above),
+            *self._slices(document, start, cut, whole.num_above + 1),
+        ]
+
+    def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
+        """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
+
+        The start is 0 if all tokens before ``stop`` fit, or are too few to be cut.
+        """
+        grain, starts = self.grain, np.zeros_like(stop)
+        net = self._net_load(document, starts, stop)
+        fits = (net <= limits.net_load) & (stop <= limits.tokens)
+        cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= 1))
+        document, stop, net = document[cut], stop[cut], net[cut]
+        if not len(cut):
+            return starts
+        kept = np.maximum(1.0 - limits.net_load / np.maximum(net, 1.0), 0.0)
+        guess = stop * np.sqrt(kept) / grain.spacing  # net load grows like a square
+        index = self._first_fitting_cut(document, stop, limits.net_load, guess.astype(np.int64))
+        shortest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
+        index = np.minimum(np.maximum(np.maximum(index, shortest), 1), grain.last_cut(stop))
+        starts[cut] = index * grain.spacing
+        return starts
+
+    def _first_fitting_cut(
+        self, document: Ints, stop: Ints, net_load: float, guess: Ints, first: int = 0
+    ) -> Ints:
+        """[documents] Returns the first cut, from ``first`` on, above which the net load fits."""
+
+        def excess(index: Ints) -> Ints:
+            net = self._net_load(document, (first + index) * self.grain.spacing, stop)
+            return np.rint(net - net_load).astype(np.int64)
+
+        return first + first_fitting(excess, guess - first, self.grain.last_cut(stop) - first)[0]
+
+    def _net_load(self, document: Ints, start: Ints, stop: Ints) -> Floats:
+        net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)
+        return net
+
+    def _slices(self, document: Ints, start: Ints, stop: Ints, num_above: int) -> list[Slice]:
+        load = self.documents.load(document, start, stop)
+        net = load - self.density * (stop - start)
+        above = np.full_like(start, num_above)
+        columns = (column.tolist() for column in (net, document, start, stop, load, above))
+        return [Slice(*row) for row in zip(*columns, strict=True)]
 
 
 @dataclass(eq=False)
@@ -82,99 +173,8 @@ class DealtShards:
         return heap
 
 
-def cut_from_the_tail(
-    documents: DocumentLoads, chosen: Ints, limits: SliceLimits, grain: Grain
-) -> tuple[list[Slice], float]:
-    """Cuts documents into slices that fit the limits, and returns the largest number of keys sent.
-
-    The largest number is that of the topmost slices, which receive all keys below them. Tokens with
-    k slices above are sent k times, so such a slice is kept shorter than this number / k.
-    """
-    slices: list[Slice] = []
-    document, stop = chosen, documents.lengths[chosen]
-    traffic_limit = np.inf
-    num_above = 0
-    while len(document):
-        longest = min(limits.tokens, traffic_limit / max(num_above, 1))
-        start = _slice_starts(documents, document, stop, limits, longest, grain)
-        slices += _slices(documents, document, start, stop, limits.density, num_above)
-        if num_above == 0 and start.any():
-            traffic_limit = float(start.max())
-        document, stop = document[start > 0], start[start > 0]
-        num_above += 1
-    return slices, traffic_limit
-
-
-def _slices(
-    documents: DocumentLoads,
-    document: Ints,
-    start: Ints,
-    stop: Ints,
-    density: float,
-    num_above: int,
-) -> list[Slice]:
-    load = documents.load(document, start, stop)
-    net = load - density * (stop - start)
-    above = np.full_like(start, num_above)
-    columns = (column.tolist() for column in (net, document, start, stop, load, above))
-    return [Slice(*row) for row in zip(*columns, strict=True)]
-
-
-def _slice_starts(
-    documents: DocumentLoads,
-    document: Ints,
-    stop: Ints,
-    limits: SliceLimits,
-    longest: float,
-    grain: Grain,
-) -> Ints:
-    """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
-
-    The start is 0 if all tokens before ``stop`` fit, or are too few to be cut.
-    """
-    starts = np.zeros_like(stop)
-    net = documents.load(document, starts, stop) - limits.density * stop
-    fits = (net <= limits.net_load) & (stop <= longest)
-    cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= 1))
-    document, stop, net = document[cut], stop[cut], net[cut]
-    if not len(cut):
-        return starts
-    kept = np.maximum(1.0 - limits.net_load / np.maximum(net, 1.0), 0.0)
-    guess = (stop * np.sqrt(kept) / grain.spacing).astype(np.int64)  # net load grows like a square
-    found = _first_cut_that_fits(documents, document, stop, limits, grain, guess)
-    lowest = np.ceil((stop - longest) / grain.spacing).astype(np.int64)
-    index = np.minimum(np.maximum(np.maximum(found, lowest), 1), grain.last_cut(stop))
-    starts[cut] = index * grain.spacing
-    return starts
-
-
-def _first_cut_that_fits(
-    documents: DocumentLoads,
-    document: Ints,
-    stop: Ints,
-    limits: SliceLimits,
-    grain: Grain,
-    guess: Ints,
-    first: int = 0,
-) -> Ints:
-    """[documents] Returns the start, in cuts from ``first`` on, of the heaviest slice that fits."""
-
-    def excess(index: Ints) -> Ints:
-        start = (first + index) * grain.spacing
-        net = documents.load(document, start, stop) - limits.density * (stop - start)
-        return np.rint(net - limits.net_load).astype(np.int64)
-
-    found, _ = first_fitting(excess, guess - first, grain.last_cut(stop) - first)
-    return first + found
-
-
 def deal_slices(
-    documents: DocumentLoads,
-    slices: list[Slice],
-    dealt: DealtShards,
-    density: float,
-    traffic_limit: float,
-    grain: Grain,
+    slicer: Slicer, slices: list[Slice], dealt: DealtShards, traffic_limit: float
 ) -> None:
     """Puts slices, the largest net load first, on the worker with the most net headroom.
 
@@ -182,15 +182,14 @@ def deal_slices(
     """
     queue = [_heaviest_first(one) for one in slices]
     heapq.heapify(queue)
-    workers = dealt.net_headrooms(density)
+    workers = dealt.net_headrooms(slicer.density)
     smallest = WORTH_A_CUT * -workers[0][0]
     while queue:
         *_, upper = heapq.heappop(queue)
         headroom, worker = _take_worker(upper, dealt, workers, traffic_limit)
         tokens_left = dealt.tokens_left[worker]
         if upper.size > tokens_left or (upper.net > headroom > smallest):
-            limits = SliceLimits(density, headroom, tokens_left)
-            upper, *lower = _split(documents, upper, limits, grain)
+            upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
             for one in lower:
                 heapq.heappush(queue, _heaviest_first(one))
         dealt.put(Shard(worker, upper.document, upper.start, upper.stop), upper.load)
@@ -240,27 +239,3 @@ def _take_worker(
         if entry is not best:
             heapq.heappush(workers, entry)
     return -best[0], best[1]
-
-
-def _split(
-    documents: DocumentLoads, whole: Slice, limits: SliceLimits, grain: Grain
-) -> list[Slice]:
-    """Returns the upper end of a slice, as large as the limits allow, and the lower end.
-
-    Returns the slice alone if it cannot be cut.
-    """
-    shortest = -int((limits.tokens - whole.stop) // grain.spacing)
-    lowest = max(grain.first_cut(whole.start), shortest)
-    highest = grain.last_cut(whole.stop)
-    if lowest > highest:
-        return [whole]
-    document, start, stop = as_ints([[whole.document], [whole.start], [whole.stop]])
-    cut = as_ints([lowest])
-    if whole.net > limits.net_load:  # otherwise the slice is only too long
-        guess = as_ints([lowest + (highest - lowest) // 2])
-        cut = _first_cut_that_fits(documents, document, stop, limits, grain, guess, lowest)
-    cut = cut * grain.spacing
-    return [
-        *_slices(documents, document, cut, stop, limits.density, whole.num_above),
-        *_slices(documents, document, start, cut, limits.density, whole.num_above + 1),
-    ]
