@@ -52,7 +52,7 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": -1}, "memory"),
         ({"tolerence": 0.1}, "plan option 'tolerence' is unknown: did you mean tolerance"),
-        ({"something": 1}, "plan option 'something' is unknown: choose from model, heads"),
+        ({"something": 1}, "plan option 'something' is unknown: choose one of model, heads"),
     ],
 )
 def test_wrong_use_is_refused(options: dict[str, Any], message: str) -> None:

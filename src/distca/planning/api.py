@@ -1,9 +1,9 @@
 """``distca.place`` and ``distca.plan``: documents to workers, then attention to ranks."""
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 from distca.planning.bounds import traffic_lower_bound
 from distca.planning.checks import (
@@ -28,6 +28,7 @@ from distca.planning.schedulers.home import all_gather, at_home
 from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
 
+Function = TypeVar("Function")
 Ranks = Placement | Sequence[Iterable[Entry]]
 
 PLACERS: dict[str, Callable[[Problem], Placement]] = {
@@ -64,8 +65,7 @@ def place(
     placer: ``balanced``, or one of the published policies': ``head-tail``, ``per-document``,
         ``variable-length``. ``given`` packs documents in order of arrival.
     """
-    if placer not in PLACERS:
-        raise ValueError(f"placer {placer!r} is unknown: choose one of {', '.join(PLACERS)}")
+    choose_placement = _choose("placer", placer, PLACERS)
     if not isinstance(documents, Placement):
         if workers is None:
             raise ValueError("workers is missing: give the number of workers to place documents on")
@@ -74,7 +74,7 @@ def place(
         documents = Placement.in_order(documents.lengths, workers)
     problem = PlanOptions.of(options, changes).problem(documents)
     check_representable(problem)
-    return PLACERS[placer](problem)
+    return choose_placement(problem)
 
 
 def plan(
@@ -100,16 +100,13 @@ def plan(
         refers to it, and ``bytes_lower_bound`` holds for any placement.
     """
     began = time.perf_counter()
-    if scheduler not in SCHEDULERS:
-        raise ValueError(
-            f"scheduler {scheduler!r} is unknown: choose one of {', '.join(SCHEDULERS)}"
-        )
+    assign_tasks = _choose("scheduler", scheduler, SCHEDULERS)
     if not isinstance(placement, Placement):
         placement = Placement.from_ranks(placement)
     problem = PlanOptions.of(options, changes).problem(placement)
     check_representable(problem)
     check_own_memory(problem)
-    assignment = SCHEDULERS[scheduler](problem)
+    assignment = assign_tasks(problem)
     check_memory(problem, assignment)
     forward_load_ps, backward_load_ps = loads = assignment.load_ps(problem)
     before = placement if given is None else given
@@ -133,6 +130,12 @@ def plan(
         shortfall=shortfall(problem, loads, bounded=scheduler == "distca"),
         plan_s=time.perf_counter() - began,
     )
+
+
+def _choose(what: str, name: str, table: Mapping[str, Function]) -> Function:
+    if name not in table:
+        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(table)}")
+    return table[name]
 
 
 def _imbalance_at_home(placement: Placement, reach: Ints, cost: CostModel) -> float:

@@ -56,14 +56,13 @@ def _given_placement(problem: Problem, max_pairs: Floats) -> float:
 
     Several bounds hold for the same worker and may count the same bytes: the largest one is taken.
     """
-    shards = _Shards.of(problem.placement, problem.reach)
+    shards = _Shards.of(problem)
     workers = problem.placement.num_workers
-    sizes = 2 * problem.shape.q_bytes, problem.shape.kv_bytes
     surplus = np.maximum(shards.total(shards.pairs) - max_pairs[:workers], 0.0)
     bounds = (
-        _surplus(shards, surplus, float(max_pairs.max()), *sizes),
-        _fetched_keys(shards, *sizes),
-        _idle_workers(shards, problem.devices.speed[:workers] == 0, *sizes),
+        _surplus(shards, surplus, float(max_pairs.max())),
+        _fetched_keys(shards),
+        _idle_workers(shards, problem.devices.speed[:workers] == 0),
         np.zeros(workers),
     )
     return float(np.sum(np.maximum.reduce(bounds)))
@@ -80,10 +79,15 @@ class _Shards:
     pairs: Ints
     spanning: Bools  # whether other workers hold a part of the document
     keys_per_query: Ints  # at most
+    q: int
+    kv: int
 
     @classmethod
-    def of(cls, placement: Placement, reach: Ints) -> _Shards:
-        length, reach = placement.lengths[placement.document], reach[placement.document]
+    def of(cls, problem: Problem) -> _Shards:
+        placement, shape = problem.placement, problem.shape
+        length, reach = (
+            column[placement.document] for column in (placement.lengths, problem.reach)
+        )
         size = placement.stop - placement.start
         return cls(
             placement=placement,
@@ -93,6 +97,8 @@ class _Shards:
             pairs=masks.pairs(placement.start, placement.stop, length, reach),
             spanning=size < length,
             keys_per_query=np.where(reach == masks.FULL, length, np.minimum(reach, length)),
+            q=2 * shape.q_bytes,
+            kv=shape.kv_bytes,
         )
 
     def total(self, values: Ints) -> Floats:
@@ -108,17 +114,30 @@ class _Shards:
         return result
 
 
-def _surplus(shards: _Shards, surplus: Floats, max_pairs: float, q: int, kv: int) -> Floats:
+def _surplus(shards: _Shards, surplus: Floats, max_pairs: float) -> Floats:
     """[workers] Bounds the bytes of the pairs above a worker's capacity.
+
+    For P pairs of causal queries [a, b) of a document that lives elsewhere, a server receives
+    q (b - a) + kv b bytes, where P = (b^2 - a^2) / 2. This is at least c sqrt(P), which it takes at
+    a / b = q / (q + kv) (docs/planning.md).
 
     surplus: [workers] pairs that the worker cannot compute itself.
     """
+    q, kv = shards.q, shards.kv
+    c = float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
     causal = shards.total((shards.reach < shards.length).astype(np.int64)) == 0
-    per_pair = _bytes_per_pair(shards, causal, max_pairs, q, kv)
+    # Documents that live whole on the worker, causal: the chord of c sqrt(P) from 0 to H pairs lies
+    # below the curve. Other masks: a query sees at most k keys and needs its own, so P pairs take
+    # P / k queries and as many keys.
+    chord = c / np.sqrt(max_pairs)
+    per_pair = np.where(causal, chord, (q + kv) / shards.largest(shards.keys_per_query))
+    full, rest = np.divmod(surplus, max_pairs)
     # The bounds are continuous in positions; whole tokens save at most one key on each server.
-    rounding = kv * (np.floor_divide(surplus, max_pairs) + 1)
+    rounding = kv * (full + 1)
     linear = per_pair * surplus - rounding
-    concave = _whole_documents(surplus, max_pairs, q, kv) - rounding
+    # c sqrt(P) is concave, so the cheapest way is to fill as few servers as possible with H pairs
+    # each, and to send the rest to one more.
+    concave = c * (full * np.sqrt(max_pairs) + np.sqrt(rest)) - rounding
     # Pairs of documents that span workers may go to servers that hold their keys already, and then
     # only q and o are sent. The bound is linear in how many of them go: an extreme is the smallest.
     moved = np.minimum(surplus, shards.total(shards.pairs * shards.spanning))
@@ -130,38 +149,7 @@ def _surplus(shards: _Shards, surplus: Floats, max_pairs: float, q: int, kv: int
     return bound
 
 
-def _whole_documents(surplus: Floats, max_pairs: float, q: int, kv: int) -> Floats:
-    """[workers] Bounds the bytes of a surplus of causal documents that live whole on the worker.
-
-    The bytes of a server are concave in its pairs, so the cheapest way is to fill as few servers as
-    possible with H pairs each, and to send the rest to one more.
-    """
-    full, rest = np.divmod(surplus, max_pairs)
-    bound: Floats = _bytes_per_root(q, kv) * (full * np.sqrt(max_pairs) + np.sqrt(rest))
-    return bound
-
-
-def _bytes_per_root(q: int, kv: int) -> float:
-    """Returns c such that a server receives at least c sqrt(P) bytes for P pairs of a document.
-
-    Causal queries [a, b) take q (b - a) + kv b bytes and have P = (b^2 - a^2) / 2 pairs. For fixed
-    P the bytes are smallest at a / b = q / (q + kv) (docs/planning.md).
-    """
-    return float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-
-
-def _bytes_per_pair(shards: _Shards, causal: Bools, max_pairs: float, q: int, kv: int) -> Floats:
-    """[workers] Bounds the bytes of one moved pair of a document that lives whole on the worker.
-
-    Causal: the chord of c sqrt(P) from 0 to H pairs, which lies below the curve. Other masks: a
-    query sees at most k keys and needs its own, so P pairs take P / k queries and as many keys.
-    """
-    chord = _bytes_per_root(q, kv) / np.sqrt(max_pairs)
-    bound: Floats = np.where(causal, chord, (q + kv) / shards.largest(shards.keys_per_query))
-    return bound
-
-
-def _fetched_keys(shards: _Shards, q: int, kv: int) -> Floats:
+def _fetched_keys(shards: _Shards) -> Floats:
     """[workers] Bounds the bytes for shards whose keys live partly on other workers.
 
     A worker's only shard of a document either fetches the keys that it lacks, or sends its queries.
@@ -175,13 +163,15 @@ def _fetched_keys(shards: _Shards, q: int, kv: int) -> Floats:
     first = masks.first_key(placement.start, shards.reach)
     last = masks.last_key(placement.stop, shards.length, shards.reach)
     lacking = np.maximum(placement.start - first, 0) + np.maximum(last - placement.stop, 0)
-    return shards.total(np.minimum(lacking * kv, shards.size * q) * (count[index] == 1))
+    return shards.total(
+        np.minimum(lacking * shards.kv, shards.size * shards.q) * (count[index] == 1)
+    )
 
 
-def _idle_workers(shards: _Shards, idle: Bools, q: int, kv: int) -> Floats:
+def _idle_workers(shards: _Shards, idle: Bools) -> Floats:
     """[workers] Bounds the bytes of workers that compute no attention.
 
     They send every query, and the keys of every document that lives on them alone.
     """
-    bound: Floats = idle * shards.total(shards.size * (q + kv * ~shards.spanning))
+    bound: Floats = idle * shards.total(shards.size * (shards.q + shards.kv * ~shards.spanning))
     return bound

@@ -79,13 +79,14 @@ class Devices:
 
     def workers_only(self) -> Devices:
         """Returns the workers alone; if none of them serves, all of them with speed 1."""
-        speed = self.speed[: self.num_workers]
+        workers = slice(self.num_workers)
+        speed = self.speed[workers] if np.any(self.speed[workers]) else np.ones(self.num_workers)
         return Devices(
-            num_workers=self.num_workers,
-            speed=speed if np.any(speed > 0) else np.ones(self.num_workers),
-            memory_bytes=self.memory_bytes[: self.num_workers],
-            node=self.node[: self.num_workers],
-            busy_s=self.busy_s[: self.num_workers],
+            self.num_workers,
+            speed,
+            self.memory_bytes[workers],
+            self.node[workers],
+            self.busy_s[workers],
         )
 
     @property
@@ -101,10 +102,10 @@ class Devices:
     def busy_ps(self) -> Ints:
         return np.rint(self.busy_s * PS).astype(np.int64)
 
-    def finish_ps(self, load: Ints) -> Ints:
-        """[ranks] Returns finishing times, including the busy time."""
-        safe = np.where(self.speed > 0, self.speed, 1.0)
-        finish: Ints = self.busy_ps + np.ceil(load / safe).astype(np.int64)
+    def finish_ps(self, load: Ints, rank: int | slice = slice(None)) -> Ints:
+        """Returns finishing times, of each rank [ranks] or of several loads on one rank."""
+        safe = np.where(self.speed > 0, self.speed, 1.0)[rank]
+        finish: Ints = self.busy_ps[rank] + np.ceil(load / safe).astype(np.int64)
         return finish
 
     def mean_ps(self, total_load: int) -> float:

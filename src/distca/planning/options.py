@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -15,6 +14,7 @@ from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Placement
 from distca.planning.problem import Grain, Problem
 from distca.planning.spans import Floats
+from distca.schema import check_known
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,8 @@ class PlanOptions:
     @classmethod
     def of(cls, options: PlanOptions | None, changes: dict[str, Any]) -> PlanOptions:
         """Returns ``options``, or the defaults, with ``changes`` applied."""
-        known = [field.name for field in fields(cls)]
         for name in changes:
-            if name not in known:
-                near = difflib.get_close_matches(name, known, 1)
-                hint = f"did you mean {near[0]}?" if near else f"choose from {', '.join(known)}"
-                raise ValueError(f"plan option {name!r} is unknown: {hint}")
+            check_known(name, [field.name for field in fields(cls)], f"plan option {name!r}")
         return replace(cls() if options is None else options, **changes)
 
     @property
@@ -95,24 +91,21 @@ class PlanOptions:
             return replace(self, cost="cpu")
         return self
 
-    def devices(self, num_workers: int) -> Devices:
-        return Devices.of(
-            num_workers,
-            self.servers,
-            workers_serve=self.workers_serve,
-            speed=self.speed,
-            busy_s=self.busy_s,
-            memory_bytes=self.memory_bytes,
-            ranks_per_node=self.ranks_per_node,
-        )
-
     def problem(self, placement: Placement) -> Problem:
         """Returns the input of placers and schedulers."""
         shape = self.shape
         return Problem(
             placement=placement,
             reach=reach_of(self.mask, placement.num_documents),
-            devices=self.devices(placement.num_workers),
+            devices=Devices.of(
+                placement.num_workers,
+                self.servers,
+                workers_serve=self.workers_serve,
+                speed=self.speed,
+                busy_s=self.busy_s,
+                memory_bytes=self.memory_bytes,
+                ranks_per_node=self.ranks_per_node,
+            ),
             shape=shape,
             cost=cost_model(self.cost, shape),
             tolerance=self.tolerance,

@@ -25,21 +25,15 @@ class Tasks:
     server: Ints  # the rank that computes the task
 
     @classmethod
-    def build(
-        cls,
-        placement: Placement,
-        reach: Ints,
-        shard: Ints,
-        q_start: Ints,
-        q_stop: Ints,
-        server: Ints,
-    ) -> Tasks:
+    def build(cls, placement: Placement, reach: Ints, rows: Ints) -> Tasks:
         """Builds tasks from spans of queries inside shards, and adds the keys that they need.
 
         Adjacent spans of one shard on one server become one task.
+
+        rows: [4, spans] shard, q_start, q_stop, server
         """
-        order = np.lexsort((q_start, placement.document[shard]))
-        shard, q_start, q_stop, server = shard[order], q_start[order], q_stop[order], server[order]
+        order = np.lexsort((rows[1], placement.document[rows[0]]))
+        shard, q_start, q_stop, server = rows[:, order]
         same = (shard[1:] == shard[:-1]) & (server[1:] == server[:-1])
         begins = np.append(True, ~(same & (q_start[1:] == q_stop[:-1])))[: len(shard)]
         first = np.flatnonzero(begins)
@@ -62,9 +56,8 @@ class Tasks:
     def at_home(cls, placement: Placement, reach: Ints) -> Tasks:
         """Returns one task per shard, computed on the worker that holds it."""
         shards = np.arange(len(placement.document), dtype=np.int64)
-        return cls.build(
-            placement, reach, shards, placement.start, placement.stop, placement.worker
-        )
+        rows = np.stack([shards, placement.start, placement.stop, placement.worker])
+        return cls.build(placement, reach, rows)
 
     def __len__(self) -> int:
         return len(self.document)

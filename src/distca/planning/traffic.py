@@ -62,11 +62,7 @@ class Traffic:
 def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
     """Returns the keys that servers need and do not hold, each with its source."""
     # 1. The keys that each server needs of each document, each key once.
-    needs = union(
-        Spans(
-            tasks.server * placement.num_documents + tasks.document, tasks.kv_start, tasks.kv_stop
-        )
-    )
+    needs = _keys_on_servers(tasks, placement.num_documents)
     server, document = np.divmod(needs.group, max(placement.num_documents, 1))
     # 2. The shards that hold them.
     found = overlaps(Spans(document, needs.start, needs.stop), placement.spans)
@@ -143,8 +139,11 @@ def traffic(
 
 def _copied_keys(tasks: Tasks) -> int:
     """Returns the keys of all tasks less the distinct keys on each server."""
-    num_documents = int(tasks.document.max(initial=0)) + 1
-    needs = union(
-        Spans(tasks.server * num_documents + tasks.document, tasks.kv_start, tasks.kv_stop)
-    )
+    needs = _keys_on_servers(tasks, int(tasks.document.max(initial=0)) + 1)
     return int(tasks.keys.sum() - (needs.stop - needs.start).sum())
+
+
+def _keys_on_servers(tasks: Tasks, num_documents: int) -> Spans:
+    """Returns the keys that each server needs, each key once; groups are (server, document)."""
+    group = tasks.server * num_documents + tasks.document
+    return union(Spans(group, tasks.kv_start, tasks.kv_stop))

@@ -11,11 +11,6 @@ from distca.planning.problem import Problem
 from distca.planning.spans import Ints, Spans, as_ints, cumulative, overlaps
 
 
-def packed_sequence_placement(problem: Problem) -> Placement:
-    """Places the packed sequence of each context-parallel group head-tail."""
-    return deal_packed_sequence(problem.placement, group_size(problem))
-
-
 def per_document_placement(problem: Problem) -> Placement:
     """Places each document of a context-parallel group head-tail by itself."""
     return deal_each_document(problem.placement, group_size(problem))
@@ -29,8 +24,9 @@ def group_size(problem: Problem) -> int:
     return problem.cp
 
 
-def deal_packed_sequence(placement: Placement, cp: int) -> Placement:
-    """Deals the packed sequence of each group of ``cp`` workers over the group."""
+def packed_sequence_placement(problem: Problem) -> Placement:
+    """Places the packed sequence of each context-parallel group head-tail."""
+    placement, cp = problem.placement, group_size(problem)
     size = placement.stop - placement.start
     group = placement.worker // cp
     tokens = np.bincount(group, size, minlength=placement.num_workers // cp).astype(np.int64)

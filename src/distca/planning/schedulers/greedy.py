@@ -92,8 +92,7 @@ class _PeeledShards:
             np.stack([shards, self.tail, p.stop, p.worker]),
         )
         spans = np.concatenate([moved, *at_home], axis=1)
-        shard, start, stop, server = spans[:, spans[1] < spans[2]]
-        return Tasks.build(p, reach, shard, start, stop, server)
+        return Tasks.build(p, reach, spans[:, spans[1] < spans[2]])
 
 
 def _pairs_below(position: IntOrInts) -> IntOrInts:

@@ -24,52 +24,34 @@ class Headroom(NamedTuple):
 class Loads:
     """The load of every rank, and the servers with headroom in sorted order."""
 
-    def __init__(self, load: Ints, capacity: Ints, serving: Sequence[int]) -> None:
-        self._load, self._capacity = load, capacity
-        self._serving = frozenset(serving)
-        self._headrooms = sorted(
-            Headroom(self.headroom(server), server)
-            for server in serving
-            if self.headroom(server) > 0
-        )
+    def __init__(self, per_rank: Ints, capacity: Ints, serving: Sequence[int]) -> None:
+        self.per_rank, self.capacity, self._serving = per_rank, capacity, frozenset(serving)
+        headrooms = (Headroom(self.headroom(server), server) for server in serving)
+        self.headrooms = sorted(headroom for headroom in headrooms if headroom.load > 0)
 
     def serves(self, rank: int) -> bool:
         return rank in self._serving
 
     @property
-    def per_rank(self) -> Ints:
-        """[ranks] The load of each rank."""
-        return self._load
-
-    @property
     def above_capacity(self) -> Ints:
         """[ranks] Load minus capacity: positive on ranks with a surplus."""
-        return self._load - self._capacity
-
-    @property
-    def headrooms(self) -> Sequence[Headroom]:
-        """Servers that can take more, in ascending order of headroom."""
-        return self._headrooms
-
-    def capacity(self, rank: int) -> int:
-        return int(self._capacity[rank])
+        return self.per_rank - self.capacity
 
     def headroom(self, rank: int) -> int:
         """Returns the load that the rank can still take; negative if it has a surplus."""
-        return int(self._capacity[rank] - self._load[rank])
+        return int(self.capacity[rank] - self.per_rank[rank])
 
     def surplus(self, rank: int) -> int:
-        """Returns the load by which the rank is above its capacity."""
         return max(-self.headroom(rank), 0)
 
     def add(self, rank: int, load: int) -> None:
         """Adds a load, which may be negative, and keeps the servers sorted."""
-        index = bisect.bisect_left(self._headrooms, Headroom(self.headroom(rank), rank))
-        if index < len(self._headrooms) and self._headrooms[index].server == rank:
-            del self._headrooms[index]
-        self._load[rank] += load
+        index = bisect.bisect_left(self.headrooms, Headroom(self.headroom(rank), rank))
+        if index < len(self.headrooms) and self.headrooms[index].server == rank:
+            del self.headrooms[index]
+        self.per_rank[rank] += load
         if self.headroom(rank) > 0 and self.serves(rank):
-            bisect.insort(self._headrooms, Headroom(self.headroom(rank), rank))
+            bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
 
 
 class HeldKeys:
@@ -125,33 +107,24 @@ class Ledger:
         np.add.at(load, placement.worker, shards.load)
         capacity = devices.capacity(expected_load or int(load.sum()), problem.tolerance)
         self.loads = Loads(load, capacity, devices.serving.tolist())
-        self._sent, self._received = traffic.send.copy(), traffic.recv.copy()
-        self._free_bytes = devices.memory_bytes - traffic.recv
+        self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
+        self.free_bytes = devices.memory_bytes - traffic.recv
         token_bytes = 2 * shape.q_bytes + shape.kv_bytes
-        self._free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
+        self.free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
         self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
 
     @property
     def peak_traffic(self) -> int:
         """The most bytes that any rank sends or receives so far."""
-        return int(max(self._sent.max(), self._received.max()))
+        return int(max(self.sent.max(), self.received.max()))
 
     @property
     def total_traffic(self) -> int:
-        return int(self._sent.sum())
-
-    def sent(self, rank: int) -> int:
-        return int(self._sent[rank])
-
-    def received(self, rank: int) -> int:
-        return int(self._received[rank])
+        return int(self.sent.sum())
 
     def is_cut(self, shard: int) -> bool:
         """Returns whether the shard, or some of its queries, was moved."""
         return shard in self._pieces
-
-    def free_bytes(self, rank: int) -> int:
-        return int(self._free_bytes[rank])
 
     def target(self, shard: int, headroom: Headroom) -> Target:
         """Describes a server that may take a piece of the shard."""
@@ -159,8 +132,8 @@ class Ledger:
         return Target(
             server=server,
             headroom=headroom.load,
-            free_bytes=self.free_bytes(server),
-            received=self.received(server),
+            free_bytes=int(self.free_bytes[server]),
+            received=int(self.received[server]),
             same_node=self.shards.same_node(server, self.shards.home[shard]),
             held=self.keys.holders(self.shards.document[shard]).get(server, ()),
         )
@@ -169,13 +142,13 @@ class Ledger:
         """Describes the shard's home and the other owners of the document that send the most."""
         shards, home, own = self.shards, self.shards.home[shard], self.shards.span[shard]
         others = [
-            Source(rank, span, self.sent(rank), shards.same_node(rank, home))
+            Source(rank, span, int(self.sent[rank]), shards.same_node(rank, home))
             for rank, spans in shards.owners(shards.document[shard]).items()
             for span in spans
             if (rank, span) != (home, own)
         ]
         busiest = sorted(others, key=lambda source: -source.sent)[: NUM_SOURCES - 1]
-        return [Source(home, own, self.sent(home), same_node=True), *busiest]
+        return [Source(home, own, int(self.sent[home]), same_node=True), *busiest]
 
     def move(self, shard: int, pieces: list[Piece]) -> None:
         """Moves pieces of a shard to their servers; the rest of the shard stays at home."""
@@ -188,7 +161,7 @@ class Ledger:
             need = shards.keys_needed(document, piece.span)
             for owner, num_keys in self.keys.add(document, piece.server, need):
                 self._send(owner, piece.server, num_keys * self.problem.shape.kv_bytes)
-            self._free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
+            self.free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
             self.loads.add(piece.server, piece.load)
         if not kept and len(shards.owners(document)) > 1:
             self._stop_fetching(shard)
@@ -216,30 +189,22 @@ class Ledger:
             if owner != home:
                 fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
                 self._send(owner, home, -fetched)
-                self._free_bytes[home] += fetched
+                self.free_bytes[home] += fetched
         self.keys.keep_own(document, home)
 
     def _send(self, source: int, target: int, num_bytes: int) -> None:
-        self._sent[source] += num_bytes
-        self._received[target] += num_bytes
+        self.sent[source] += num_bytes
+        self.received[target] += num_bytes
 
     def tasks(self) -> Tasks:
         """Returns the tasks of all shards, cut and uncut."""
-        placement = self.problem.placement
-        rows = [
+        p = self.problem.placement
+        cut = [
             (shard, piece.start, piece.stop, piece.server)
             for shard, pieces in self._pieces.items()
             for piece in pieces
         ]
-        table = as_ints(rows).reshape(-1, 4)
-        uncut = np.ones(len(placement.document), dtype=bool)
-        uncut[table[:, 0]] = False
-        whole = np.flatnonzero(uncut)
-        return Tasks.build(
-            placement,
-            self.problem.reach,
-            np.concatenate([whole, table[:, 0]]),
-            np.concatenate([placement.start[whole], table[:, 1]]),
-            np.concatenate([placement.stop[whole], table[:, 2]]),
-            np.concatenate([placement.worker[whole], table[:, 3]]),
-        )
+        uncut = np.delete(np.arange(len(p.document)), list(self._pieces))
+        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], p.worker[uncut]])
+        rows = np.concatenate([whole, as_ints(cut).reshape(-1, 4).T], axis=1)
+        return Tasks.build(p, self.problem.reach, rows)

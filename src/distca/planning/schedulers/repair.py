@@ -10,7 +10,7 @@ import numpy as np
 
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import DocumentLoads, Problem
-from distca.planning.spans import Floats, Ints, as_ints, expand
+from distca.planning.spans import Ints, as_ints, expand
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
 
@@ -56,8 +56,8 @@ def _best_move(
 
     # 2. The move after which the later of the two ranks is earliest; ties: the fewest queries.
     later = np.maximum(
-        _finish(problem, worst, load[worst] - whole + head + tail),
-        _finish(problem, first, load[first] + moving),
+        devices.finish_ps(load[worst] - whole + head + tail, worst),
+        devices.finish_ps(load[first] + moving, first),
     )
     for best in np.lexsort((high - low, later))[:NUM_TASKS].tolist():
         if later[best] >= finish[worst]:
@@ -67,13 +67,6 @@ def _best_move(
         if used[first] <= devices.memory_bytes[first]:
             return moved
     return None
-
-
-def _finish(problem: Problem, rank: int, load: Ints) -> Floats:
-    """Returns when a rank finishes, for each of several loads."""
-    devices = problem.devices
-    finish: Floats = devices.busy_ps[rank] + np.ceil(load / devices.speed[rank])
-    return finish
 
 
 def _pieces(problem: Problem, tasks: Tasks, mine: Ints) -> tuple[Ints, Ints, Ints]:
@@ -93,22 +86,12 @@ def _pieces(problem: Problem, tasks: Tasks, mine: Ints) -> tuple[Ints, Ints, Int
 
 def _move(problem: Problem, tasks: Tasks, task: int, low: int, high: int, server: int) -> Tasks:
     """Returns the tasks with queries [low, high) of one of them on another server."""
-    spans = [
-        (int(tasks.q_start[task]), low, int(tasks.server[task])),
-        (low, high, server),
-        (high, int(tasks.q_stop[task]), int(tasks.server[task])),
-    ]
-    rows = as_ints([span for span in spans if span[0] < span[1]])
+    start, stop, home = (int(c[task]) for c in (tasks.q_start, tasks.q_stop, tasks.server))
+    spans = ((start, low, home), (low, high, server), (high, stop, home))
+    pieces = as_ints([span for span in spans if span[0] < span[1]]).T
     others = np.arange(len(tasks)) != task
-    start = np.concatenate([tasks.q_start[others], rows[:, 0]])
-    document = np.concatenate(
-        [tasks.document[others], np.full(len(rows), tasks.document[task], dtype=np.int64)]
-    )
-    return Tasks.build(
-        problem.placement,
-        problem.reach,
-        problem.placement.shard_of(document, start),
-        start,
-        np.concatenate([tasks.q_stop[others], rows[:, 1]]),
-        np.concatenate([tasks.server[others], rows[:, 2]]),
-    )
+    document = np.append(tasks.document[others], np.full(pieces.shape[1], tasks.document[task]))
+    unchanged = np.stack([tasks.q_start, tasks.q_stop, tasks.server])[:, others]
+    rows = np.concatenate([unchanged, pieces], axis=1)
+    shard = problem.placement.shard_of(document, rows[0])
+    return Tasks.build(problem.placement, problem.reach, np.stack([shard, *rows]))

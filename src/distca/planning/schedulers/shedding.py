@@ -60,7 +60,7 @@ def _estimate_sent(ledger: Ledger, rank: int) -> float:
     shape = ledger.problem.shape
     stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shape)
     q, kv = shape.q_bytes, shape.kv_bytes
-    return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent(rank))
+    return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent[rank])
 
 
 def shed(ledger: Ledger, rank: int) -> None:
@@ -187,8 +187,8 @@ def _fit_remainder(ledger: Ledger, shard: int, cut: Cut) -> Cut:
             break
         if (
             server not in taken
-            and ledger.received(server) + arriving <= limit
-            and ledger.free_bytes(server) >= memory_bytes
+            and ledger.received[server] + arriving <= limit
+            and ledger.free_bytes[server] >= memory_bytes
             and shards.same_node(server, home) == same_node
         ):
             return cut._replace(pieces=[*cut.pieces[:-1], piece._replace(server=server)])

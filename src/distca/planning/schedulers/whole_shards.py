@@ -53,7 +53,7 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     memory_bytes = shards.memory_bytes(document, shards.span[shard])
     for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
         has_headroom = above_bound or load <= loads.headroom(server)
-        if has_headroom and memory_bytes <= ledger.free_bytes(server):
+        if has_headroom and memory_bytes <= ledger.free_bytes[server]:
             ledger.move(shard, [Piece(*shards.span[shard], server, load)])
             return True
     return False
@@ -81,7 +81,7 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
         if (
             gain > 0
             and _can_adopt(ledger, rank, load, max_adopted)
-            and memory_bytes <= ledger.free_bytes(rank)
+            and memory_bytes <= ledger.free_bytes[rank]
         ):
             ledger.move(shard, [Piece(*shards.span[shard], rank, load)])
 
@@ -115,7 +115,7 @@ def _possible_moves(ledger: Ledger) -> list[_Move]:
 
 def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
     """Returns whether a rank has headroom for a load, or can shed more of its heaviest shard."""
-    shards, capacity = ledger.shards, ledger.loads.capacity(rank)
+    shards, capacity = ledger.shards, ledger.loads.capacity[rank]
     if load <= ledger.loads.headroom(rank):
         return True
     heaviest = shards.heaviest_first[rank][0]
