@@ -32,22 +32,23 @@ if TYPE_CHECKING:
     from distca.train.config import Config
     from distca.train.trainer import Trainer
 else:  # hidden from type checkers, which would otherwise accept any name at all
-    _HOMES = {
-        "Config": "distca.train.config",
-        "CoreAttention": "distca.attention.core",
-        "Layout": "distca.dispatch.layout",
-        "Placement": "distca.planning.placement",
-        "Plan": "distca.planning.plan",
-        "PlanOptions": "distca.planning.options",
-        "Trainer": "distca.train.trainer",
-        "place": "distca.planning.api",
-        "plan": "distca.planning.api",
+    _MODULES = {
+        "Config": "train.config",
+        "CoreAttention": "attention.core",
+        "Layout": "dispatch.layout",
+        "Placement": "planning.placement",
+        "Plan": "planning.plan",
+        "PlanOptions": "planning.options",
+        "Trainer": "train.trainer",
+        "place": "planning.api",
+        "plan": "planning.api",
     }
 
     def __getattr__(name):
-        if name not in _HOMES:
+        if name not in _MODULES:
             raise AttributeError(f"module 'distca' has no attribute {name!r}")
-        return globals().setdefault(name, getattr(import_module(_HOMES[name]), name))
+        module = import_module(f"distca.{_MODULES[name]}")
+        return globals().setdefault(name, getattr(module, name))
 
 
 def __dir__() -> list[str]:

@@ -170,12 +170,15 @@ def test_columns_fit_the_widest_number() -> None:
         ),
         ("phase F B\nF0 F1", "tick 1, stage 0: 'F1' is not a cell of a tick whose phase is B"),
         ("phase F X\nF0 F1", "the phase of tick 1 is X: write F or B, in the phase row"),
-        ("phase F\nF0 F1", "the phase row has 1 cells but stage 0 has 2: write one for each tick"),
+        ("phase F\nF0 F1", "the phase of tick 1 is missing: write F or B"),
         ("F0 . B0", "the phase of tick 1 is unknown: write F or B, in the phase row or in a cell"),
         ("F0 f1", "the phase of tick 1 is f: write F or B"),
         ("F0 Fx", "tick 1, stage 0: 'Fx' is not a cell of a tick whose phase is F: write F and"),
         ("F0\n1F", "tick 0, stage 1: '1F' is not a cell of a tick whose phase is F"),
-        ("F0 F1\n.", "stage 1 has 1 cells but stage 0 has 2: write one for each tick"),
+        (
+            "F0 F1\n.",
+            "tick 1, stage 1: 'missing' is not a cell of a tick whose phase is F: write F",
+        ),
         ("stage 1 . F0\nstage 0 F0 .", "the line 'stage 1' is in the place of stage 0"),
     ],
 )

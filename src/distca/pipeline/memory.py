@@ -3,7 +3,7 @@
 The estimate is not exact. It is used to refuse runs that cannot fit, and to show what needs memory.
 """
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
@@ -25,12 +25,12 @@ class Memory:
 
     @property
     def total(self) -> int:
-        return self.state + self.gathered + self.activations + self.logits + self.exchange
+        return sum(asdict(self).values())
 
     def table(self) -> dict[str, float]:
         """Returns GiB by purpose."""
-        parts = ("state", "gathered", "activations", "logits", "exchange", "total")
-        return {name: getattr(self, name) / GIB for name in parts}
+        parts = asdict(self) | {"total": self.total}
+        return {name: num_bytes / GIB for name, num_bytes in parts.items()}
 
 
 def estimate(

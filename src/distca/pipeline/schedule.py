@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 Phase = Literal["F", "B"]
@@ -112,28 +113,15 @@ class Schedule:
         The numbers of ticks and of micro-batches in flight are ignored, since they follow from the
         cells. A phase row must agree with the cells.
         """
-        phases: list[str] = []
+        phases: list[list[str]] = []  # one row or none
         stages: list[list[str]] = []
         for words in filter(None, map(str.split, text.splitlines())):
             if words[0] == "phase":
-                phases = words[1:]
+                phases = [words[1:]]
             elif words[0] != "tick":
                 stages.append(_read_stage(len(stages), words))
-        for name, row in [
-            ("the phase row", phases),
-            *((f"stage {s}", r) for s, r in enumerate(stages)),
-        ]:
-            if row and len(row) != len(stages[0]):
-                raise ValueError(
-                    f"{name} has {len(row)} cells but stage 0 has {len(stages[0])}: write one for"
-                    f" each tick, {SERVES} where a stage only serves"
-                )
-        return cls(
-            tuple(
-                _read_tick(number, words, phases[number] if phases else None)
-                for number, words in enumerate(zip(*stages, strict=True))
-            )
-        )
+        columns = enumerate(zip_longest(*phases, *stages, fillvalue="missing"))
+        return cls(tuple(_read_tick(number, words, bool(phases)) for number, words in columns))
 
     @property
     def num_stages(self) -> int:
@@ -223,20 +211,24 @@ def _read_stage(stage: int, words: list[str]) -> list[str]:
     return words[:-1] if words[-1:] and words[-1].isdecimal() else words
 
 
-def _read_tick(number: int, words: Sequence[str], phase: str | None) -> Tick:
-    """Parses a column. Without a ``phase``, its direction is that of its first micro-batch."""
-    if phase is None:
-        phase = next((word[0] for word in words if word != SERVES), "unknown")
+def _read_tick(number: int, words: Sequence[str], has_phase: bool) -> Tick:
+    """Parses a column, in which the phase is followed by the cells.
+
+    Without a phase, the direction is that of the first micro-batch.
+    """
+    if not has_phase:
+        words = [next((word[0] for word in words if word != SERVES), "unknown"), *words]
+    phase, *cells = words
     if phase not in _PHASES:
         raise ValueError(
             f"the phase of tick {number} is {phase}: write F or B, in the phase row or in a cell"
         )
-    for stage, word in enumerate(words):
-        if word != SERVES and not (word[0] == phase and word[1:].isdecimal()):
+    for stage, cell in enumerate(cells):
+        if cell != SERVES and not (cell[0] == phase and cell[1:].isdecimal()):
             raise ValueError(
-                f"tick {number}, stage {stage}: {word!r} is not a cell of a tick whose phase is"
+                f"tick {number}, stage {stage}: {cell!r} is not a cell of a tick whose phase is"
                 f" {phase}: write {phase} and the number of a micro-batch, or {SERVES} where the"
                 " stage only serves"
             )
-    micro_batches = tuple(None if word == SERVES else int(word[1:]) for word in words)
-    return Tick(_PHASES[phase], micro_batches)
+    micro_batches = (None if cell == SERVES else int(cell[1:]) for cell in cells)
+    return Tick(_PHASES[phase], tuple(micro_batches))

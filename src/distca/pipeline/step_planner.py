@@ -190,19 +190,19 @@ class _Pools:
         phase = tick.phase if self._planner.parallel.pp > 1 else None
         key = (phase, tick.micro_batches, half, masks)
         if key not in self._plans:
-            halves = [
-                None if m is None or mask is None else self._micro_batches[m][half]
-                for m, mask in zip(tick.micro_batches, masks, strict=True)
-            ]
-            self._plans[key] = self._plan_pool(tick, halves, masks)
+            self._plans[key] = self._plan_pool(tick, half, masks)
         return self._plans[key]
 
-    def _plan_pool(self, tick: Tick, halves: Sequence[Half | None], masks: StageMasks) -> Plan:
+    def _plan_pool(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
         planner, workers = self._planner, self._planner.parallel.workers_per_stage
-        placed = [None if half is None else half.placement for half in halves]
+        halves = [
+            None if m is None or mask is None else self._micro_batches[m][half]
+            for m, mask in zip(tick.micro_batches, masks, strict=True)
+        ]
+        placed = [None if one is None else one.placement for one in halves]
         given = None
         if planner.policy.places_tokens:
-            originals = [None if half is None else half.given for half in halves]
+            originals = [None if one is None else one.given for one in halves]
             given = pool_placements(originals, workers)
         cost = planner.cost
         if planner.parallel.pp > 1:

@@ -28,11 +28,23 @@ class Devices:
     busy_s: Floats  # [ranks]
 
     def __post_init__(self) -> None:
+        kinds = {
+            "node": np.int64,
+            "memory_bytes": np.int64,
+            "speed": np.float64,
+            "busy_s": np.float64,
+        }
+        for name, kind in kinds.items():
+            values = np.asarray(getattr(self, name), kind)
+            if values.shape != (len(self.node),):
+                raise ValueError(
+                    f"{values.size} values of {name} for {len(self.node)} ranks: give one for each"
+                )
+            if not np.all(np.isfinite(values)) or np.any(values < 0):
+                raise ValueError(f"{name} = {values.min()}: it must be finite and at least 0")
+            object.__setattr__(self, name, values)
         if not np.any(self.speed > 0):
             raise ValueError("no rank computes attention: give at least one a speed above 0")
-        for what, values in (("speed", self.speed), ("busy_s", self.busy_s)):
-            if np.any(~np.isfinite(values)) or np.any(values < 0):
-                raise ValueError(f"{what} = {values.min()}: it must be finite and at least 0")
 
     @classmethod
     def of(
@@ -55,26 +67,15 @@ class Devices:
             raise ValueError(f"{dedicated} dedicated servers: give 0 or more")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise ValueError(f"{ranks_per_node} ranks per node: give 1 or more")
-        if workers_serve is None:
-            workers_serve = dedicated == 0
-        speeds = np.ones(ranks) if speed is None else np.asarray(speed, dtype=np.float64)
-        busy = np.zeros(ranks) if busy_s is None else np.asarray(busy_s, dtype=np.float64)
-        for what, values in (("speed", speeds), ("busy_s", busy)):
-            if values.shape != (ranks,):
-                raise ValueError(
-                    f"{values.size} values of {what} for {ranks} ranks: give one for each"
-                )
-        if not workers_serve:
-            speeds = speeds.copy()
+        speeds = np.array(np.ones(ranks) if speed is None else speed, np.float64)
+        if not (workers_serve or (workers_serve is None and dedicated == 0)):
             speeds[:num_workers] = 0.0
         return cls(
             num_workers=num_workers,
             speed=speeds,
-            memory_bytes=np.full(
-                ranks, UNLIMITED if memory_bytes is None else memory_bytes, dtype=np.int64
-            ),
-            node=np.arange(ranks, dtype=np.int64) // (ranks_per_node or ranks),
-            busy_s=busy,
+            memory_bytes=np.full(ranks, UNLIMITED if memory_bytes is None else memory_bytes),
+            node=np.arange(ranks) // (ranks_per_node or ranks),
+            busy_s=np.zeros(ranks) if busy_s is None else np.asarray(busy_s),
         )
 
     def workers_only(self) -> Devices:

@@ -92,11 +92,9 @@ MODELS = {shape.name: shape for shape in _SHAPES}
 
 
 def model_shape(name: str) -> ModelShape:
-    """Returns the shape of a known model."""
-    try:
-        return MODELS[name]
-    except KeyError:
+    if name not in MODELS:
         raise ValueError(
             f"model {name!r} is unknown: choose one of {', '.join(MODELS)},"
             " or give heads, kv_heads and head_dim"
-        ) from None
+        )
+    return MODELS[name]

@@ -125,7 +125,7 @@ class Plan:
             "backward_tasks": None if same else _tasks_json(self.backward),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
-            "devices": {name: _plain(value) for name, value in vars(self.devices).items()},
+            "devices": {name: np.asarray(v).tolist() for name, v in vars(self.devices).items()},
             "forward_load_ps": self.forward_load_ps.tolist(),
             "backward_load_ps": self.backward_load_ps.tolist(),
             "gather": self.gather,
@@ -146,7 +146,7 @@ class Plan:
         plan = cls(
             placement=placement,
             reach=reach,
-            devices=Devices(**{name: _array(value) for name, value in data["devices"].items()}),
+            devices=Devices(**data["devices"]),
             shape=ModelShape(**data["model"]),
             forward=forward,
             backward=forward if backward is None else _tasks_from_json(backward, placement),
@@ -171,14 +171,6 @@ class Plan:
 _IN_SUMMARY = (
     "policy", "cost", "tolerance", "imbalance_before", "bytes_lower_bound", "shortfall", "plan_s",
 )  # fmt: skip
-
-
-def _plain(value: Any) -> Any:
-    return value.tolist() if isinstance(value, np.ndarray) else value
-
-
-def _array(value: Any) -> Any:
-    return np.asarray(value) if isinstance(value, list) else value
 
 
 def _placement_json(placement: Placement) -> list[list[dict[str, int]]]:
