@@ -151,6 +151,18 @@ def test_what_a_policy_does_is_place_and_plan() -> None:
 
 
 @pytest.mark.parametrize(
+    ("scheduler", "name"),
+    [("distca", "distca"), ("home", "colocated"), ("all-gather", "all-gather scheduler")],
+)
+def test_a_plan_says_what_made_it(scheduler: str, name: str) -> None:
+    placement = Placement.from_ranks(RANKS)
+    assert distca.plan(placement, model=SHAPE, scheduler=scheduler).policy == name
+    placed = distca.place(placement, model=SHAPE)
+    plan = distca.plan(placed, model=SHAPE, scheduler=scheduler, given=placement)
+    assert plan.policy == f"{scheduler} scheduler"
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: distca.place([5, 5], model=SHAPE), "give the number of workers"),

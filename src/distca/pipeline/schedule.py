@@ -226,9 +226,9 @@ def _read_tick(number: int, words: Sequence[str], has_phase: bool) -> Tick:
     for stage, cell in enumerate(cells):
         if cell != SERVES and not (cell[0] == phase and cell[1:].isdecimal()):
             raise ValueError(
-                f"tick {number}, stage {stage}: {cell!r} is not a cell of a tick whose phase is"
-                f" {phase}: write {phase} and the number of a micro-batch, or {SERVES} where the"
-                " stage only serves"
+                f"tick {number}, stage {stage}: {cell!r} is not a cell of phase {phase}: write"
+                f" {phase} and the number of a micro-batch, or {SERVES}, since all stages of a tick"
+                " run in one direction"
             )
     micro_batches = (None if cell == SERVES else int(cell[1:]) for cell in cells)
     return Tick(_PHASES[phase], tuple(micro_batches))

@@ -20,7 +20,7 @@ from distca.planning.placers.balanced import balanced_placement
 from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
 from distca.planning.placers.variable_length import variable_length_packing
 from distca.planning.plan import Plan
-from distca.planning.policies import GIVEN, Policy
+from distca.planning.policies import GIVEN, POLICIES, Policy
 from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.disaggregated import disaggregated
 from distca.planning.schedulers.greedy import greedy
@@ -119,7 +119,7 @@ def plan(
         backward=assignment.backward,
         forward_load_ps=forward_load_ps,
         backward_load_ps=backward_load_ps,
-        policy=f"{scheduler} scheduler",
+        policy=_policy_name(scheduler, is_given=before is placement),
         cost=problem.cost.name,
         tolerance=problem.tolerance,
         gather=assignment.gather,
@@ -130,6 +130,12 @@ def plan(
         shortfall=shortfall(problem, loads, bounded=scheduler == "distca"),
         plan_s=time.perf_counter() - began,
     )
+
+
+def _policy_name(scheduler: str, *, is_given: bool) -> str:
+    """Returns the policy of a scheduler that plans tokens where they are, else the scheduler."""
+    names = (p.name for p in POLICIES.values() if (p.placer, p.scheduler) == (GIVEN, scheduler))
+    return next(names, f"{scheduler} scheduler") if is_given else f"{scheduler} scheduler"
 
 
 def _choose(what: str, name: str, table: Mapping[str, Function]) -> Function:

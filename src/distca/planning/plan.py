@@ -39,7 +39,7 @@ class Plan:
     backward: Tasks
     forward_load_ps: Ints  # [ranks] on a device of speed 1
     backward_load_ps: Ints  # [ranks] on a device of speed 1
-    policy: str  # or the scheduler, if the plan was made without a policy
+    policy: str  # or the scheduler, if its placement and it do not make up a policy
     cost: str
     tolerance: float
     gather: int  # workers that all-gather keys as published; 0: none. distca sends needed keys only

@@ -1,6 +1,7 @@
 """Profiles: measured rates of a device, in one JSON file for the planner and the simulator.
 
-``distca profile`` writes the file, ``TableCost`` prices tasks with it, docs/profile.md explains it.
+``distca profile`` writes the file, ``table_cost`` makes a cost model of it, and docs/profile.md
+explains it.
 """
 
 from __future__ import annotations
