@@ -16,9 +16,9 @@ NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
-# Shares are below 1, because short pieces cost more than their part of the load.
+# Shares are below 1, because short pieces cost more than their share of the load.
 NUM_PARTIAL = 8  # how many of the largest headrooms are filled
-PARTS = (0.95, 0.85, 0.7, 0.5)
+SHARES = (0.95, 0.85, 0.7, 0.5)
 
 
 def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[int]:
@@ -78,7 +78,7 @@ def shed(ledger: Ledger, rank: int) -> None:
         if cuts:
             _, _, shard, cut = min(cuts, key=lambda entry: entry[:3])
             ledger.move(shard, cut.pieces)
-        elif not heaviest or not _shed_part(ledger, heaviest[0]):
+        elif not heaviest or not _shed_some(ledger, heaviest[0]):
             return
 
 
@@ -94,11 +94,11 @@ def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
     return [keep, 0] if fetches_keys and fits_whole else [keep]
 
 
-def _shed_part(ledger: Ledger, shard: int) -> bool:
+def _shed_some(ledger: Ledger, shard: int) -> bool:
     """Moves all of a shard, or as much of it as other servers have headroom for."""
     headroom = sum(headroom.load for headroom in ledger.loads.headrooms[-NUM_PARTIAL:])
-    parts = (int(ledger.shards.load[shard] - part * headroom) for part in PARTS)
-    for keep in dict.fromkeys((0, *parts)):
+    loads = (int(ledger.shards.load[shard] - share * headroom) for share in SHARES)
+    for keep in dict.fromkeys((0, *loads)):
         cut = find_cut(ledger, shard, keep) if keep >= 0 else None
         if cut is not None:
             ledger.move(shard, cut.pieces)
