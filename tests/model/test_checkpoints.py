@@ -13,9 +13,10 @@ from ranks import RankPool
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distca.model import Arriving, Llama, ModelConfig, RopeScaling, on_meta, plainly
 from distca.model.checkpoints import hf_name, load, read_config, save
+from distca.model.config import ModelConfig, RopeScaling
 from distca.model.initialize import initialize
+from distca.model.llama import Arriving, Llama, on_meta, plainly
 
 LENGTHS = (11, 4, 19)
 STRETCHED = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)

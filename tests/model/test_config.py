@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 from model.plain import tiny
 
-from distca.model import Llama, ModelConfig, RopeScaling, model_config, on_meta
-from distca.model.sizes import MODEL_CONFIGS
+from distca.model.config import ModelConfig, RopeScaling
+from distca.model.llama import Llama, on_meta
+from distca.model.sizes import MODEL_CONFIGS, model_config
 from distca.planning.models import MODELS
 
 

@@ -4,8 +4,9 @@ from model import bodies
 from model.plain import tiny
 from ranks import RankPool
 
-from distca.model import Llama, model_config, on_meta
 from distca.model.initialize import initialize
+from distca.model.llama import Llama, on_meta
+from distca.model.sizes import model_config
 
 
 def weights_of(model: Llama, seed: int = 3) -> dict[str, torch.Tensor]:

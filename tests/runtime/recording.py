@@ -137,10 +137,10 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
 def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> None:
     """Records when the linear layers of a seam start on a half, forward and backward."""
     assert not torch.equal(*positions), "halves are told apart by their positions"
-    part = seam.part
+    linear = seam.linear
 
-    def recorded(arriving: Arriving) -> Leaving:
-        leaving = part(arriving)
+    def recorded(arriving: Arriving, attended: Tensor | None) -> Leaving:
+        leaving = linear(arriving, attended)
         if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward pass
             half = int(torch.equal(arriving.positions, positions[1]))
             events.append(("linear", half))
@@ -148,4 +148,4 @@ def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> N
             end.register_hook(lambda _: events.append(("linear", half)))
         return leaving
 
-    seam.part = recorded
+    seam.linear = recorded

@@ -9,8 +9,8 @@ A tick has attention **slots**. In each of them all ranks exchange and compute a
 rank first runs the slots of its own layers and then serves in the remaining ones. The plan says how
 many slots a tick has, so no rank depends on which autograd nodes another rank executes.
 
-``pipeline.tick_program`` defines the order of operations inside a tick; ``runtime.tick`` executes
-it.
+``pipeline.tick_program`` defines the order of operations in a tick: ``Llama.forward`` follows it
+in the slots of a rank's own layers, and ``serve`` in the remaining ones.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.profiler import record_function
 
 from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
+from distca.attention.overlap import AsyncAttention
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
 from distca.pipeline.schedule import FORWARD, Tick
@@ -34,7 +35,7 @@ from distca.runtime.mesh import RankContext
 from distca.runtime.p2p import StageP2P
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
-from distca.runtime.tick import StageForward, serve
+from distca.runtime.serve import serve
 
 Observe = Callable[[int, Tick], None]
 
@@ -185,7 +186,7 @@ class _StepRun:
             if tick.phase == FORWARD:
                 start, stop = self._plan.stages[self._stage]
                 own = stop - start
-                self._forward(m, slots[:own])
+                self._forward(m, slots)
             else:
                 own = self._plan.backward_slots[self._stage]
                 self._backward(m)
@@ -193,8 +194,13 @@ class _StepRun:
 
     def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> None:
         assert self._model is not None
+        first_layer = self._model.start
+
+        def dispatch(layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> AsyncAttention:
+            return AsyncAttention(slots[layer - first_layer][half], q, k, v)
+
         inputs = self._inputs(micro_batch)
-        outputs = self._model(inputs, StageForward(slots, recompute=self._runner.recompute))
+        outputs = self._model(inputs, dispatch, recompute=self._runner.recompute)
         if outputs[0].loss is not None:
             self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
         else:
