@@ -28,9 +28,9 @@ from distca.attention.backends import Backend, PackedCall, Saved, Traits, backen
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import TensorSpec
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Layout
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan

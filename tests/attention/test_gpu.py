@@ -19,7 +19,7 @@ from torch import Tensor
 
 from distca.attention.backends import Saved, Traits, backends
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import TensorSpec
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.dispatch.transports.throttled import ThrottledTransport

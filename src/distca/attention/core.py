@@ -13,9 +13,10 @@ from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import PreparedLayout, PreparedPlan, TensorSpec
+from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.planning.masks import Mask
@@ -123,7 +124,7 @@ class CoreAttention:
             meter=self.meter,
         )
         for layout in filter(None, (prepared.forward, prepared.backward)):
-            for message in (layout.dispatch, layout.combine):
+            for message in layout.messages:
                 self.buffers.check("send", message.send.num_bytes)
                 self.buffers.check("receive", message.recv.num_bytes)
         return prepared

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from distca.dispatch.buffers import Buffers
-from distca.dispatch.layout import PeerRows
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport, Wait
-from distca.dispatch.wire import Message, Parts
+from distca.dispatch.wire import Message, Messages, Parts
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -26,7 +25,7 @@ class Exchange:
 
     def __init__(
         self,
-        messages: tuple[Message, Message],  # of dispatch and of combine
+        messages: Messages,
         device: torch.device,
         transport: Transport,
         buffers: Buffers,
@@ -39,10 +38,10 @@ class Exchange:
         self._arriving: Parts = []
         buffers.acquire(self)
 
-    def dispatch(self, *tensors: tuple[Tensor, PeerRows]) -> None:
+    def dispatch(self, *tensors: Tensor) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
         parts = self._outgoing(self._dispatch)
-        for (tensor, peers), views in zip(tensors, parts, strict=True):
+        for tensor, peers, views in zip(tensors, self._dispatch.peer_rows, parts, strict=True):
             for rows, view in zip(peers.send.values(), views, strict=True):
                 rows.take([tensor], out=view)
         self._start(self._dispatch)

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import TensorSpec
 from distca.data.documents import Batch
 from distca.dispatch.meter import Meter
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize

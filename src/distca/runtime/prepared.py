@@ -6,7 +6,8 @@ from dataclasses import replace
 import torch
 
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan, TensorSpec
+from distca.attention.prepared import PreparedPlan
+from distca.dispatch.tensors import TensorSpec
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.plan import Plan

@@ -10,7 +10,7 @@ rank first runs the slots of its own layers and then serves in the remaining one
 many slots a tick has, so no rank depends on which autograd nodes another rank executes.
 
 ``pipeline.tick_program`` defines the order of operations in a tick: ``Llama.forward`` follows it
-in the slots of a rank's own layers, and ``serve`` in the remaining ones.
+in the slots of a rank's own layers, and ``_serve`` in the remaining ones.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ from torch.profiler import record_function
 from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
 from distca.attention.overlap import AsyncAttention
+from distca.attention.passes import BackwardPass, ForwardPass
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
-from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.schedule import FORWARD, Phase, Tick
 from distca.pipeline.step_plan import StepPlan
+from distca.pipeline.tick_program import TickProgram
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
 from distca.runtime.p2p import StageP2P
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
-from distca.runtime.serve import serve
 
 Observe = Callable[[int, Tick], None]
 
@@ -190,7 +191,7 @@ class _StepRun:
             else:
                 own = self._plan.backward_slots[self._stage]
                 self._backward(m)
-        serve(slots[own:], tick.phase)
+        _serve(slots[own:], tick.phase)
 
     def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> None:
         assert self._model is not None
@@ -249,3 +250,20 @@ class _StepRun:
 
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _serve(slots: Sequence[PreparedSlot], phase: Phase) -> None:
+    """Takes part in attention slots without queries, keys and values of its own."""
+    halves = len(slots[0]) if slots else 0
+    dispatch = ForwardPass.without_rows if phase == FORWARD else BackwardPass.without_rows
+    passes: dict[int, ForwardPass | BackwardPass] = {}
+    for operation in TickProgram.of(len(slots), halves, phase).operations:
+        half = operation.half
+        match operation.kind:
+            case "dispatch":
+                assert operation.slot is not None
+                passes[half] = dispatch(slots[operation.slot][half])
+            case "compute":
+                passes[half].compute()
+            case "combine":
+                passes.pop(half).combine()

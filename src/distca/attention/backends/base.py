@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.dispatch.tensors import wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
 
@@ -92,6 +93,11 @@ class Attended(NamedTuple):
     out: Tensor  # [Tq, H, D], dtype of q
     lse: Tensor  # [Tq, H], float32, or float64 for float64 inputs
 
+    @classmethod
+    def empty(cls, q: Tensor) -> Attended:
+        """Allocates the results of q."""
+        return cls(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+
 
 class Saved(NamedTuple):
     """What a backward needs besides the gradient: the inputs of the forward, and its results."""
@@ -165,7 +171,7 @@ class Backend(ABC):
         """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
         _check_shapes(q, k, v, call)
         if not call.num_queries:
-            return Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+            return Attended.empty(q)
         with torch.no_grad():
             return self._forward(q, k, v, call, scale)
 
@@ -203,11 +209,6 @@ class Backend(ABC):
     def _backward(
         self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
     ) -> Gradients: ...
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to accumulate in: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def grouping_refusal(traits: Traits) -> str | None:

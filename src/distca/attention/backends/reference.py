@@ -17,8 +17,8 @@ from distca.attention.backends.base import (
     Saved,
     Traits,
     grouping_refusal,
-    wide,
 )
+from distca.dispatch.tensors import wide
 from distca.planning.masks import FULL, Mask
 
 
@@ -33,13 +33,12 @@ class Reference(Backend):
         return grouping_refusal(traits)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        result = out, lse = Attended.empty(q)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for rows, keys in _tasks(call):
             task = dense_forward(q[rows], k[keys], v[keys], call.mask, scale)
             out[rows], lse[rows] = task.out.to(out.dtype), task.lse
-        return Attended(out, lse)
+        return result
 
     def _backward(
         self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool

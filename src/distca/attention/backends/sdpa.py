@@ -33,9 +33,9 @@ from distca.attention.backends.base import (
     Saved,
     Traits,
     grouping_refusal,
-    wide,
 )
 from distca.attention.backends.sdpa_kernels import part_backward, part_forward
+from distca.dispatch.tensors import wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 _BATCH_KEYS = 1 << 14  # tasks are batched to save kernel launches, which matter up to this size
@@ -59,7 +59,7 @@ class Sdpa(Backend):
         return grouping_refusal(traits)
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
-        result = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+        result = Attended.empty(q)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for batch in _batches(call):
             out, lse, queries = map(batch.queries, (*result, q))
