@@ -134,8 +134,7 @@ class CoreAttention:
         masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
         key = (spec, frozenset(map(kind_of, masks)))
         if key not in self._backends:
-            q, k, _ = spec.empty()
-            traits = Traits.of(q, k, masks, deterministic=self.deterministic)
+            traits = Traits.of(spec, masks, deterministic=self.deterministic)
             self._backends[key] = choose(self.backend, traits)
         return self._backends[key]
 

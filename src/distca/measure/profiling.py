@@ -22,12 +22,14 @@ import torch.distributed as dist
 from distca import __version__
 from distca.attention.backends.base import Backend, Traits
 from distca.attention.backends.choice import choose
+from distca.dispatch.tensors import TensorSpec
 from distca.measure.timing import Clock, Seconds, attention_s, copy_s, exchange_s, linear_s
 from distca.model.config import ModelConfig
 from distca.planning.costs.analytic import TILE
 from distca.planning.costs.base import BACKWARD_FLOPS, PS
 from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
 from distca.planning.costs.table import TableCost
+from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import Ints, as_ints
 
 TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or not
@@ -107,17 +109,10 @@ class Bench:
         scope = scope or Scope.of(device, model)
         several = dist.is_initialized() and dist.get_world_size() > 1
         control = dist.new_group(backend="gloo") if several else None
-        traits = Traits(
-            device=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=dtype,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            masks=frozenset(["causal"]),
-        )
+        spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+        chosen = choose(backend, Traits.of(spec, [Mask(CAUSAL)]))
         clock = Clock(device, scope.rounds, scope.round_s, control)
-        return cls(model, dtype, choose(backend, traits), scope, clock)
+        return cls(model, dtype, chosen, scope, clock)
 
     @property
     def ranks(self) -> int:

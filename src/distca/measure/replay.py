@@ -154,9 +154,9 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """Returns the name of the backend that is used; ``auto`` is resolved."""
-    q, k, _ = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device).empty()
+    spec = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device)
     masks = {config.mask_of(layer) for layer in range(config.layers)}
-    return choose(name, Traits.of(q, k, masks)).name
+    return choose(name, Traits.of(spec, masks)).name
 
 
 class _NoHead(Head):

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.dispatch.tensors import wide
+from distca.dispatch.tensors import TensorSpec, wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
 
@@ -134,20 +134,22 @@ class Traits:
     deterministic: bool = False
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, masks: Iterable[Mask], *, deterministic: bool = False
-    ) -> Traits:
-        """Returns the traits of attention between q [Tq, H, D] and k [Tk, G, D]."""
-        return cls(
-            device=q.device.type,
-            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-            dtype=q.dtype,
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            masks=frozenset(kind_of(mask) for mask in masks),
-            deterministic=deterministic,
-        )
+    def of(cls, spec: TensorSpec, masks: Iterable[Mask], *, deterministic: bool = False) -> Traits:
+        device, kinds = spec.device, frozenset(kind_of(mask) for mask in masks)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        sizes = (spec.heads, spec.kv_heads, spec.head_dim)
+        return cls(device.type, capability, spec.dtype, *sizes, kinds, deterministic)
+
+    def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
+        """Returns why 16-bit kernels for CUDA devices from a compute capability on do not fit."""
+        if self.device != "cuda":
+            return f"it needs a CUDA device, not {self.device}."
+        if self.capability is None or self.capability < capability:
+            needed, found = (".".join(map(str, one or ())) for one in (capability, self.capability))
+            return f"it needs compute capability {needed} or newer, not {found or 'none'}."
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {str(self.dtype).removeprefix('torch.')}."
+        return None
 
 
 def kind_of(mask: Mask) -> str:
@@ -157,15 +159,15 @@ def kind_of(mask: Mask) -> str:
 class Backend(ABC):
     """One way to compute packed attention: ``forward`` and ``backward`` on plain tensors.
 
-    Every backend supports all three masks. Subclasses implement ``_forward`` and ``_backward``,
-    which are called with at least one query and without autograd.
+    Every backend supports all three masks. Subclasses implement ``_refusal``, and ``_forward`` and
+    ``_backward``, which are called with at least one query and without autograd.
     """
 
     name: ClassVar[str]
 
-    @abstractmethod
     def refusal(self, traits: Traits) -> str | None:
         """Returns why this backend cannot compute it, as a sentence; None if it can."""
+        return self._refusal(traits) or _grouping_refusal(traits) or self._library_refusal()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
@@ -201,6 +203,14 @@ class Backend(ABC):
             return self._backward(grad_out, saved, call, scale, deterministic)
 
     @abstractmethod
+    def _refusal(self, traits: Traits) -> str | None:
+        """Returns why the kernels do not support the traits; None if they do."""
+
+    def _library_refusal(self) -> str | None:
+        """Returns why the kernels cannot be called here; None if they can."""
+        return None
+
+    @abstractmethod
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float
     ) -> Attended: ...
@@ -211,8 +221,7 @@ class Backend(ABC):
     ) -> Gradients: ...
 
 
-def grouping_refusal(traits: Traits) -> str | None:
-    """Returns why heads cannot be grouped, by a rule that is the same for every backend."""
+def _grouping_refusal(traits: Traits) -> str | None:
     if traits.kv_heads < 1 or traits.heads % traits.kv_heads:
         return f"{traits.heads} heads cannot share {traits.kv_heads} key/value heads evenly."
     return None

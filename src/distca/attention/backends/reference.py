@@ -9,15 +9,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
 from distca.dispatch.tensors import wide
 from distca.planning.masks import FULL, Mask
 
@@ -27,10 +19,10 @@ class Reference(Backend):
 
     name = "reference"
 
-    def refusal(self, traits: Traits) -> str | None:
+    def _refusal(self, traits: Traits) -> str | None:
         if not traits.dtype.is_floating_point or traits.dtype.itemsize < 2:
             return f"it takes floating dtypes of 16 bits or more, not {traits.dtype}."
-        return grouping_refusal(traits)
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         result = out, lse = Attended.empty(q)

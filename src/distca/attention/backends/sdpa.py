@@ -25,15 +25,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
 from distca.attention.backends.sdpa_kernels import part_backward, part_forward
 from distca.dispatch.tensors import wide
 from distca.planning.masks import CAUSAL, FULL, Mask
@@ -46,7 +38,7 @@ class Sdpa(Backend):
 
     name = "sdpa"
 
-    def refusal(self, traits: Traits) -> str | None:
+    def _refusal(self, traits: Traits) -> str | None:
         dtypes = [torch.float32, torch.bfloat16, torch.float16]
         if traits.device == "cpu":
             dtypes.append(torch.float64)
@@ -56,7 +48,7 @@ class Sdpa(Backend):
             return f"on cuda the head size must be a multiple of 4, not {traits.head_dim}."
         if traits.dtype not in dtypes:
             return f"on {traits.device} it takes {_names(dtypes)}, not {_names([traits.dtype])}."
-        return grouping_refusal(traits)
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         result = Attended.empty(q)
