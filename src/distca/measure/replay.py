@@ -32,7 +32,6 @@ from distca.pipeline.step_plan import Half, StepPlan
 from distca.planning.spans import expand
 from distca.runtime.batches import Step, TokenRows
 from distca.runtime.mesh import RankContext
-from distca.runtime.parallelize import check
 from distca.runtime.step import StepRunner
 
 HEAD_START_CYCLES = 10_000_000  # a few milliseconds
@@ -128,13 +127,13 @@ def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
     Such a model has the rank's share of heads and widths. Norms and residuals run on all tokens,
     although sequence parallelism would split them.
     """
-    check(config, tp)
+    share = config.shape.share(tp)
     return replace(
         config,
         layers=layers,
-        heads=config.heads // tp,
-        kv_heads=config.kv_heads // tp,
-        ffn=config.ffn // tp,
+        heads=share.heads,
+        kv_heads=share.kv_heads,
+        ffn=share.ffn,
         vocab_size=-(-config.vocab_size // tp),
         tied=False,
     )

@@ -33,6 +33,7 @@ from distca.planning.api import place_and_plan
 from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
 from distca.planning.policies import Policy, policy_of
+from distca.planning.spans import cumulative, expand
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
@@ -166,12 +167,9 @@ def _random_inputs(plan: Plan) -> list[Tensor]:
 def _rows_of(plan: Plan, rank: int) -> Tensor:
     """Returns the rows of the concatenated documents that a rank holds."""
     placement = plan.placement
-    first = np.cumsum([0, *placement.lengths])
-    spans = [np.zeros(0, np.int64)]
-    for shard in np.flatnonzero(placement.worker == rank):
-        begin = first[placement.document[shard]]
-        spans.append(begin + np.arange(placement.start[shard], placement.stop[shard]))
-    return torch.from_numpy(np.concatenate(spans))
+    own = np.flatnonzero(placement.worker == rank)
+    first = cumulative(placement.lengths)[placement.document[own]] + placement.start[own]
+    return torch.from_numpy(expand(first, placement.stop[own] - placement.start[own]))
 
 
 def _expected(whole: Sequence[Tensor], plan: Plan) -> list[Tensor]:

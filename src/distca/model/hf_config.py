@@ -23,6 +23,17 @@ _MUST_BE: dict[str, Any] = {
     "quantization_config": None,
 }
 
+# The fields of RopeScaling that each kind uses, and what Hugging Face calls them.
+_SCALING: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+}
+
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a ``config.json``. Raises ValueError for unsupported entries."""
@@ -114,33 +125,20 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     if kind == "default":
         return rope["rope_theta"], None
-    if kind == "linear":
-        return rope["rope_theta"], RopeScaling("linear", rope["factor"])
-    if kind == "llama3":
-        return rope["rope_theta"], RopeScaling(
-            "llama3",
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_context=rope["original_max_position_embeddings"],
+    if kind not in _SCALING:
+        raise ValueError(
+            f"rope type {kind!r} in config.json: only default, linear and llama3 are supported;"
+            " choose another checkpoint"
         )
-    raise ValueError(
-        f"rope type {kind!r} in config.json: only default, linear and llama3 are supported; choose"
-        " another checkpoint"
-    )
+    settings = {name: rope[theirs] for name, theirs in _SCALING[kind].items()}
+    return rope["rope_theta"], RopeScaling(kind, **settings)
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        raw |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    return raw
+    names = _SCALING[scaling.kind].items()
+    return {"rope_type": scaling.kind} | {theirs: getattr(scaling, name) for name, theirs in names}
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:

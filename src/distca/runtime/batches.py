@@ -12,7 +12,6 @@ from torch import Tensor
 from distca.data.documents import IGNORE, Batch
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.spans import Ints
 
 
 class TokenRows(NamedTuple):
@@ -39,7 +38,7 @@ class Step:
     def rows(self, half: Half, worker: int) -> TokenRows:
         """Packs the tokens of one worker of a stage; fillers are zeros without labels."""
         placement = half.placement
-        columns: list[list[Ints]] = [[], [], [], []]
+        shards = [np.zeros((4, 0), np.int64)]
         for shard in np.flatnonzero(placement.worker == worker).tolist():
             number = int(placement.document[shard])
             span = slice(int(placement.start[shard]), int(placement.stop[shard]))
@@ -48,15 +47,7 @@ class Step:
             if number < len(half.members):
                 document = self.batch.documents[int(half.members[number])]
                 tokens, labels = document.tokens[span], document.labels[span]
-            row = (
-                tokens,
-                np.arange(span.start, span.stop),
-                labels,
-                np.full(size, placement.lengths[number]),
-            )
-            for column, values in zip(columns, row, strict=True):
-                column.append(values)
-        empty = np.zeros(0, np.int64)
-        return TokenRows(
-            *(torch.from_numpy(np.concatenate([empty, *column])) for column in columns)
-        )
+            positions = np.arange(span.start, span.stop)
+            lengths = np.full(size, placement.lengths[number])
+            shards.append(np.stack([tokens, positions, labels, lengths]))
+        return TokenRows(*torch.from_numpy(np.concatenate(shards, axis=1)))

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distca.model.config import ModelConfig
 from distca.model.llama import EMBEDDING, Llama
 from distca.runtime.mesh import RankContext
 
@@ -38,7 +37,7 @@ def parallelize(
     model: Llama, context: RankContext, precision: Precision, *, compile: bool = False
 ) -> None:
     """Parallelizes a model on the meta device (``on_meta``) in place."""
-    check(model.config, context.parallel.tp)
+    model.config.shape.share(context.parallel.tp)  # raises if tp cannot split it evenly
     if compile and context.device.type != "cuda":
         raise ValueError(
             "compile = true works on GPUs only and this rank runs on a CPU: leave it out"
@@ -104,16 +103,6 @@ def add_tied_gradients(model: Llama, context: RankContext) -> None:
         assert parameter.grad is not None
         gradient = parameter.grad.to_local()  # type: ignore[attr-defined]
         dist.all_reduce(gradient, group=context.tied_group)
-
-
-def check(config: ModelConfig, tp: int) -> None:
-    """Raises ValueError if tensor parallelism cannot split the model evenly."""
-    for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
-        if size % tp:
-            raise ValueError(
-                f"{what} = {size} cannot be split over tp = {tp}: choose a tp that divides"
-                f" {config.heads} heads, {config.kv_heads} kv heads and ffn {config.ffn}"
-            )
 
 
 def _split(model: Llama, mesh: DeviceMesh) -> None:

@@ -5,8 +5,8 @@ import torch
 
 from distca.model.config import ModelConfig
 from distca.planning.costs.base import BACKWARD_FLOPS
-from distca.planning.masks import pairs
-from distca.planning.spans import Ints, as_ints
+from distca.planning.masks import document_pairs
+from distca.planning.spans import Ints
 
 # Dense bfloat16 peak of the data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -32,6 +32,4 @@ def step_flops(config: ModelConfig, lengths: Ints) -> float:
 
 def attention_flops(config: ModelConfig, layer: int, lengths: Ints) -> float:
     """Returns forward FLOPs of one layer's attention, of unmasked pairs only."""
-    reach = np.full(len(lengths), config.mask_of(layer).reach)
-    seen = pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach))
-    return config.shape.flops_per_pair * float(np.sum(seen))
+    return config.shape.flops_per_pair * float(document_pairs(lengths, config.mask_of(layer)))
