@@ -40,7 +40,7 @@ def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...] = ()) -> DeviceMesh
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
     """Each seam a unit, computing in dtype; the ends together where they share a weight."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    seams = model.in_order
+    seams = model.seam_list
     units: list[Any] = [[seams[0], seams[-1]], *seams[1:-1]] if model.config.tied else [*seams]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -77,7 +77,7 @@ def split(model: Llama, mesh: DeviceMesh) -> None:
         "head.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "head.output": RowwiseParallel(input_layouts=tokens, output_layouts=tokens),
     }
-    for seam in model.in_order:
+    for seam in model.seam_list:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {k: v for k, v in plan.items() if k in present})
     if model.config.tied:

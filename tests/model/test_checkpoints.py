@@ -189,7 +189,7 @@ def rewritten(folder: Path, change: Any) -> None:
             lambda t: t.update({"model.norm.weight": torch.ones(3)}),
             r"model.norm.weight has shape \(3,\) in model.safetensors but \(24,\)",
         ),
-        (lambda t: [t.pop(n) for n in sorted(t)[:20]], "and 8 more: it is of another model"),
+        (lambda t: [t.pop(n) for n in sorted(t)[:20]], "and 8 more: it belongs to another model"),
     ],
 )
 def test_a_wrong_folder_is_refused(tmp_path: Path, change: Any, sentence: str) -> None:
@@ -211,7 +211,7 @@ def test_what_older_files_hold_beside_the_weights_is_passed_over(tmp_path: Path)
     model = ours(CONFIGS["llama, tied"])
     save(model, tmp_path)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    extra["lm_head.weight"] = model.in_order[0].embed.weight.detach().clone()
+    extra["lm_head.weight"] = model.seam_list[0].embed.weight.detach().clone()
     rewritten(tmp_path, lambda tensors: tensors.update(extra))
     again = on_meta(model.config)
     load(again, tmp_path)

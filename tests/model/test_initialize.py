@@ -50,7 +50,7 @@ def test_they_depend_on_seed_and_name_alone() -> None:
 def test_tied_weights_stay_one() -> None:
     model = on_meta(tiny(tied=True))
     initialize(model, 3)
-    first, *_, last = model.in_order
+    first, *_, last = model.seam_list
     assert last.head.output.weight is first.embed.weight
 
 

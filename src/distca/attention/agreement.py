@@ -23,7 +23,7 @@ class DisagreementError(ValueError):
 
 @dataclass(frozen=True)
 class Handshake:
-    """What one rank brings; None for what a rank that only serves does not know."""
+    """What one rank compares with the others; None for what a server does not know."""
 
     plan: str  # fingerprint
     heads: int | None = None

@@ -1,5 +1,7 @@
 """``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -49,7 +51,8 @@ class CoreAttention:
         default, buffers grow to the largest exchange.
     transport: another way to exchange, instead of a group.
 
-    ``meter.take()`` returns the seconds that this rank computed attention and waited for peers.
+    ``meter.take()`` returns how many seconds this rank has computed attention, and how many it has
+    waited for peers.
     """
 
     def __init__(
@@ -78,10 +81,9 @@ class CoreAttention:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
-        """Starts the same in three steps, so that other work overlaps with the exchange.
+        """Dispatches the same attention without waiting, so that other work overlaps with it.
 
-        Call ``compute()`` and then ``combine()`` of what is returned; see
-        ``distca.attention.overlap``.
+        Call ``compute()`` and then ``combine()`` of the result; see ``distca.attention.overlap``.
         """
         ready = self._agree_on(q, k, v, plan)
         return AsyncAttention(ready.plan, _joining(q, k, v, ready), k, v)
@@ -143,12 +145,9 @@ class CoreAttention:
         key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
         ready = self._ready.setdefault(plan, {})
         if key not in ready:
-            try:
+            with self._raising_on_all(plan):
                 _check(q, k, v, plan, self.transport)
                 prepared = self.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
-            except ValueError as error:
-                agree(self.transport, Handshake(plan.fingerprint, error=str(error)))  # raises
-                raise
             mine = Handshake(
                 plan=plan.fingerprint,
                 heads=q.shape[1],
@@ -183,13 +182,19 @@ class CoreAttention:
             dtype=getattr(torch, common.dtype),
             device=torch.empty(0, device=common.device).device,  # with its index
         )
-        try:
+        with self._raising_on_all(plan):
             prepared = self.prepare(spec, forward=plan, backward=plan)
-        except ValueError as refused:
-            agree(self.transport, Handshake(plan.fingerprint, error=str(refused)))  # raises
-            raise
         agree(self.transport, Handshake(plan.fingerprint))
         return prepared
+
+    @contextmanager
+    def _raising_on_all(self, plan: Plan) -> Iterator[None]:
+        """Raises a ValueError of this rank on all ranks, in the handshake that they are in."""
+        try:
+            yield
+        except ValueError as error:
+            agree(self.transport, Handshake(plan.fingerprint, error=str(error)))
+            raise
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:

@@ -155,20 +155,20 @@ class Bench:
         return max(min(-(-self.scope.call_queries // queries), self.scope.call_keys // keys), 1)
 
 
-Step = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
+Figure = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
 
 
 def measure(bench: Bench, profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Measures the missing figures; yields the name of each and the profile with it."""
-    for what, take in steps(bench, profile):
+    for what, take in missing_figures(bench, profile):
         profile = take(profile)
         yield what, profile
 
 
-def steps(bench: Bench, profile: Profile) -> list[Step]:
-    """Returns the missing figures; the table comes before the calls that are compared with it."""
+def missing_figures(bench: Bench, profile: Profile) -> list[Figure]:
+    """Returns what is to be measured: the table before the calls that are compared with it."""
     scope = bench.scope
-    found: list[Step] = [
+    found: list[Figure] = [
         (
             f"attention, {profile.queries[row]} queries x {profile.keys[column]} keys",
             partial(_attention, bench, row, column),

@@ -145,7 +145,7 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     The head and the loss are the same on every rank, and take longer than a few layers.
     """
     model = on_meta(config)
-    model.in_order[-1].head = _NoHead()
+    model.seam_list[-1].head = _NoHead()
     model.to(dtype)
     initialize(model, seed=0, device=device)
     return model

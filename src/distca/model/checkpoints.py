@@ -212,7 +212,7 @@ def _check_names(config: ModelConfig, found: Iterable[str]) -> None:
     if missing or unexpected:
         parts = [f"lacks {_listed(missing)}"] if missing else []
         parts += [f"has unexpected {_listed(unexpected)}"] if unexpected else []
-        raise ValueError(f"the checkpoint {' and '.join(parts)}: it is of another model")
+        raise ValueError(f"the checkpoint {' and '.join(parts)}: it belongs to another model")
 
 
 def _listed(names: list[str], most: int = 12) -> str:

@@ -162,7 +162,7 @@ class Llama(nn.Module):
         """
         if not self.config.tied or not self.is_whole:
             return
-        first, last = self.in_order[0], self.in_order[-1]
+        first, last = self.seam_list[0], self.seam_list[-1]
         assert first.embed is not None
         assert last.head is not None
         last.head.output.weight = first.embed.weight
@@ -183,7 +183,7 @@ class Llama(nn.Module):
         return f"seams.{self.config.layers}.head.output.weight"
 
     @property
-    def in_order(self) -> list[Seam]:
+    def seam_list(self) -> list[Seam]:
         return [cast(Seam, seam) for seam in self.seams.values()]
 
     def forward(
@@ -194,7 +194,7 @@ class Llama(nn.Module):
         dispatch: starts the attention of a layer.
         recompute: recomputes the linear layers in the backward pass (activation checkpointing).
         """
-        for seam in self.in_order:
+        for seam in self.seam_list:
             results: list[Leaving] = seam(halves, dispatch, recompute=recompute)
             for leaving in results:
                 if leaving.attention is not None:

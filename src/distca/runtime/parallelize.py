@@ -44,12 +44,12 @@ def parallelize(
         )
     if context.tp_mesh is not None:
         _split(model, context.tp_mesh)
-    for seam in model.in_order if compile else ():
+    for seam in model.seam_list if compile else ():
         for module in filter(None, (seam.before, seam.after)):
             module.compile()  # before sharding, so that all-gathers stay outside of the graph
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     shard_mesh = context.shard_mesh
-    first, *inner, last = model.in_order
+    first, *inner, last = model.seam_list
     # A tied embedding belongs to the first and the last seam, so they are one FSDP unit.
     tied = model.config.tied and model.is_whole
     units: list[list[nn.Module]] = [[first, last]] if tied else [[first], [last]]
@@ -126,7 +126,7 @@ def _split(model: Llama, mesh: DeviceMesh) -> None:
         "head.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "head.output": RowwiseParallel(input_layouts=rows, output_layouts=rows),
     }
-    for seam in model.in_order:
+    for seam in model.seam_list:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {name: plan[name] for name in plan if name in present})
     model.tie()  # parallelize_module replaced the weights

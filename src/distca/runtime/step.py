@@ -72,7 +72,7 @@ class StepRunner:
         attentions = (
             CoreAttention(
                 context.attention_group,
-                control=context.attention_cpu_group,
+                control=context.attention_control,
                 backend=backend,
                 deterministic=deterministic,
             )
