@@ -38,8 +38,6 @@ class Handshake:
 
 
 class Agreed(NamedTuple):
-    """What the ranks agreed on."""
-
     common: Handshake  # the values that ranks brought; wants_gradient if any rank does
     some_serve: bool  # whether some ranks brought no tensors
 

@@ -60,7 +60,7 @@ class ForwardPass:
         if self._result is None:
             self.compute()
         assert self._result is not None
-        outs, lses = self._exchange.collect()
+        outs, lses = self._exchange.receive()
         sent = self._prepared.layout.q.send.values()
         for rows, out, lse in zip(sent, outs, lses, strict=True):
             rows.put(out, [self._result.out])
@@ -131,7 +131,7 @@ class BackwardPass:
             self.compute()
         assert self._grads is not None
         mine, layout = self._grads, self._prepared.layout
-        dqs, dks, dvs = self._exchange.collect()
+        dqs, dks, dvs = self._exchange.receive()
         for rows, dq in zip(layout.q.send.values(), dqs, strict=True):
             rows.put(dq, [mine.dq])
         for rows, dk, dv in zip(layout.kv.send.values(), dks, dvs, strict=True):

@@ -32,8 +32,6 @@ class RowSpec(NamedTuple):
 
 
 class _RankRows(NamedTuple):
-    """The rows of one tensor for one rank."""
-
     tensor: int
     start: int  # in bytes
     stop: int

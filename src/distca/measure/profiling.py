@@ -119,7 +119,6 @@ class Bench:
         return 1 if self.clock.control is None else dist.get_world_size(self.clock.control)
 
     def blank(self, name: str) -> Profile:
-        """Returns a profile without figures."""
         nothing = ((None,) * len(self.scope.keys),) * len(self.scope.queries)
         versions = {"distca": __version__, "torch": torch.__version__}
         if self.backend.name == "fa4":

@@ -114,7 +114,6 @@ def measure(replay: Replay, rounds: int) -> Measured:
 
 
 def typical(rounds: Sequence[Measured]) -> Measured:
-    """Returns the median of each figure."""
     return Measured(*map(median, zip(*rounds, strict=True)))
 
 

@@ -58,7 +58,6 @@ def hf_name(name: str) -> str:
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Returns the configuration of the model in a folder."""
     return from_hf(json.loads(_existing(Path(folder) / CONFIG).read_text()))
 
 

@@ -130,11 +130,3 @@ class ModelConfig:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         ends = (1 if self.tied else 2) * self.vocab_size * self.hidden + self.hidden
         return self.layers * (self.shape.layer_elements + norms) + ends
-
-    @property
-    def linear_flops_per_token(self) -> int:
-        """FLOPs of all linear layers and the output head in forward; backward has twice as many.
-
-        Core attention has ``shape.flops_per_pair`` for each pair and layer in addition.
-        """
-        return 2 * (self.layers * self.shape.layer_elements + self.shape.end_elements)

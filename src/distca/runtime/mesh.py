@@ -45,12 +45,10 @@ class RankContext:
 
     @property
     def only_serves(self) -> bool:
-        """Whether this rank is a dedicated server."""
         return self.mesh is None
 
     @property
     def plan_rank(self) -> int:
-        """The number of this rank in a plan."""
         return dist.get_rank(self.attention_group)
 
     @property

@@ -13,8 +13,6 @@ from distca.runtime.batches import Step
 
 @dataclass(frozen=True, eq=False)
 class Prefetched:
-    """A batch with its plans."""
-
     step: Step
     loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
     planning_s: float  # how long planning took, in the background
@@ -40,7 +38,6 @@ class Prefetcher:
         return replace(batch, waited_s=waited_s)
 
     def close(self) -> None:
-        """Ends the background thread."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _load_and_plan(self) -> Prefetched:

@@ -34,7 +34,7 @@ from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.tick_program import TickProgram
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
-from distca.runtime.p2p import StageP2P
+from distca.runtime.p2p import NEXT, PREVIOUS, StageP2P
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
 
@@ -129,8 +129,6 @@ class _InFlight(NamedTuple):
 
 
 class _StepRun:
-    """One step in progress."""
-
     def __init__(
         self,
         runner: StepRunner,
@@ -142,11 +140,10 @@ class _StepRun:
         self._runner, self._model, self._step, self._plan = runner, model, step, step.plan
         self._stage = runner.context.stage
         self._in_flight: dict[int, _InFlight] = {}
-        self._p2p = StageP2P(runner.context, runner.dtype)
+        self._p2p = StageP2P(runner.context)
         self._ticks = self._handshake(prepared)
 
     def run(self) -> None:
-        """Runs all ticks."""
         for number, (tick, slots) in enumerate(
             zip(self._plan.schedule.ticks, self._ticks, strict=True)
         ):
@@ -205,7 +202,7 @@ class _StepRun:
         if outputs[0].loss is not None:
             self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
         else:
-            self._p2p.send_activations([half.x for half in outputs])
+            self._p2p.send([half.x for half in outputs], NEXT)
         if self._plan.schedule.has_backward:
             self._in_flight[micro_batch] = _InFlight(inputs, outputs)
 
@@ -221,8 +218,11 @@ class _StepRun:
             inputs.append(Arriving(tokens, positions, labels=labels))
         if not self._stage:
             return inputs
-        sizes = [len(half.x) // context.parallel.tp for half in inputs]
-        received = self._p2p.recv_activations(sizes, self._model.config.hidden)
+        hidden, tp, dtype = self._model.config.hidden, context.parallel.tp, self._runner.dtype
+        received = self._p2p.recv(
+            [torch.empty(len(i.x) // tp, hidden, dtype=dtype, device=device) for i in inputs],
+            PREVIOUS,
+        )
         with_gradient = self._plan.schedule.has_backward and self._plan.sends_gradient(self._stage)
         return [
             half._replace(x=x.requires_grad_(with_gradient))
@@ -241,11 +241,11 @@ class _StepRun:
         else:
             roots = [half.x for half in outputs]
             if self._plan.sends_gradient(self._stage + 1):
-                gradients = self._p2p.recv_gradients(roots)
+                gradients = self._p2p.recv([torch.empty_like(x) for x in roots], NEXT)
         if any(root.requires_grad for root in roots):
             torch.autograd.backward(roots, gradients)
         if self._plan.sends_gradient(self._stage):
-            self._p2p.send_gradients([_gradient(half.x) for half in inputs])
+            self._p2p.send([_gradient(half.x) for half in inputs], PREVIOUS)
 
 
 def _gradient(x: Tensor) -> Tensor:

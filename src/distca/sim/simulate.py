@@ -222,10 +222,8 @@ def _without_links(rates: Rates) -> Rates:
 
 def _flops(scenario: Scenario, lengths: Ints) -> float:
     """Returns FLOPs of forward and backward, counting only the pairs inside the mask."""
-    model = scenario.model
-    seen = float(document_pairs(lengths, scenario.mask))
-    linear = model.layers * model.linear_flops_per_token + 2 * model.end_elements
-    return 3 * linear * float(lengths.sum()) + 3.5 * model.layers * model.flops_per_pair * seen
+    pairs = scenario.model.layers * document_pairs(lengths, scenario.mask)
+    return scenario.model.step_flops(float(lengths.sum()), float(pairs))
 
 
 def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:

@@ -95,7 +95,6 @@ class Attended(NamedTuple):
 
     @classmethod
     def empty(cls, q: Tensor) -> Attended:
-        """Allocates the results of q."""
         return cls(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
 
 

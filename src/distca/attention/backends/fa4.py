@@ -29,8 +29,6 @@ _PARAMETERS = {
 
 
 class FlashAttention4(Backend):
-    """FlashAttention 4, written in CuTe."""
-
     name = "fa4"
 
     def _refusal(self, traits: Traits) -> str | None:
