@@ -117,9 +117,6 @@ def typical(rounds: Sequence[Measured]) -> Measured:
     return Measured(*map(median, zip(*rounds, strict=True)))
 
 
-# -- the model -----------------------------------------------------------------------------------
-
-
 def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
     """Returns the config of a few layers as one of ``tp`` tensor-parallel ranks holds them.
 
@@ -166,9 +163,6 @@ class _NoHead(Head):
     def forward(self, x: Tensor, labels: Tensor | None) -> Leaving:
         total = torch.linalg.vector_norm(x)
         return Leaving(x, loss=Loss(total, total.detach()))
-
-
-# -- the rows of one rank -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

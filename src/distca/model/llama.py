@@ -189,11 +189,7 @@ class Llama(nn.Module):
     def forward(
         self, halves: Sequence[Arriving], dispatch: Dispatch, *, recompute: bool = False
     ) -> list[Leaving]:
-        """Runs all halves through all seams, in the order of ``distca.pipeline.tick_program``.
-
-        dispatch: starts the attention of a layer.
-        recompute: recomputes the linear layers in the backward pass (activation checkpointing).
-        """
+        """Runs all halves through all seams, in the order of ``distca.pipeline.tick_program``."""
         for seam in self.seam_list:
             results: list[Leaving] = seam(halves, dispatch, recompute=recompute)
             for leaving in results:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -64,20 +64,15 @@ class StepRunner:
         *,
         halves: int = 1,
         recompute: bool = False,
-        backend: str = "auto",
-        deterministic: bool = False,
         dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> StepRunner:
-        """Makes a runner with the attention of each half; ``halves`` is 2 with ping-pong."""
-        attentions = (
-            CoreAttention(
-                context.attention_group,
-                control=context.attention_control,
-                backend=backend,
-                deterministic=deterministic,
-            )
-            for _ in range(halves)
-        )
+        """Makes a runner with the attention of each half; ``halves`` is 2 with ping-pong.
+
+        options: further ones of ``CoreAttention``, such as ``backend``.
+        """
+        group, control = context.attention_group, context.attention_control
+        attentions = (CoreAttention(group, control=control, **options) for _ in range(halves))
         return cls(context, tuple(attentions), recompute, dtype)
 
     def train(
