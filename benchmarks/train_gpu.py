@@ -47,8 +47,8 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import available
 from distca.train.optimizer import adamw
+from distca.train.setup import available_bytes
 
 DEVICE = torch.device("cuda", 0)
 TOKENS = 65536
@@ -180,7 +180,7 @@ def estimated(config: ModelConfig) -> int:
 
 def layers_that_fit() -> int:
     """By the estimate that a training run prints, and refuses by."""
-    room = available(DEVICE, 1)
+    room = available_bytes(DEVICE, 1)
     return max(n for n in range(1, 33) if estimated(replace(MODEL, layers=n)) <= room)
 
 

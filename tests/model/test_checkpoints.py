@@ -179,8 +179,8 @@ def rewritten(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda t: t.pop("lm_head.weight"), "the checkpoint lacks lm_head.weight: it is of"),
-        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has unexpected odd: it is of"),
+        (lambda t: t.pop("lm_head.weight"), "the checkpoint lacks lm_head.weight: it belongs to"),
+        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has unexpected odd: it belongs to"),
         (
             lambda t: t.update(odd=t.pop("model.norm.weight")),
             "lacks model.norm.weight and has unexpected odd",

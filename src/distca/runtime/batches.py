@@ -1,15 +1,19 @@
-"""A step as a rank runs it: a batch of documents and the plans for it."""
+"""A step as a rank runs it: a batch of documents and the plans for it, made in the background."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distca.data.documents import IGNORE, Batch
+from distca.data.loader import Loader
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
 
@@ -51,3 +55,40 @@ class Step:
             lengths = np.full(size, placement.lengths[number])
             shards.append(np.stack([tokens, positions, labels, lengths]))
         return TokenRows(*torch.from_numpy(np.concatenate(shards, axis=1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetched:
+    step: Step
+    loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
+    planning_s: float  # how long planning took, in the background
+    waited_s: float = 0.0  # how long the training loop waited for this batch
+
+
+class Prefetcher:
+    """Loads and plans up to ``depth`` batches ahead, in order, in one background thread."""
+
+    def __init__(self, loader: Loader, planner: StepPlanner, depth: int = 2) -> None:
+        self._loader, self._planner = loader, planner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
+        self._queue: deque[Future[Prefetched]] = deque(
+            self._thread.submit(self._load_and_plan) for _ in range(depth)
+        )
+
+    def next(self) -> Prefetched:
+        """Returns the next batch, and starts to load another one."""
+        start = time.perf_counter()
+        batch = self._queue.popleft().result()
+        waited_s = time.perf_counter() - start
+        self._queue.append(self._thread.submit(self._load_and_plan))
+        return replace(batch, waited_s=waited_s)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _load_and_plan(self) -> Prefetched:
+        batch = self._loader.next_batch()
+        state = self._loader.state()
+        start = time.perf_counter()
+        step = Step.of(self._planner, batch)
+        return Prefetched(step, state, time.perf_counter() - start)

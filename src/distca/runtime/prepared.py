@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
@@ -29,16 +30,13 @@ def prepare_ticks(
     stage: the pipeline stage of this rank; None on a dedicated server.
     dtype, device: those of q, k and v.
     """
-    known: dict[tuple[Phase, int, Plan], PreparedPlan] = {}
 
+    @cache
     def prepare(phase: Phase, half: int, plan: Plan) -> PreparedPlan:
-        key = (phase, half, plan)
-        if key not in known:
-            s = plan.shape
-            spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
-            direction = "forward" if phase == FORWARD else "backward"
-            known[key] = attentions[half].prepare(spec, **{direction: plan})
-        return known[key]
+        s = plan.shape
+        spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
+        direction = "forward" if phase == FORWARD else "backward"
+        return attentions[half].prepare(spec, **{direction: plan})
 
     own_backward = {} if stage is None else _own_backward(step, stage)
 
