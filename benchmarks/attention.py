@@ -24,13 +24,14 @@ import torch.distributed as dist
 from calibration import TimedCall, calibrated
 from torch import Tensor
 
-from distca.attention.backends import Backend, PackedCall, Saved, Traits, backends
+from distca.attention.backends.base import Backend, PackedCall, Saved, Traits
+from distca.attention.backends.choice import backends
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import TensorSpec
 from distca.data.lengths import distribution
 from distca.dispatch.layout import Layout
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.api import place_and_plan
 from distca.planning.api import plan as make_plan
@@ -91,7 +92,7 @@ noise = Noise()
 def usable() -> list[Backend]:
     """fa4 and flash, as far as this machine has them."""
     like = noise(1, MODEL.heads)
-    traits = Traits.of(like, like[:, : MODEL.kv_heads], [Mask.parse("causal")])
+    traits = Traits.of(TensorSpec.of(like, like[:, : MODEL.kv_heads]), [Mask.parse("causal")])
     return [b for b in backends() if b.name in ("fa4", "flash") and not b.refusal(traits)]
 
 
@@ -170,7 +171,7 @@ def exactness() -> Iterator[Record]:
         exact = oracle.forward(*wide[:3], call, SCALE)
         right = oracle.backward(wide[3], Saved(*wide[:3], *exact), call, SCALE)
         for backend in backends():
-            traits = Traits.of(q, k, [Mask.parse(mask)])
+            traits = Traits.of(TensorSpec.of(q, k), [Mask.parse(mask)])
             if refusal := backend.refusal(traits):
                 yield {"backend": backend.name, "mask": mask, "refused": refusal}
                 continue

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -28,14 +28,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from distca.data.documents import Batch, Document
 from distca.data.lengths import distribution
 from distca.measure.replay import Replay, typical
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
-from distca.model.llama import Arriving, Leaving, Llama, Part, Seam, Walk, on_meta
+from distca.model.llama import Arriving, Dispatch, Llama, on_meta, plainly
 from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB, estimate
 from distca.pipeline.mesh import MeshShape
@@ -48,8 +47,8 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import available
 from distca.train.optimizer import adamw
+from distca.train.setup import available_bytes
 
 DEVICE = torch.device("cuda", 0)
 TOKENS = 65536
@@ -122,7 +121,8 @@ def compare(
     rounds: int,
 ) -> Record:
     runner = StepRunner.of(context, recompute=True, dtype=BF16.compute)
-    walk, step = bare_walk(lengths), Step.of(planner(model.config, MeshShape()), batch_of(lengths))
+    dispatch = without_distca(lengths)
+    step = Step.of(planner(model.config, MeshShape()), batch_of(lengths))
     ((half,),) = step.plan.micro_batches
     losses: dict[str, Tensor] = {}
 
@@ -133,7 +133,7 @@ def compare(
     def bare() -> None:
         rows = step.rows(half, 0)
         tokens, positions, labels = (t.to(DEVICE, non_blocking=True) for t in rows[:3])
-        (leaving,) = model([Arriving(tokens, positions, labels=labels)], walk)
+        (leaving,) = model([Arriving(tokens, positions, labels=labels)], dispatch, recompute=True)
         mean = leaving.loss.total / step.batch.num_targets
         mean.backward()
         losses["bare"] = mean.detach()
@@ -159,30 +159,19 @@ def change(optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def bare_walk(lengths: list[int]) -> Walk:
-    """Seam, kernel, seam, kernel; seams recomputed as on the other side."""
+def without_distca(lengths: list[int]) -> Dispatch:
+    """Seam, kernel, seam, kernel, without plan and exchange."""
     from flash_attn.cute.interface import flash_attn_varlen_func
 
     offsets = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32, device=DEVICE)
     tasks = {"cu_seqlens_q": offsets, "cu_seqlens_k": offsets}
     tasks |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = flash_attn_varlen_func(q, k, v, **tasks, causal=True)
         return out[0] if isinstance(out, tuple) else out
 
-    def recomputed(part: Part, halves: Sequence[Arriving]) -> list[Leaving]:
-        return [checkpoint(part, half, use_reentrant=False) for half in halves]
-
-    def walk(seams: Sequence[Seam], halves: list[Arriving]) -> list[Leaving]:
-        (half,) = halves
-        for seam in seams:
-            (leaving,) = seam([half], recomputed)
-            attended = None if leaving.qkv is None else attend(*leaving.qkv)
-            half = half._replace(x=leaving.x, attended=attended)
-        return [leaving]
-
-    return walk
+    return plainly(attend)
 
 
 def estimated(config: ModelConfig) -> int:
@@ -191,7 +180,7 @@ def estimated(config: ModelConfig) -> int:
 
 def layers_that_fit() -> int:
     """By the estimate that a training run prints, and refuses by."""
-    room = available(DEVICE, 1)
+    room = available_bytes(DEVICE, 1)
     return max(n for n in range(1, 33) if estimated(replace(MODEL, layers=n)) <= room)
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
-Events = list[tuple[str, int]]  # what ("start" or "wait" of an exchange, "compute"), and which half
+from distca.attention.core import CoreAttention
+from distca.attention.prepared import PreparedPlan
+from distca.dispatch.transports.base import Transport, Wait
+
+# What ("start" or "wait" of an exchange, "compute"), and which half.
+Events = list[tuple[str, Any]]
 
 
 def exposed(events: Sequence[tuple[str, Hashable]]) -> list[int]:
@@ -22,6 +28,49 @@ def exposed(events: Sequence[tuple[str, Hashable]]) -> list[int]:
             found.append(number)
         number += 1
     return found
+
+
+class RecordedAttention(CoreAttention):
+    """Records the exchanges and kernel calls of one half."""
+
+    def __init__(self, transport: Transport, half: Any, events: Events, **options: Any) -> None:
+        super().__init__(transport=RecordedTransport(transport, half, events), **options)
+        self.half, self.events = half, events
+
+    def prepare(self, *args: Any, **plans: Any) -> PreparedPlan:
+        prepared = super().prepare(*args, **plans)
+        return replace(prepared, backend=RecordedBackend(prepared.backend, self.half, self.events))
+
+
+class RecordedTransport:
+    def __init__(self, transport: Transport, half: Any, events: Events) -> None:
+        self.transport, self.half, self.events = transport, half, events
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.transport, name)
+
+    def start(self, *args: Any) -> Wait:
+        self.events.append(("start", self.half))
+        wait = self.transport.start(*args)
+
+        def recorded() -> None:
+            wait()
+            self.events.append(("wait", self.half))
+
+        return recorded
+
+
+class RecordedBackend:
+    def __init__(self, backend: Any, half: Any, events: Events) -> None:
+        self.backend, self.half, self.events = backend, half, events
+
+    def forward(self, *args: Any) -> Any:
+        self.events.append(("compute", self.half))
+        return self.backend.forward(*args)
+
+    def backward(self, *args: Any) -> Any:
+        self.events.append(("compute", self.half))
+        return self.backend.backward(*args)
 
 
 class Collectives(TorchDispatchMode):

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention.backends import Attended, Backend, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 

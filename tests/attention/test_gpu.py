@@ -17,9 +17,10 @@ from attention.tokens import SCALE, Tokens, errors
 from strategies import Batch
 from torch import Tensor
 
-from distca.attention.backends import Saved, Traits, backends
+from distca.attention.backends.base import Saved, Traits
+from distca.attention.backends.choice import backends
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import TensorSpec
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.dispatch.transports.throttled import ThrottledTransport
@@ -35,7 +36,9 @@ DOCUMENTS = [[1500], [640, 70, 1], [], [500, 331]]
 def backend(request: pytest.FixtureRequest) -> str:
     """A backend that takes bfloat16 on this machine."""
     like = torch.empty(1, *HEADS[::2], dtype=torch.bfloat16, device="cuda")
-    traits = Traits.of(like, like[:, : HEADS[1]], [Mask.parse("causal")], deterministic=True)
+    traits = Traits.of(
+        TensorSpec.of(like, like[:, : HEADS[1]]), [Mask.parse("causal")], deterministic=True
+    )
     chosen = next(b for b in backends() if b.name == request.param)
     if refusal := chosen.refusal(traits):
         pytest.skip(refusal)

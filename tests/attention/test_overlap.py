@@ -3,74 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from attention.tokens import SCALE, Tokens, assert_exact
-from recorded import exposed
+from recorded import RecordedAttention, exposed
 from strategies import Batch
 from torch import Tensor
 
 import distca
-from distca.attention.backends.base import Attended, Gradients
-from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan
-from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
 LAYERS = 3
+OPTIONS = {"scale": SCALE, "backend": "reference"}
 GRAIN = {"tile": 16, "min_shard": 16, "cost": "pairs"}
 HALVES = {"ping": [[201], [64, 7, 1]], "pong": [[33, 5], [180]]}
-
-
-class Recording(LocalTransport):
-    """Numbers the collectives of both halves of a rank together, and records events."""
-
-    def __init__(self, shared: LocalTransport, half: str, events: list[tuple[str, str]]) -> None:
-        super().__init__(shared.world, shared.rank)
-        self.shared, self.half, self.events = shared, half, events
-
-    def _post(self, parts: Sequence[object]) -> int:
-        return self.shared._post(parts)
-
-    def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
-    ) -> Wait:
-        self.events.append(("start", self.half))
-        wait = super().start(send, recv, send_bytes, recv_bytes)
-
-        def recorded() -> None:
-            wait()
-            self.events.append(("wait", self.half))
-
-        return recorded
-
-
-class RecordingBackend(Reference):
-    def __init__(self, half: str, events: list[tuple[str, str]]) -> None:
-        self.half, self.events = half, events
-
-    def _forward(self, *args: Any) -> Attended:
-        self.events.append(("compute", self.half))
-        return super()._forward(*args)
-
-    def _backward(self, *args: Any) -> Gradients:
-        self.events.append(("compute", self.half))
-        return super()._backward(*args)
-
-
-class RecordedAttention(CoreAttention):
-    def __init__(self, transport: LocalTransport, half: str, events: list[tuple[str, str]]) -> None:
-        super().__init__(transport=Recording(transport, half, events), scale=SCALE)
-        self.recording = RecordingBackend(half, events)
-
-    def prepare(self, *args: Any, **plans: Any) -> PreparedPlan:
-        return replace(super().prepare(*args, **plans), backend=self.recording)
 
 
 class Seam(torch.autograd.Function):
@@ -93,7 +42,7 @@ def train_step(
 ) -> tuple[dict[str, list[Tensor]], list[tuple[str, str]], list[tuple[str, str]]]:
     """Returns [out, dq, dk, dv] by half, and the events of forward and of backward."""
     events: list[tuple[str, str]] = []
-    attention = {half: RecordedAttention(transport, half, events) for half in plans}
+    attention = {half: RecordedAttention(transport, half, events, **OPTIONS) for half in plans}
     leaves = {
         half: [t.requires_grad_() for t in tokens[half].of_rank(transport.rank)[:3]]
         for half in plans
@@ -169,7 +118,7 @@ def test_local_tasks_are_computed_while_data_is_under_way() -> None:
         events: list[tuple[str, str]] = []
         q, k, v, grad_out = tokens.of_rank(transport.rank)
         leaves = [t.requires_grad_() for t in (q, k, v)]
-        RecordedAttention(transport, "whole", events)(*leaves, plan).backward(grad_out)
+        RecordedAttention(transport, "whole", events, **OPTIONS)(*leaves, plan).backward(grad_out)
         return [what for what, _ in events]
 
     sender, server = LocalWorld(2).run(rank)

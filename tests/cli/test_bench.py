@@ -78,7 +78,7 @@ def test_machines_get_one_object_and_files_a_line_for_each_case(run: Any) -> Non
         (["--context=1M"], "must hold the longest document"),
         (["--context=none"], "'none' is not a number of tokens"),
         (["--cost=slow"], "cost 'slow' is unknown"),
-        (["--tp=3"], "cannot be split over tp = 3"),
+        (["--tp=3"], "tp = 3 does not divide"),
         (["--sample=1"], "a sample of 1"),
         (["--rounds=0"], "give 1 or more layers and rounds"),
         (["--latency=-1"], "a latency of 0 or more"),

@@ -266,6 +266,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("trian.steps=3", "trian is unknown: did you mean train?"),
         ("parallel.zzz=1", "parallel.zzz is unknown: choose one of dp, cp"),
         ("train.steps=0", "train.steps = 0: it must be at least 1"),
+        ("train.keep=0", "train.keep = 0: it must be at least 1"),
         ("train.steps=many", "train.steps = 'many': it must be a whole number"),
         ("train.lr=-1", "train.lr = -1.0: it must be at least 0"),
         ("train", "--set train: write it as section.name=value"),

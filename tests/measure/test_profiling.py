@@ -10,7 +10,7 @@ from measure.measured import CPU, MODEL, TINY, tiny, together
 from ranks import RankPool
 
 from distca.measure import timing
-from distca.measure.profiling import Bench, Scope, held_out_calls, measure, steps
+from distca.measure.profiling import Bench, Scope, held_out_calls, measure, missing_figures
 from distca.model.sizes import model_config
 from distca.planning.costs.profile import Profile
 
@@ -20,7 +20,7 @@ def test_every_figure_is_measured() -> None:
     seen = list(measure(bench, bench.blank("tiny")))
     done = seen[-1][1]
     assert len({what for what, _ in seen}) == len(seen) == 5 + 2 + 4
-    assert (done.missing, steps(bench, done)) == ([], [])
+    assert (done.missing, missing_figures(bench, done)) == ([], [])
     assert done.forward_tflops[1][0] is None  # fewer keys than queries
     assert done.linear_tflops
     assert done.copy_bytes_per_s

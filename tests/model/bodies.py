@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +21,11 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from torch.utils.checkpoint import checkpoint
 
-from distca.model import Arriving, Leaving, Llama, ModelConfig, Seam, on_meta, plainly
 from distca.model.checkpoints import load, save
+from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
-from distca.model.llama import Attend, Part, Walk
+from distca.model.llama import Arriving, Attend, Dispatch, Llama, on_meta, plainly
 
 LENGTHS = (5, 3, 8)
 
@@ -42,7 +40,7 @@ def mesh_of(group: dist.ProcessGroup, shape: tuple[int, ...] = ()) -> DeviceMesh
 def shard(model: Llama, mesh: DeviceMesh, dtype: torch.dtype | None = None) -> None:
     """Each seam a unit, computing in dtype; the ends together where they share a weight."""
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    seams = model.in_order
+    seams = model.seam_list
     units: list[Any] = [[seams[0], seams[-1]], *seams[1:-1]] if model.config.tied else [*seams]
     for unit in (*units, model):
         fully_shard(unit, mesh=mesh, mp_policy=policy)
@@ -79,7 +77,7 @@ def split(model: Llama, mesh: DeviceMesh) -> None:
         "head.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "head.output": RowwiseParallel(input_layouts=tokens, output_layouts=tokens),
     }
-    for seam in model.in_order:
+    for seam in model.seam_list:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {k: v for k, v in plan.items() if k in present})
     if model.config.tied:
@@ -133,34 +131,29 @@ def sharded_step(
         for t, wanted in zip(tokens[rank], labels[rank], strict=True)
     ]
     with Collectives() as collectives:
-        leavings = model(halves, turns(attention(LENGTHS, config.mask_of)))
+        dispatch = turns(attention(LENGTHS, config.mask_of))
+        leavings = model(halves, dispatch, recompute=True)
         total = sum(leaving.loss.total for leaving in leavings)
         total.backward()
     assert total.dtype == torch.float32
     return total.item(), gradients(model), collectives.counts
 
 
-def turns(attend: Attend) -> Walk:
-    """Attends right after each half's part, and checkpoints the part, as ping-pong does."""
+class Attended:
+    """Attention that runs when it is dispatched, right after the linear layers of its half."""
 
-    def walk(seams: Sequence[Seam], halves: list[Arriving]) -> list[Leaving]:
-        attended: dict[int, Tensor] = {}
-        for seam in seams:
+    def __init__(self, out: Tensor) -> None:
+        self.out = out
 
-            def run(part: Part, halves: list[Arriving], seam: Seam = seam) -> list[Leaving]:
-                leavings: list[Leaving] = []
-                for i, half in enumerate(halves):
-                    half = half._replace(attended=attended.get(i))
-                    leavings.append(checkpoint(part, half, use_reentrant=False))
-                    if (qkv := leavings[-1].qkv) is not None:
-                        attended[i] = attend(seam.number, *qkv)
-                return leavings
+    def compute(self) -> None:
+        pass
 
-            leavings: list[Leaving] = seam(halves, run)
-            halves = [h._replace(x=out.x) for h, out in zip(halves, leavings, strict=True)]
-        return leavings
+    def combine(self) -> Tensor:
+        return self.out
 
-    return walk
+
+def turns(attend: Attend) -> Dispatch:
+    return lambda layer, half, q, k, v: Attended(attend(layer, q, k, v))
 
 
 def split_step(

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distca.model import ModelConfig
+from distca.model.config import ModelConfig
 from distca.model.llama import Attend
 from distca.planning.masks import Mask
 

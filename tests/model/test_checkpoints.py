@@ -13,9 +13,10 @@ from ranks import RankPool
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from distca.model import Arriving, Llama, ModelConfig, RopeScaling, on_meta, plainly
 from distca.model.checkpoints import hf_name, load, read_config, save
+from distca.model.config import ModelConfig, RopeScaling
 from distca.model.initialize import initialize
+from distca.model.llama import Arriving, Llama, on_meta, plainly
 
 LENGTHS = (11, 4, 19)
 STRETCHED = RopeScaling("llama3", 8.0, 1.0, 4.0, 16)
@@ -178,8 +179,8 @@ def rewritten(folder: Path, change: Any) -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda t: t.pop("lm_head.weight"), "the checkpoint lacks lm_head.weight: it is of"),
-        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has unexpected odd: it is of"),
+        (lambda t: t.pop("lm_head.weight"), "the checkpoint lacks lm_head.weight: it belongs to"),
+        (lambda t: t.update(odd=torch.ones(1)), "the checkpoint has unexpected odd: it belongs to"),
         (
             lambda t: t.update(odd=t.pop("model.norm.weight")),
             "lacks model.norm.weight and has unexpected odd",
@@ -188,7 +189,7 @@ def rewritten(folder: Path, change: Any) -> None:
             lambda t: t.update({"model.norm.weight": torch.ones(3)}),
             r"model.norm.weight has shape \(3,\) in model.safetensors but \(24,\)",
         ),
-        (lambda t: [t.pop(n) for n in sorted(t)[:20]], "and 8 more: it is of another model"),
+        (lambda t: [t.pop(n) for n in sorted(t)[:20]], "and 8 more: it belongs to another model"),
     ],
 )
 def test_a_wrong_folder_is_refused(tmp_path: Path, change: Any, sentence: str) -> None:
@@ -210,7 +211,7 @@ def test_what_older_files_hold_beside_the_weights_is_passed_over(tmp_path: Path)
     model = ours(CONFIGS["llama, tied"])
     save(model, tmp_path)
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
-    extra["lm_head.weight"] = model.in_order[0].embed.weight.detach().clone()
+    extra["lm_head.weight"] = model.seam_list[0].embed.weight.detach().clone()
     rewritten(tmp_path, lambda tensors: tensors.update(extra))
     again = on_meta(model.config)
     load(again, tmp_path)

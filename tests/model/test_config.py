@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 from model.plain import tiny
 
-from distca.model import Llama, ModelConfig, RopeScaling, model_config, on_meta
-from distca.model.sizes import MODEL_CONFIGS
+from distca.model.config import ModelConfig, RopeScaling
+from distca.model.llama import Llama, on_meta
+from distca.model.sizes import MODEL_CONFIGS, model_config
 from distca.planning.models import MODELS
 
 
@@ -68,8 +69,9 @@ def test_linear_flops_are_two_for_each_element_of_a_matrix() -> None:
     config = tiny(qk_norm=True)
     matrices = sum(p.numel() for p in on_meta(config).parameters() if p.ndim == 2)
     embedding = config.vocab_size * config.hidden
-    assert config.linear_flops_per_token == 2 * (matrices - embedding)
-    assert tiny(qk_norm=True, tied=True).linear_flops_per_token == config.linear_flops_per_token
+    forward_and_backward = 3 * 2 * (matrices - embedding)
+    assert config.shape.step_flops(tokens=1, pairs=0) == forward_and_backward
+    assert tiny(qk_norm=True, tied=True).shape.step_flops(1, 0) == forward_and_backward
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,9 @@ from typing import Any
 import pytest
 from model.plain import tiny
 
-from distca.model import ModelConfig, RopeScaling, model_config
+from distca.model.config import ModelConfig, RopeScaling
 from distca.model.hf_config import FULL, SLIDING, from_hf, to_hf
+from distca.model.sizes import model_config
 
 # As published with the models, without what only text generation reads.
 LLAMA32_1B = {

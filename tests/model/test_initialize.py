@@ -4,8 +4,9 @@ from model import bodies
 from model.plain import tiny
 from ranks import RankPool
 
-from distca.model import Llama, model_config, on_meta
 from distca.model.initialize import initialize
+from distca.model.llama import Llama, on_meta
+from distca.model.sizes import model_config
 
 
 def weights_of(model: Llama, seed: int = 3) -> dict[str, torch.Tensor]:
@@ -49,7 +50,7 @@ def test_they_depend_on_seed_and_name_alone() -> None:
 def test_tied_weights_stay_one() -> None:
     model = on_meta(tiny(tied=True))
     initialize(model, 3)
-    first, *_, last = model.in_order
+    first, *_, last = model.seam_list
     assert last.head.output.weight is first.embed.weight
 
 

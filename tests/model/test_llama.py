@@ -8,10 +8,12 @@ from ranks import RankPool
 from torch import Tensor
 
 from distca.data.documents import IGNORE
-from distca.model import Arriving, Leaving, Llama, ModelConfig, RopeScaling, plainly
+from distca.model.config import ModelConfig, RopeScaling
 from distca.model.initialize import initialize
 from distca.model.layers import frequencies, rotate
-from distca.model.llama import EMBEDDING
+from distca.model.llama import EMBEDDING, Arriving, Llama, plainly
+from distca.pipeline.schedule import FORWARD
+from distca.pipeline.tick_program import TickProgram
 
 LENGTHS = bodies.LENGTHS
 FAMILIES = {
@@ -65,9 +67,9 @@ def test_documents_do_not_know_of_each_other(config: ModelConfig) -> None:
 
 def test_labels_make_a_loss_of_the_logits() -> None:
     model, (tokens, labels) = model_of(FAMILIES["llama"]), batch()
-    walk = plainly(attention(LENGTHS, model.config.mask_of))
+    dispatch = plainly(attention(LENGTHS, model.config.mask_of))
     half = Arriving(tokens, positions_of(LENGTHS), labels=labels)
-    with_labels, without = model([half, half._replace(labels=None)], walk)
+    with_labels, without = model([half, half._replace(labels=None)], dispatch)
     assert with_labels.loss is not None
     assert without.loss is None
     want = torch.nn.functional.cross_entropy(without.x, labels, reduction="none")
@@ -105,9 +107,9 @@ def test_stages_are_the_model(cuts: tuple[int, ...]) -> None:
     config, (tokens, labels) = FAMILIES["llama"], batch()
     want, want_grads = step(model_of(config), (tokens, labels))
     stages = [model_of(config, *cut) for cut in pairwise(cuts)]
-    x, walk = tokens, plainly(attention(LENGTHS, config.mask_of))
+    x, dispatch = tokens, plainly(attention(LENGTHS, config.mask_of))
     for stage in stages:
-        (leaving,) = stage([Arriving(x, positions_of(LENGTHS), labels=labels)], walk)
+        (leaving,) = stage([Arriving(x, positions_of(LENGTHS), labels=labels)], dispatch)
         x = leaving.x
     leaving.loss.total.backward()
     assert leaving.loss.total.item() == want
@@ -116,19 +118,25 @@ def test_stages_are_the_model(cuts: tuple[int, ...]) -> None:
     assert_same_gradients({k: v for part in parts for k, v in part.items()}, want_grads)
 
 
-def test_a_runner_runs_the_halves_of_a_seam() -> None:
-    """It calls the seam's part for each half, in the order that it chooses."""
-    config = FAMILIES["llama"]
-    model, seen = model_of(config), []
+def test_attention_runs_in_the_order_of_the_tick_program() -> None:
+    model, seen = model_of(FAMILIES["llama"]), []
     half = Arriving(batch()[0], positions_of(LENGTHS))
 
-    def run(part: bodies.Part, halves: list[Arriving]) -> list[Leaving]:
-        leavings = [part(half) for half in halves]
-        seen.extend(leaving.qkv is not None for leaving in leavings)
-        return leavings
+    class Recorded:
+        def __init__(self, layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+            self.half, self.q = half, q
+            seen.append(("dispatch", half))
 
-    model([half, half], lambda seams, halves: seams[0](halves, run))
-    assert seen == [True, True]
+        def compute(self) -> None:
+            seen.append(("compute", self.half))
+
+        def combine(self) -> Tensor:
+            seen.append(("combine", self.half))
+            return self.q
+
+    model([half, half], Recorded)
+    program = TickProgram.of(model.config.layers, 2, FORWARD).operations
+    assert seen == [(op.kind, op.half) for op in program if op.kind != "linear"]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])

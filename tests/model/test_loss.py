@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.data.documents import IGNORE
-from distca.model import cross_entropy
+from distca.model.loss import cross_entropy
 
 
 def draw(

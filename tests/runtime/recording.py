@@ -4,21 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
-from recorded import Collectives, Events
+from recorded import Collectives, Events, RecordedAttention
 from runtime.bodies import Case, context_of
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients
-from distca.attention.backends.sdpa import Sdpa
-from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan
 from distca.data.documents import Batch
-from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Leaving, Seam, on_meta
@@ -27,53 +20,15 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
 
 
-class RecordingTransport(DistributedTransport):
-    def __init__(self, group: Any, control: Any, half: int, events: Events) -> None:
-        super().__init__(group, control)
-        self.half, self.events = half, events
-
-    def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
-    ) -> Wait:
-        self.events.append(("start", self.half))
-        wait = super().start(send, recv, send_bytes, recv_bytes)
-
-        def recorded() -> None:
-            wait()
-            self.events.append(("wait", self.half))
-
-        return recorded
-
-
-class RecordingBackend(Sdpa):
-    def __init__(self, half: int, events: Events) -> None:
-        self.half, self.events = half, events
-
-    def _forward(self, *args: Any) -> Attended:
-        self.events.append(("compute", self.half))
-        return super()._forward(*args)
-
-    def _backward(self, *args: Any) -> Gradients:
-        self.events.append(("compute", self.half))
-        return super()._backward(*args)
-
-
-class RecordingAttention(CoreAttention):
-    def __init__(self, group: Any, control: Any, half: int, events: Events) -> None:
-        super().__init__(transport=RecordingTransport(group, control, half, events))
-        self.recording = RecordingBackend(half, events)
-
-    def prepare(self, *args: Any, **plans: Any) -> PreparedPlan:
-        return replace(super().prepare(*args, **plans), backend=self.recording)
-
-
 def recorded_step(
     group: dist.ProcessGroup, case: Case, batch: Batch
 ) -> tuple[Events, Events, Counter[str]]:
     """Events of the forward and of the backward tick, and the collectives of both."""
     context, events = context_of(case.parallel), []
     attentions = tuple(
-        RecordingAttention(context.attention_group, context.attention_cpu_group, half, events)
+        RecordedAttention(
+            DistributedTransport(context.attention_group, context.attention_control), half, events
+        )
         for half in (0, 1)
     )
     runner = StepRunner(
@@ -91,7 +46,7 @@ def recorded_step(
         positions = [
             step.rows(half, context.worker).positions for half in step.plan.micro_batches[0]
         ]
-        for seam in model.in_order:
+        for seam in model.seam_list:
             _record_linear(seam, positions, events)
     runner.train(model, step)  # warm-up
     events.clear()
@@ -137,10 +92,10 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
 def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> None:
     """Records when the linear layers of a seam start on a half, forward and backward."""
     assert not torch.equal(*positions), "halves are told apart by their positions"
-    part = seam.part
+    linear = seam.linear
 
-    def recorded(arriving: Arriving) -> Leaving:
-        leaving = part(arriving)
+    def recorded(arriving: Arriving, attended: Tensor | None) -> Leaving:
+        leaving = linear(arriving, attended)
         if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward pass
             half = int(torch.equal(arriving.positions, positions[1]))
             events.append(("linear", half))
@@ -148,4 +103,4 @@ def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> N
             end.register_hook(lambda _: events.append(("linear", half)))
         return leaving
 
-    seam.part = recorded
+    seam.linear = recorded

@@ -10,7 +10,7 @@ from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB, Memory
 from distca.pipeline.memory import estimate as estimate_shape
 from distca.pipeline.mesh import MeshShape
-from distca.train.memory import available, check
+from distca.train.setup import available_bytes, check_memory
 
 TINY = ModelConfig(vocab_size=10, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=16)
 
@@ -47,10 +47,10 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
     with pytest.raises(
         ValueError, match=r"needs about \d+\.\d GiB per rank .* and has 80\.0: use more ranks"
     ):
-        check(memory, available(torch.device("cpu"), 1, limit_gib=80.0))
-    check(memory, memory.total)
+        check_memory(memory, available_bytes(torch.device("cpu"), 1, limit_gib=80.0))
+    check_memory(memory, memory.total)
 
 
 def test_ranks_share_a_host() -> None:
     cpu = torch.device("cpu")
-    assert available(cpu, 2) == available(cpu, 1) // 2
+    assert available_bytes(cpu, 2) == available_bytes(cpu, 1) // 2

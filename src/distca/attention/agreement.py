@@ -23,7 +23,7 @@ class DisagreementError(ValueError):
 
 @dataclass(frozen=True)
 class Handshake:
-    """What one rank brings; None for what a rank that only serves does not know."""
+    """What one rank compares with the others; None for what a server does not know."""
 
     plan: str  # fingerprint
     heads: int | None = None
@@ -38,8 +38,6 @@ class Handshake:
 
 
 class Agreed(NamedTuple):
-    """What the ranks agreed on."""
-
     common: Handshake  # the values that ranks brought; wants_gradient if any rank does
     some_serve: bool  # whether some ranks brought no tensors
 

@@ -1,5 +1,7 @@
 """``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -13,9 +15,10 @@ from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import PreparedLayout, PreparedPlan, TensorSpec
+from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.planning.masks import Mask
@@ -48,7 +51,8 @@ class CoreAttention:
         default, buffers grow to the largest exchange.
     transport: another way to exchange, instead of a group.
 
-    ``meter.take()`` returns the seconds that this rank computed attention and waited for peers.
+    ``meter.take()`` returns how many seconds this rank has computed attention, and how many it has
+    waited for peers.
     """
 
     def __init__(
@@ -77,10 +81,9 @@ class CoreAttention:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
-        """Starts the same in three steps, so that other work overlaps with the exchange.
+        """Dispatches the same attention without waiting, so that other work overlaps with it.
 
-        Call ``compute()`` and then ``combine()`` of what is returned; see
-        ``distca.attention.overlap``.
+        Call ``compute()`` and then ``combine()`` of the result; see ``distca.attention.overlap``.
         """
         ready = self._agree_on(q, k, v, plan)
         return AsyncAttention(ready.plan, _joining(q, k, v, ready), k, v)
@@ -123,7 +126,7 @@ class CoreAttention:
             meter=self.meter,
         )
         for layout in filter(None, (prepared.forward, prepared.backward)):
-            for message in (layout.dispatch, layout.combine):
+            for message in layout.messages:
                 self.buffers.check("send", message.send.num_bytes)
                 self.buffers.check("receive", message.recv.num_bytes)
         return prepared
@@ -133,8 +136,7 @@ class CoreAttention:
         masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
         key = (spec, frozenset(map(kind_of, masks)))
         if key not in self._backends:
-            q, k, _ = spec.empty()
-            traits = Traits.of(q, k, masks, deterministic=self.deterministic)
+            traits = Traits.of(spec, masks, deterministic=self.deterministic)
             self._backends[key] = choose(self.backend, traits)
         return self._backends[key]
 
@@ -143,12 +145,9 @@ class CoreAttention:
         key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
         ready = self._ready.setdefault(plan, {})
         if key not in ready:
-            try:
+            with self._raising_on_all(plan):
                 _check(q, k, v, plan, self.transport)
                 prepared = self.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
-            except ValueError as error:
-                agree(self.transport, Handshake(plan.fingerprint, error=str(error)))  # raises
-                raise
             mine = Handshake(
                 plan=plan.fingerprint,
                 heads=q.shape[1],
@@ -183,13 +182,19 @@ class CoreAttention:
             dtype=getattr(torch, common.dtype),
             device=torch.empty(0, device=common.device).device,  # with its index
         )
-        try:
+        with self._raising_on_all(plan):
             prepared = self.prepare(spec, forward=plan, backward=plan)
-        except ValueError as refused:
-            agree(self.transport, Handshake(plan.fingerprint, error=str(refused)))  # raises
-            raise
         agree(self.transport, Handshake(plan.fingerprint))
         return prepared
+
+    @contextmanager
+    def _raising_on_all(self, plan: Plan) -> Iterator[None]:
+        """Raises a ValueError of this rank on all ranks, in the handshake that they are in."""
+        try:
+            yield
+        except ValueError as error:
+            agree(self.transport, Handshake(plan.fingerprint, error=str(error)))
+            raise
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:

@@ -13,7 +13,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Saved, wide
+from distca.attention.backends.base import Attended, Saved
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 
@@ -37,13 +37,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
 def _core_attention(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    attended = ForwardPass(_PREPARED[handle], q, k, v).combine()
-    return attended.out, attended.lse
+    return ForwardPass(_PREPARED[handle], q, k, v).combine()
 
 
 @_core_attention.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+    return Attended.empty(q)
 
 
 @torch.library.custom_op("distca::core_attention_backward", mutates_args=())

@@ -9,6 +9,10 @@
 Backward runs the same three steps in reverse order, each at its node in the graph: autograd runs
 the newest node first, so what was interleaved stays interleaved. Use these steps between
 checkpointed regions; inside one they would exchange twice.
+
+[Note: edges] Autograd runs a node only after the nodes that use its outputs. So dispatch and
+compute each return an empty tensor, an edge, which the next step takes as an input. Its gradient is
+empty too; it only makes autograd run the nodes of combine, compute and dispatch in this order.
 """
 
 from typing import Any
@@ -22,7 +26,7 @@ from distca.attention.prepared import PreparedPlan
 
 
 class AsyncAttention:
-    """The attention of one layer under way."""
+    """The attention of one layer in progress."""
 
     def __init__(self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         self.plan = plan
@@ -30,15 +34,15 @@ class AsyncAttention:
         self.backward: BackwardPass | None = None
         self._qkv: tuple[Tensor, Tensor, Tensor] | None = (q, k, v)
         self._computed = False
-        # The token orders the nodes. ``combine`` drops it: its node refers to this object, and the
-        # cycle would keep both, and the graph, in memory.
-        self._token: Tensor | None = _Dispatch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
+        # would keep both, and the graph, in memory.
+        self._edge: Tensor | None = _Dispatch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
 
     def compute(self) -> None:
         """Computes own tasks and those of peers; ``combine`` does it if this was not called."""
         if self._computed:
             raise RuntimeError("this attention was computed already: call compute once")
-        self._token = _Compute.apply(self, self._token)  # type: ignore[no-untyped-call]
+        self._edge = _Compute.apply(self, self._edge)  # type: ignore[no-untyped-call]
         self._computed = True
 
     def combine(self) -> Tensor:
@@ -47,9 +51,9 @@ class AsyncAttention:
             raise RuntimeError("this attention was combined already: call combine once")
         if not self._computed:
             self.compute()
-        token, self._token = self._token, None
+        edge, self._edge = self._edge, None
         qkv, self._qkv = self._qkv, None
-        out: Tensor = _Combine.apply(self, token, *qkv)  # type: ignore[no-untyped-call]
+        out: Tensor = _Combine.apply(self, edge, *qkv)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -70,22 +74,22 @@ class _Dispatch(torch.autograd.Function):
 
 class _Compute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, pending: AsyncAttention, token: Tensor) -> Tensor:
+    def forward(ctx: Any, pending: AsyncAttention, edge: Tensor) -> Tensor:
         ctx.pending = pending
         assert pending.forward is not None
         pending.forward.compute()
-        return token.new_empty(0)
+        return edge.new_empty(0)
 
     @staticmethod
-    def backward(ctx: Any, token: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, edge: Tensor) -> tuple[Tensor | None, ...]:
         ctx.pending.backward.compute()
-        return None, token
+        return None, edge
 
 
 class _Combine(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, pending: AsyncAttention, token: Tensor, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any, pending: AsyncAttention, edge: Tensor, q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         assert pending.forward is not None
         attended = pending.forward.combine()

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved, wide
+from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
 from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.layout import Call
+from distca.dispatch.tensors import wide
 
 Blocks = Sequence[Tensor]  # own rows, then what each peer sent
 
@@ -33,9 +34,8 @@ class ForwardPass:
         self._plan, self._prepared = plan, plan.forward
         self._qkv = (q, k, v)
         self._result: Attended | None = None
-        layout = self._prepared.layout
         self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch((q, layout.q), (k, layout.kv), (v, layout.kv))
+        self._exchange.dispatch(q, k, v)
 
     @classmethod
     def without_rows(cls, plan: PreparedPlan) -> ForwardPass:
@@ -60,7 +60,7 @@ class ForwardPass:
         if self._result is None:
             self.compute()
         assert self._result is not None
-        outs, lses = self._exchange.collect()
+        outs, lses = self._exchange.receive()
         sent = self._prepared.layout.q.send.values()
         for rows, out, lse in zip(sent, outs, lses, strict=True):
             rows.put(out, [self._result.out])
@@ -72,8 +72,7 @@ class ForwardPass:
         q, k, v = self._qkv
         if self._prepared.layout.is_one_call:
             return self._call(*self._prepared.local[0], [q], [k], [v])
-        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-        result = Attended(torch.empty_like(q), lse)  # every row is written once, here or later
+        result = Attended.empty(q)  # every row is written once, here or later
         for call, packed in self._prepared.local:
             attended = self._call(call, packed, [q], [k], [v])
             call.q.put(attended.out, [result.out])
@@ -96,16 +95,14 @@ class BackwardPass:
         # In the order of the message. Kernels need contiguous rows; autograd does not promise them.
         self._tensors = (*saved, grad_out.contiguous())
         self._grads: Gradients | None = None  # dk and dv in float32 or float64, to be added up
-        q, kv = self._prepared.layout.q, self._prepared.layout.kv
         self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch(*zip(self._tensors, (q, kv, kv, q, q, q), strict=True))
+        self._exchange.dispatch(*self._tensors)
 
     @classmethod
     def without_rows(cls, plan: PreparedPlan) -> BackwardPass:
         """Takes part in a layer on a rank that has no tokens in it, and only serves."""
         q, k, v = plan.spec.empty()
-        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
-        return cls(plan, q, Saved(q, k, v, q, lse))
+        return cls(plan, q, Saved(q, k, v, *Attended.empty(q)))
 
     @torch.no_grad()
     def compute(self) -> None:
@@ -134,7 +131,7 @@ class BackwardPass:
             self.compute()
         assert self._grads is not None
         mine, layout = self._grads, self._prepared.layout
-        dqs, dks, dvs = self._exchange.collect()
+        dqs, dks, dvs = self._exchange.receive()
         for rows, dq in zip(layout.q.send.values(), dqs, strict=True):
             rows.put(dq, [mine.dq])
         for rows, dk, dv in zip(layout.kv.send.values(), dks, dvs, strict=True):

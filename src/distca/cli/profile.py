@@ -108,11 +108,11 @@ class ProfileCommand:
 
     def _measure(self, bench: "Bench", begun: "Profile") -> None:
         """Measures, shows and saves, as the only rank or as rank 0 of several."""
-        from distca.measure.profiling import measure, steps
+        from distca.measure.profiling import measure, missing_figures
         from distca.report.progress import progress
 
         screen, out = console(quiet=self.as_json), self.out
-        left, total = (len(steps(bench, one)) for one in (begun, bench.blank(begun.name)))
+        left, total = (len(missing_figures(bench, one)) for one in (begun, bench.blank(begun.name)))
         if left < total:
             found = "all" if not left else f"{total - left} of {total}"
             screen.print(

@@ -161,13 +161,12 @@ class TrainCommand:
 
 def check(config: "Config", num_ranks: int) -> None:
     """Raises ValueError for mistakes that can be found before anything is started."""
-    from distca.runtime import parallelize
     from distca.train import setup
 
     parallel = setup.parallel_of(config, num_ranks)
     parallel.check(num_ranks)
     model = setup.model_of(config, setup.tokenizer_of(config))
-    parallelize.check(model, parallel.tp)
+    model.shape.share(parallel.tp)
     setup.planner_of(config, parallel, model, _device())
 
 

@@ -45,7 +45,7 @@ def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = N
     end = tokenizer.eos if end_of_document is None else end_of_document
     if end is None:
         raise ValueError(
-            f"{path} does not tell where its documents end: write their lengths to {beside.name}"
+            f"{path} does not say where its documents end: write their lengths to {beside.name}"
             " next to it, or give the id that ends them"
         )
     return TokenFile(path, row, read_lengths(path, end_of_document=end), tokenizer.vocab_size)

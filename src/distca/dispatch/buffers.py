@@ -54,11 +54,9 @@ class Buffers:
         self._user = None
 
     def send(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Returns the first bytes of the send buffer."""
         return self._allocate("send", num_bytes, device)
 
     def recv(self, num_bytes: int, device: torch.device) -> Tensor:
-        """Returns the first bytes of the receive buffer."""
         return self._allocate("receive", num_bytes, device)
 
     def _allocate(self, purpose: str, num_bytes: int, device: torch.device) -> Tensor:

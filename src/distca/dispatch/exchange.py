@@ -8,25 +8,24 @@ import torch
 from torch import Tensor
 
 from distca.dispatch.buffers import Buffers
-from distca.dispatch.layout import PeerRows
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Transport, Wait
-from distca.dispatch.wire import Message, Parts
+from distca.dispatch.wire import Message, Messages, Parts
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Exchange:
-    """The exchange under way; its steps are called once each, in the order of the methods.
+    """The exchange in progress: dispatch, receive, results, combine, receive, close, in this order.
 
     It holds the buffers from its construction until ``close``. What the steps return lies in the
-    buffers: parts of ``receive`` are valid until ``combine``, parts of ``results`` must be written
-    before it, and parts of ``collect`` are valid until ``close``.
+    buffers: received parts are valid until the next step but ``results``, and parts of ``results``
+    must be written before ``combine``.
     """
 
     def __init__(
         self,
-        messages: tuple[Message, Message],  # of dispatch and of combine
+        messages: Messages,
         device: torch.device,
         transport: Transport,
         buffers: Buffers,
@@ -39,17 +38,13 @@ class Exchange:
         self._arriving: Parts = []
         buffers.acquire(self)
 
-    def dispatch(self, *tensors: tuple[Tensor, PeerRows]) -> None:
+    def dispatch(self, *tensors: Tensor) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
         parts = self._outgoing(self._dispatch)
-        for (tensor, peers), views in zip(tensors, parts, strict=True):
+        for tensor, peers, views in zip(tensors, self._dispatch.peer_rows, parts, strict=True):
             for rows, view in zip(peers.send.values(), views, strict=True):
                 rows.take([tensor], out=view)
         self._start(self._dispatch)
-
-    def receive(self) -> Parts:
-        """Waits for what peers dispatched to this rank, and returns it."""
-        return self._arrived()
 
     def results(self) -> Parts:
         """Returns the parts to which this rank writes its results for peers."""
@@ -59,12 +54,15 @@ class Exchange:
         """Starts to send the results home."""
         self._start(self._combine)
 
-    def collect(self) -> Parts:
-        """Waits for the results of this rank's own rows, and returns them."""
-        return self._arrived()
+    def receive(self) -> Parts:
+        """Waits for the rows of peers after a dispatch, or for own results after a combine."""
+        if self._wait is not None:
+            with self._meter.span("exposed", self._device):
+                self._wait()
+            self._wait = None
+        return self._arriving
 
     def close(self) -> None:
-        """Releases the buffers."""
         self._arriving = []
         self._buffers.release()
 
@@ -83,10 +81,3 @@ class Exchange:
         self._wait = self._transport.start(
             send, recv, message.send.rank_bytes, message.recv.rank_bytes
         )
-
-    def _arrived(self) -> Parts:
-        if self._wait is not None:
-            with self._meter.span("exposed", self._device):
-                self._wait()
-            self._wait = None
-        return self._arriving

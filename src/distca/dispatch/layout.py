@@ -64,7 +64,6 @@ class Layout:
 
     @classmethod
     def of(cls, plan: Plan, rank: int, *, backward: bool = False) -> Layout:
-        """Returns the layout of one rank of the plan."""
         num_ranks, placement = plan.devices.num_ranks, plan.placement
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} of a plan for {num_ranks} ranks")

@@ -1,4 +1,4 @@
-"""Seconds that attention computes and that it waits for peers, measured on the device.
+"""Measures how long a rank computes attention and how long it waits for peers, on the device.
 
 On a GPU, measuring does not synchronise: events are recorded, and read when ``take`` is called.
 """

@@ -16,6 +16,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from distca.dispatch.layout import Layout, PeerRows
+from distca.dispatch.tensors import TensorSpec, wide
+
 ALIGNMENT = 128  # bytes
 
 Parts = list[list[Tensor]]  # [tensors][ranks with rows]: [rows, *shape], inside the buffer
@@ -28,7 +31,7 @@ class RowSpec(NamedTuple):
     dtype: torch.dtype
 
 
-class _Part(NamedTuple):
+class _RankRows(NamedTuple):
     tensor: int
     start: int  # in bytes
     stop: int
@@ -41,7 +44,7 @@ class ByteLayout:
 
     tensors: tuple[RowSpec, ...]
     rank_bytes: tuple[int, ...]  # [ranks]: the split sizes of the all-to-all
-    parts: tuple[_Part, ...]
+    parts: tuple[_RankRows, ...]
 
     @classmethod
     def of(
@@ -54,7 +57,7 @@ class ByteLayout:
             for index, (tensor, counts) in enumerate(zip(tensors, num_rows, strict=True)):
                 if count := counts.get(rank, 0):
                     size = count * prod(tensor.shape) * tensor.dtype.itemsize
-                    parts.append(_Part(index, offset, offset + size, count))
+                    parts.append(_RankRows(index, offset, offset + size, count))
                     offset += -(-size // ALIGNMENT) * ALIGNMENT
             rank_bytes[rank] = offset - first
         return cls(tuple(tensors), tuple(rank_bytes), tuple(parts))
@@ -76,6 +79,40 @@ class ByteLayout:
 class Message:
     """One uneven all-to-all, as one rank sees it."""
 
+    peer_rows: tuple[PeerRows, ...]  # of each tensor
     send: ByteLayout
     recv: ByteLayout
-    moves: bool  # whether any rank sends anything; otherwise no rank joins the collective
+
+    @property
+    def moves(self) -> bool:
+        """Whether any rank sends anything; otherwise no rank joins the collective."""
+        return any(rows.moves for rows in self.peer_rows)
+
+
+class Messages(NamedTuple):
+    """The two messages of an exchange."""
+
+    dispatch: Message
+    combine: Message
+
+    @classmethod
+    def of(cls, layout: Layout, spec: TensorSpec, *, backward: bool) -> Messages:
+        q = RowSpec((spec.heads, spec.head_dim), spec.dtype), layout.q
+        kv = RowSpec((spec.kv_heads, spec.head_dim), spec.dtype), layout.kv
+        lse = RowSpec((spec.heads,), wide(spec.dtype)), layout.q
+        if backward:  # q, k, v, out, lse and grad_out, since servers keep nothing; dq, dk and dv
+            out, back = [q, kv, kv, q, lse, q], [q, kv, kv]
+        else:  # q, k and v; out and lse
+            out, back = [q, kv, kv], [q, lse]
+        # Servers send as many rows home as they received.
+        return cls(_message(out, layout), _message(back, layout, homeward=True))
+
+
+def _message(
+    tensors: Sequence[tuple[RowSpec, PeerRows]], layout: Layout, *, homeward: bool = False
+) -> Message:
+    specs, peer_rows = zip(*tensors, strict=True)
+    sent = [{rank: len(rows) for rank, rows in each.send.items()} for each in peer_rows]
+    received = [each.recv for each in peer_rows]
+    away, back = (ByteLayout.of(specs, counts, layout.num_ranks) for counts in (sent, received))
+    return Message(peer_rows, back, away) if homeward else Message(peer_rows, away, back)

@@ -22,12 +22,14 @@ import torch.distributed as dist
 from distca import __version__
 from distca.attention.backends.base import Backend, Traits
 from distca.attention.backends.choice import choose
+from distca.dispatch.tensors import TensorSpec
 from distca.measure.timing import Clock, Seconds, attention_s, copy_s, exchange_s, linear_s
 from distca.model.config import ModelConfig
 from distca.planning.costs.analytic import TILE
 from distca.planning.costs.base import BACKWARD_FLOPS, PS
 from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
 from distca.planning.costs.table import table_cost
+from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import Ints, as_ints
 
 TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or not
@@ -107,24 +109,16 @@ class Bench:
         scope = scope or Scope.of(device, model)
         several = dist.is_initialized() and dist.get_world_size() > 1
         control = dist.new_group(backend="gloo") if several else None
-        traits = Traits(
-            device=device.type,
-            capability=torch.cuda.get_device_capability(device) if device.type == "cuda" else None,
-            dtype=dtype,
-            heads=model.heads,
-            kv_heads=model.kv_heads,
-            head_dim=model.head_dim,
-            masks=frozenset(["causal"]),
-        )
+        spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+        chosen = choose(backend, Traits.of(spec, [Mask(CAUSAL)]))
         clock = Clock(device, scope.rounds, scope.round_s, control)
-        return cls(model, dtype, choose(backend, traits), scope, clock)
+        return cls(model, dtype, chosen, scope, clock)
 
     @property
     def ranks(self) -> int:
         return 1 if self.clock.control is None else dist.get_world_size(self.clock.control)
 
     def blank(self, name: str) -> Profile:
-        """Returns a profile without figures."""
         nothing = ((None,) * len(self.scope.keys),) * len(self.scope.queries)
         versions = {"distca": __version__, "torch": torch.__version__}
         if self.backend.name == "fa4":
@@ -160,20 +154,20 @@ class Bench:
         return max(min(-(-self.scope.call_queries // queries), self.scope.call_keys // keys), 1)
 
 
-Step = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
+Figure = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
 
 
 def measure(bench: Bench, profile: Profile) -> Iterator[tuple[str, Profile]]:
     """Measures the missing figures; yields the name of each and the profile with it."""
-    for what, take in steps(bench, profile):
+    for what, take in missing_figures(bench, profile):
         profile = take(profile)
         yield what, profile
 
 
-def steps(bench: Bench, profile: Profile) -> list[Step]:
-    """Returns the missing figures; the table comes before the calls that are compared with it."""
+def missing_figures(bench: Bench, profile: Profile) -> list[Figure]:
+    """Returns what is to be measured: the table before the calls that are compared with it."""
     scope = bench.scope
-    found: list[Step] = [
+    found: list[Figure] = [
         (
             f"attention, {profile.queries[row]} queries x {profile.keys[column]} keys",
             partial(_attention, bench, row, column),

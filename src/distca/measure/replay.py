@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import choose
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import TensorSpec
 from distca.data.documents import Batch
 from distca.dispatch.meter import Meter
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.model.config import ModelConfig
 from distca.model.initialize import initialize
@@ -32,7 +32,6 @@ from distca.pipeline.step_plan import Half, StepPlan
 from distca.planning.spans import expand
 from distca.runtime.batches import Step, TokenRows
 from distca.runtime.mesh import RankContext
-from distca.runtime.parallelize import check
 from distca.runtime.step import StepRunner
 
 HEAD_START_CYCLES = 10_000_000  # a few milliseconds
@@ -115,11 +114,7 @@ def measure(replay: Replay, rounds: int) -> Measured:
 
 
 def typical(rounds: Sequence[Measured]) -> Measured:
-    """Returns the median of each figure."""
     return Measured(*map(median, zip(*rounds, strict=True)))
-
-
-# -- the model -----------------------------------------------------------------------------------
 
 
 def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
@@ -128,13 +123,13 @@ def share_of(config: ModelConfig, tp: int, layers: int) -> ModelConfig:
     Such a model has the rank's share of heads and widths. Norms and residuals run on all tokens,
     although sequence parallelism would split them.
     """
-    check(config, tp)
+    share = config.shape.share(tp)
     return replace(
         config,
         layers=layers,
-        heads=config.heads // tp,
-        kv_heads=config.kv_heads // tp,
-        ffn=config.ffn // tp,
+        heads=share.heads,
+        kv_heads=share.kv_heads,
+        ffn=share.ffn,
         vocab_size=-(-config.vocab_size // tp),
         tied=False,
     )
@@ -146,7 +141,7 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
     The head and the loss are the same on every rank, and take longer than a few layers.
     """
     model = on_meta(config)
-    model.in_order[-1].head = _NoHead()
+    model.seam_list[-1].head = _NoHead()
     model.to(dtype)
     initialize(model, seed=0, device=device)
     return model
@@ -154,9 +149,9 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """Returns the name of the backend that is used; ``auto`` is resolved."""
-    q, k, _ = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device).empty()
+    spec = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device)
     masks = {config.mask_of(layer) for layer in range(config.layers)}
-    return choose(name, Traits.of(q, k, masks)).name
+    return choose(name, Traits.of(spec, masks)).name
 
 
 class _NoHead(Head):
@@ -168,9 +163,6 @@ class _NoHead(Head):
     def forward(self, x: Tensor, labels: Tensor | None) -> Leaving:
         total = torch.linalg.vector_norm(x)
         return Leaving(x, loss=Loss(total, total.detach()))
-
-
-# -- the rows of one rank -------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)

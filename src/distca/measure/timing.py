@@ -25,8 +25,6 @@ MOST_CALLS = 50  # in one round
 
 
 class Seconds(NamedTuple):
-    """Seconds of one call."""
-
     forward: float
     backward: float
 
@@ -41,7 +39,6 @@ class Clock:
     control: dist.ProcessGroup | None = None  # a host group of all ranks, if there are several
 
     def of(self, work: Callable[[], object]) -> float:
-        """Returns the seconds of ``work``."""
         self._round(work, 1)  # compiles kernels and allocates memory
         calls = round(self.round_s / max(self._round(work, 1), 1e-6))
         calls = min(max(calls, 1), MOST_CALLS)

@@ -58,7 +58,6 @@ def hf_name(name: str) -> str:
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    """Returns the configuration of the model in a folder."""
     return from_hf(json.loads(_existing(Path(folder) / CONFIG).read_text()))
 
 
@@ -212,7 +211,7 @@ def _check_names(config: ModelConfig, found: Iterable[str]) -> None:
     if missing or unexpected:
         parts = [f"lacks {_listed(missing)}"] if missing else []
         parts += [f"has unexpected {_listed(unexpected)}"] if unexpected else []
-        raise ValueError(f"the checkpoint {' and '.join(parts)}: it is of another model")
+        raise ValueError(f"the checkpoint {' and '.join(parts)}: it belongs to another model")
 
 
 def _listed(names: list[str], most: int = 12) -> str:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
 
+SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -71,8 +73,7 @@ class ModelConfig:
     context: int = 8192
 
     def __post_init__(self) -> None:
-        counts = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")
-        for name in (*counts, "context"):
+        for name in (*SIZES, "context"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
         if self.heads % self.kv_heads:
@@ -120,16 +121,8 @@ class ModelConfig:
     @property
     def shape(self) -> ModelShape:
         """The sizes that planning needs: ``distca.plan(..., model=config.shape)``."""
-        return ModelShape(
-            name=f"{self.layers} x {self.hidden}",
-            heads=self.heads,
-            kv_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            layers=self.layers,
-            hidden=self.hidden,
-            ffn=self.ffn,
-            vocab_size=self.vocab_size,
-        )
+        sizes = {name: getattr(self, name) for name in SIZES}
+        return ModelShape(name=f"{self.layers} x {self.hidden}", **sizes)
 
     @property
     def num_parameters(self) -> int:
@@ -137,11 +130,3 @@ class ModelConfig:
         norms = 2 * self.hidden + (2 * self.head_dim if self.qk_norm else 0)
         ends = (1 if self.tied else 2) * self.vocab_size * self.hidden + self.hidden
         return self.layers * (self.shape.layer_elements + norms) + ends
-
-    @property
-    def linear_flops_per_token(self) -> int:
-        """FLOPs of all linear layers and the output head in forward; backward has twice as many.
-
-        Core attention has ``shape.flops_per_pair`` for each pair and layer in addition.
-        """
-        return 2 * (self.layers * self.shape.layer_elements + self.shape.end_elements)

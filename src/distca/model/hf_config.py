@@ -23,6 +23,25 @@ _MUST_BE: dict[str, Any] = {
     "quantization_config": None,
 }
 
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "ffn": "intermediate_size",
+}
+
+# The fields of RopeScaling that each kind uses, and what Hugging Face calls them.
+_SCALING: dict[str, dict[str, str]] = {
+    "linear": {"factor": "factor"},
+    "llama3": {
+        "factor": "factor",
+        "low_freq_factor": "low_freq_factor",
+        "high_freq_factor": "high_freq_factor",
+        "original_context": "original_max_position_embeddings",
+    },
+}
+
 
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a ``config.json``. Raises ValueError for unsupported entries."""
@@ -38,18 +57,14 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
                 " another checkpoint"
             )
     try:
-        heads, layers = int(raw["num_attention_heads"]), int(raw["num_hidden_layers"])
-        window, pattern = _windows(raw, layers) if kind == "qwen3" else (None, 0)
+        sizes = {name: int(raw[theirs]) for name, theirs in _SIZES.items()}
+        window, pattern = _windows(raw, sizes["layers"]) if kind == "qwen3" else (None, 0)
         theta, scaling = _rope(raw)
+        head_dim = 128 if kind == "qwen3" else sizes["hidden"] // sizes["heads"]
         return ModelConfig(
-            vocab_size=raw["vocab_size"],
-            hidden=raw["hidden_size"],
-            layers=layers,
-            heads=heads,
-            kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim")
-            or (128 if kind == "qwen3" else raw["hidden_size"] // heads),
-            ffn=raw["intermediate_size"],
+            **sizes,
+            kv_heads=raw.get("num_key_value_heads") or sizes["heads"],
+            head_dim=raw.get("head_dim") or head_dim,
             rope_theta=theta,
             rope_scaling=scaling,
             norm_eps=raw.get("rms_norm_eps", 1e-6),
@@ -76,13 +91,9 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     raw: dict[str, Any] = {
         "model_type": kind,
         "architectures": [ARCHITECTURES[kind]],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden,
-        "num_hidden_layers": config.layers,
-        "num_attention_heads": config.heads,
+        **{theirs: getattr(config, name) for name, theirs in _SIZES.items()},
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
-        "intermediate_size": config.ffn,
         "rope_theta": config.rope_theta,
         "rope_scaling": _scaling_to_hf(config.rope_scaling),
         "rms_norm_eps": config.norm_eps,
@@ -114,33 +125,20 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     if kind == "default":
         return rope["rope_theta"], None
-    if kind == "linear":
-        return rope["rope_theta"], RopeScaling("linear", rope["factor"])
-    if kind == "llama3":
-        return rope["rope_theta"], RopeScaling(
-            "llama3",
-            factor=rope["factor"],
-            low_freq_factor=rope["low_freq_factor"],
-            high_freq_factor=rope["high_freq_factor"],
-            original_context=rope["original_max_position_embeddings"],
+    if kind not in _SCALING:
+        raise ValueError(
+            f"rope type {kind!r} in config.json: only default, linear and llama3 are supported;"
+            " choose another checkpoint"
         )
-    raise ValueError(
-        f"rope type {kind!r} in config.json: only default, linear and llama3 are supported; choose"
-        " another checkpoint"
-    )
+    settings = {name: rope[theirs] for name, theirs in _SCALING[kind].items()}
+    return rope["rope_theta"], RopeScaling(kind, **settings)
 
 
 def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
     if scaling is None:
         return None
-    raw: dict[str, Any] = {"rope_type": scaling.kind, "factor": scaling.factor}
-    if scaling.kind == "llama3":
-        raw |= {
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_context,
-        }
-    return raw
+    names = _SCALING[scaling.kind].items()
+    return {"rope_type": scaling.kind} | {theirs: getattr(scaling, name) for name, theirs in names}
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:

@@ -14,10 +14,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from distca.model.llama import Llama
 
 STD = 0.02
-INTO_RESIDUAL = (
-    ".wo.weight",
-    ".w2.weight",
-)  # added to the residual, two per layer
+INTO_RESIDUAL = (".wo.weight", ".w2.weight")  # added to the residual, two per layer
 
 
 def initialize(model: Llama, seed: int, *, device: torch.device | str | None = None) -> None:

@@ -59,7 +59,7 @@ class Projections(nn.Module):
         # point inputs to bfloat16; it does not cast integers.
         angles = positions[:, None] * frequencies(*self.rope, positions.device)
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]  # [T, 1, D / 2]
-        # FSDP warns of views that leave a module; this one is no view for autograd.
+        # FSDP warns about views among the outputs of a module; for autograd, this is not one.
         v = torch.ops.aten._unsafe_view(v, v.shape)
         return QKV(rotate(q, cos, sin), rotate(k, cos, sin), v)
 

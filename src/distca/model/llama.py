@@ -4,23 +4,40 @@
     seam l        layer l - 1 after its attention      and  layer l before its attention
     seam L        layer L - 1 after its attention      and  final norm, output head, loss
 
-Between two seams is the core attention of one layer, which has no weights and is computed by the
-caller. A seam is the unit of sharding: it is called once for all halves of a batch (ping and pong),
-so its parameters are gathered once. A pipeline stage with layers [start, stop) has the seams start
-to stop, the first without its first part and the last without its second, so that a parameter has
+Between two seams is the core attention of one layer. It has no weights, and the caller provides it.
+A seam is the unit of sharding: it is called once for all halves of a batch (ping and pong), so its
+parameters are gathered once. A pipeline stage with layers [start, stop) has the seams start to
+stop, the first without its left column and the last without its right one, so that a parameter has
 the same name in every stage split.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, cast
+from functools import partial
+from typing import NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
+from torch.utils.checkpoint import checkpoint
 
 from distca.model.config import ModelConfig
 from distca.model.layers import QKV, After, Before
 from distca.model.loss import Loss, cross_entropy
+
+
+class Pending(Protocol):
+    """The attention of one layer and half in progress."""
+
+    def compute(self) -> None: ...
+
+    def combine(self) -> Tensor:
+        """Returns the output [T, H, D]."""
+        ...
+
+
+Dispatch = Callable[[int, int, Tensor, Tensor, Tensor], Pending]  # layer, half, q, k, v
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v -> [T, H, D]
+EMBEDDING = "seams.0.embed.weight"
 
 
 class Arriving(NamedTuple):
@@ -28,22 +45,21 @@ class Arriving(NamedTuple):
 
     x: Tensor  # [T, hidden]; at seam 0 the tokens [T]
     positions: Tensor  # [T], each token's place in its document
-    attended: Tensor | None = None  # [T, H, D] of the layer before; None at a stage's first seam
     labels: Tensor | None = None  # [T] of this rank's x, for seam L; without them: logits
+    attention: Pending | None = None  # of the layer before; None at a stage's first seam
 
 
 class Leaving(NamedTuple):
-    """The outputs of a seam for one half: q, k and v of the next layer, or a loss."""
+    """The outputs of a seam for one half: q, k and v of the next layer, or a loss.
+
+    q, k and v are among them, although they are dispatched already, because FSDP gathers a seam's
+    parameters for the backward pass when the gradient of one of its outputs is computed.
+    """
 
     x: Tensor  # [T, hidden]; at seam L without labels the logits [T, vocabulary]
     qkv: QKV | None = None
     loss: Loss | None = None
-
-
-EMBEDDING = "seams.0.embed.weight"
-Part = Callable[[Arriving], Leaving]  # a seam on one half
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # layer, q, k, v -> [T, H, D]
-Walk = Callable[[Sequence["Seam"], list[Arriving]], list[Leaving]]
+    attention: Pending | None = None  # of the next layer
 
 
 class Head(nn.Module):
@@ -78,27 +94,37 @@ class Seam(nn.Module):
         self.head = Head(config) if leaves and last else None
 
     def forward(
-        self,
-        halves: Sequence[Arriving],
-        run: Callable[[Part, Sequence[Arriving]], list[Leaving]] | None = None,
+        self, halves: Sequence[Arriving], dispatch: Dispatch, *, recompute: bool = False
     ) -> list[Leaving]:
-        """Runs all halves of a batch, one after the other.
+        """Runs all halves one after the other: combine, linear layers, dispatch.
 
-        ``run(part, halves)`` calls ``part`` for each half and may do more in between: combine the
-        attention of a half, checkpoint the part, dispatch q, k and v before the next half runs.
+        recompute: checkpoints the linear layers. Dispatch and combine stay outside of the
+            checkpointed region; inside, they would exchange again in the backward pass.
         """
-        if run is None:
-            return [self.part(half) for half in halves]
-        return run(self.part, halves)
+        results = []
+        for number, half in enumerate(halves):
+            attended = None if half.attention is None else half.attention.combine()
+            half = half._replace(attention=None)
+            if recompute and torch.is_grad_enabled():
+                leaving: Leaving = checkpoint(self.linear, half, attended, use_reentrant=False)
+            else:
+                leaving = self.linear(half, attended)
+            if leaving.qkv is not None:
+                pending = dispatch(self.number, number, *leaving.qkv)
+                leaving = leaving._replace(attention=pending)
+            results.append(leaving)
+        return results
 
-    def part(self, half: Arriving) -> Leaving:
-        """Computes one half; to be called inside ``forward``, where parameters are gathered."""
+    def linear(self, half: Arriving, attended: Tensor | None) -> Leaving:
+        """Runs the linear layers of one half; called inside ``forward``, with gathered parameters.
+
+        attended: the output [T, H, D] of the attention of the layer before.
+        """
         x = half.x
         if self.embed is not None:
             x = self.embed(x)
         if self.after is not None:
-            assert half.attended is not None, f"the attention of layer {self.number - 1} is missing"
-            x = self.after(x, half.attended)
+            x = self.after(x, attended)
         if self.before is not None:
             return Leaving(x, qkv=self.before(x, half.positions))
         if self.head is not None:
@@ -136,7 +162,7 @@ class Llama(nn.Module):
         """
         if not self.config.tied or not self.is_whole:
             return
-        first, last = self.in_order[0], self.in_order[-1]
+        first, last = self.seam_list[0], self.seam_list[-1]
         assert first.embed is not None
         assert last.head is not None
         last.head.output.weight = first.embed.weight
@@ -157,31 +183,39 @@ class Llama(nn.Module):
         return f"seams.{self.config.layers}.head.output.weight"
 
     @property
-    def in_order(self) -> list[Seam]:
+    def seam_list(self) -> list[Seam]:
         return [cast(Seam, seam) for seam in self.seams.values()]
 
-    def forward(self, halves: Sequence[Arriving], walk: Walk) -> list[Leaving]:
-        """Runs all halves; ``walk`` calls every seam once, in order, with attention in between.
+    def forward(
+        self, halves: Sequence[Arriving], dispatch: Dispatch, *, recompute: bool = False
+    ) -> list[Leaving]:
+        """Runs all halves through all seams, in the order of ``distca.pipeline.tick_program``."""
+        for seam in self.seam_list:
+            results: list[Leaving] = seam(halves, dispatch, recompute=recompute)
+            for leaving in results:
+                if leaving.attention is not None:
+                    leaving.attention.compute()
+            halves = [
+                half._replace(x=leaving.x, attention=leaving.attention)
+                for half, leaving in zip(halves, results, strict=True)
+            ]
+        return results
 
-        Seams are called from here because FSDP prepares a step in the forward of its root module.
-        """
-        return walk(self.in_order, list(halves))
+
+def plainly(attend: Attend) -> Dispatch:
+    """Returns a dispatch whose attention runs between seams, without overlap: the reference."""
+    return lambda layer, half, q, k, v: _Plain(partial(attend, layer, q, k, v))
 
 
-def plainly(attend: Attend) -> Walk:
-    """Returns a walk that attends after each seam, without overlap: the reference for others."""
+class _Plain:
+    def __init__(self, attend: Callable[[], Tensor]) -> None:
+        self._attend = attend
 
-    def onward(seam: Seam, half: Arriving, leaving: Leaving) -> Arriving:
-        attended = None if leaving.qkv is None else attend(seam.number, *leaving.qkv)
-        return half._replace(x=leaving.x, attended=attended)
+    def compute(self) -> None:
+        self._out = self._attend()
 
-    def walk(seams: Sequence[Seam], halves: list[Arriving]) -> list[Leaving]:
-        for seam in seams:
-            leavings: list[Leaving] = seam(halves)
-            halves = [onward(seam, *pair) for pair in zip(halves, leavings, strict=True)]
-        return leavings
-
-    return walk
+    def combine(self) -> Tensor:
+        return self._out
 
 
 def on_meta(config: ModelConfig, start: int = 0, stop: int | None = None) -> Llama:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from distca.attention.backends.base import wide
 from distca.data.documents import IGNORE
+from distca.dispatch.tensors import wide
 
 
 class Loss(NamedTuple):

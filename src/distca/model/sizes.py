@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from distca.model.config import ModelConfig, RopeScaling
+from distca.model.config import SIZES, ModelConfig, RopeScaling
 from distca.planning.models import model_shape
 
 
@@ -20,16 +20,7 @@ def model_config(name: str) -> ModelConfig:
 def _published(name: str, **rest: Any) -> ModelConfig:
     """Returns a published model, with the sizes that the planner has for it."""
     shape = model_shape(name)
-    return ModelConfig(
-        hidden=shape.hidden,
-        layers=shape.layers,
-        heads=shape.heads,
-        kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim,
-        ffn=shape.ffn,
-        vocab_size=shape.vocab_size,
-        **rest,
-    )
+    return ModelConfig(**{size: getattr(shape, size) for size in SIZES}, **rest)
 
 
 _LLAMA3: dict[str, Any] = {"rope_theta": 500000.0}

@@ -62,6 +62,12 @@ def pairs(start: Ints, stop: Ints, length: Ints, reach: Ints) -> Ints:
     return np.where(reach == FULL, (stop - start) * length, seen)
 
 
+def document_pairs(lengths: Ints, mask: str | Mask) -> int:
+    """Returns the query-key pairs of whole documents."""
+    reach = reach_of(mask, len(lengths))
+    return int(pairs(np.zeros_like(lengths), lengths, lengths, reach).sum())
+
+
 def first_key(start: Ints, reach: Ints) -> Ints:
     """Returns the first key that queries from ``start`` on need."""
     return np.where(reach == FULL, 0, np.maximum(start - reach + 1, 0))

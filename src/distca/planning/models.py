@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from distca.planning.costs.base import BACKWARD_FLOPS
+
 BYTES_PER_ELEMENT = 2  # tensors are sent in bf16
 
 
@@ -54,6 +56,14 @@ class ModelShape:
     def linear_flops_per_token(self) -> int:
         """FLOPs of one token in the weight matrices of one layer, in the forward pass."""
         return 2 * self.layer_elements
+
+    def step_flops(self, tokens: float, pairs: float) -> float:
+        """Returns FLOPs of forward and backward, without recomputation.
+
+        pairs: the query-key pairs of all layers together.
+        """
+        linear = self.layers * self.linear_flops_per_token + 2 * self.end_elements
+        return 3 * linear * tokens + (1 + BACKWARD_FLOPS) * self.flops_per_pair * pairs
 
     @property
     def layer_elements(self) -> int:

@@ -1,18 +1,21 @@
-"""A step as a rank runs it: a batch of documents and the plans for it."""
+"""A step as a rank runs it: a batch of documents and the plans for it, made in the background."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import NamedTuple
+import time
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from distca.data.documents import IGNORE, Batch
+from distca.data.loader import Loader
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.spans import Ints
 
 
 class TokenRows(NamedTuple):
@@ -39,7 +42,7 @@ class Step:
     def rows(self, half: Half, worker: int) -> TokenRows:
         """Packs the tokens of one worker of a stage; fillers are zeros without labels."""
         placement = half.placement
-        columns: list[list[Ints]] = [[], [], [], []]
+        shards = [np.zeros((4, 0), np.int64)]
         for shard in np.flatnonzero(placement.worker == worker).tolist():
             number = int(placement.document[shard])
             span = slice(int(placement.start[shard]), int(placement.stop[shard]))
@@ -48,15 +51,44 @@ class Step:
             if number < len(half.members):
                 document = self.batch.documents[int(half.members[number])]
                 tokens, labels = document.tokens[span], document.labels[span]
-            row = (
-                tokens,
-                np.arange(span.start, span.stop),
-                labels,
-                np.full(size, placement.lengths[number]),
-            )
-            for column, values in zip(columns, row, strict=True):
-                column.append(values)
-        empty = np.zeros(0, np.int64)
-        return TokenRows(
-            *(torch.from_numpy(np.concatenate([empty, *column])) for column in columns)
+            positions = np.arange(span.start, span.stop)
+            lengths = np.full(size, placement.lengths[number])
+            shards.append(np.stack([tokens, positions, labels, lengths]))
+        return TokenRows(*torch.from_numpy(np.concatenate(shards, axis=1)))
+
+
+@dataclass(frozen=True, eq=False)
+class Prefetched:
+    step: Step
+    loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
+    planning_s: float  # how long planning took, in the background
+    waited_s: float = 0.0  # how long the training loop waited for this batch
+
+
+class Prefetcher:
+    """Loads and plans up to ``depth`` batches ahead, in order, in one background thread."""
+
+    def __init__(self, loader: Loader, planner: StepPlanner, depth: int = 2) -> None:
+        self._loader, self._planner = loader, planner
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
+        self._queue: deque[Future[Prefetched]] = deque(
+            self._thread.submit(self._load_and_plan) for _ in range(depth)
         )
+
+    def next(self) -> Prefetched:
+        """Returns the next batch, and starts to load another one."""
+        start = time.perf_counter()
+        batch = self._queue.popleft().result()
+        waited_s = time.perf_counter() - start
+        self._queue.append(self._thread.submit(self._load_and_plan))
+        return replace(batch, waited_s=waited_s)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _load_and_plan(self) -> Prefetched:
+        batch = self._loader.next_batch()
+        state = self._loader.state()
+        start = time.perf_counter()
+        step = Step.of(self._planner, batch)
+        return Prefetched(step, state, time.perf_counter() - start)

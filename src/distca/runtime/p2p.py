@@ -7,7 +7,6 @@ neighbouring stage is still busy.
 
 from collections.abc import Sequence
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -19,50 +18,32 @@ NEXT, PREVIOUS = +1, -1
 class StageP2P:
     """Sends and receives the tensors of one step, one tensor for each half of a micro-batch."""
 
-    def __init__(self, context: RankContext, dtype: torch.dtype) -> None:
-        self._context, self._dtype = context, dtype
+    def __init__(self, context: RankContext) -> None:
+        self._context = context
         self._sent: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
 
-    def send_activations(self, halves: Sequence[Tensor]) -> None:
-        """Sends activations to the next stage."""
-        self._send(halves, NEXT)
-
-    def recv_activations(self, sizes: Sequence[int], hidden: int) -> list[Tensor]:
-        """Receives activations [size, hidden] of each half from the previous stage."""
-        device = self._context.device
-        return self._recv(
-            [torch.empty(size, hidden, dtype=self._dtype, device=device) for size in sizes],
-            PREVIOUS,
-        )
-
-    def send_gradients(self, gradients: Sequence[Tensor]) -> None:
-        """Sends gradients of received activations to the previous stage."""
-        self._send(gradients, PREVIOUS)
-
-    def recv_gradients(self, sent: Sequence[Tensor]) -> list[Tensor]:
-        """Receives the gradients of activations that were sent to the next stage."""
-        return self._recv([torch.empty_like(half) for half in sent], NEXT)
-
-    def wait(self) -> None:
-        """Waits until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def _send(self, tensors: Sequence[Tensor], side: int) -> None:
+    def send(self, tensors: Sequence[Tensor], side: int) -> None:
+        """Starts to send tensors to the NEXT or the PREVIOUS stage."""
         for tensor in tensors:
             data = tensor.detach().contiguous()
             work = dist.isend(data, self._neighbour(side), group=self._context.pipeline_group)
             assert work is not None
             self._sent.append((work, data))
 
-    def _recv(self, tensors: list[Tensor], side: int) -> list[Tensor]:
+    def recv(self, tensors: list[Tensor], side: int) -> list[Tensor]:
+        """Fills tensors with those that the stage on a side sends."""
         group = self._context.pipeline_group
         works = [dist.irecv(tensor, self._neighbour(side), group=group) for tensor in tensors]
         for work in works:
             assert work is not None
             work.wait()
         return tensors
+
+    def wait(self) -> None:
+        """Waits until everything is sent."""
+        for work, _ in self._sent:
+            work.wait()
+        self._sent.clear()
 
     def _neighbour(self, side: int) -> int:
         assert self._context.stage is not None

@@ -21,7 +21,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from distca.model.config import ModelConfig
 from distca.model.llama import EMBEDDING, Llama
 from distca.runtime.mesh import RankContext
 
@@ -38,19 +37,19 @@ def parallelize(
     model: Llama, context: RankContext, precision: Precision, *, compile: bool = False
 ) -> None:
     """Parallelizes a model on the meta device (``on_meta``) in place."""
-    check(model.config, context.parallel.tp)
+    model.config.shape.share(context.parallel.tp)  # raises if tp cannot split it evenly
     if compile and context.device.type != "cuda":
         raise ValueError(
             "compile = true works on GPUs only and this rank runs on a CPU: leave it out"
         )
     if context.tp_mesh is not None:
         _split(model, context.tp_mesh)
-    for seam in model.in_order if compile else ():
+    for seam in model.seam_list if compile else ():
         for module in filter(None, (seam.before, seam.after)):
             module.compile()  # before sharding, so that all-gathers stay outside of the graph
     policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.reduce)
     shard_mesh = context.shard_mesh
-    first, *inner, last = model.in_order
+    first, *inner, last = model.seam_list
     # A tied embedding belongs to the first and the last seam, so they are one FSDP unit.
     tied = model.config.tied and model.is_whole
     units: list[list[nn.Module]] = [[first, last]] if tied else [[first], [last]]
@@ -106,16 +105,6 @@ def add_tied_gradients(model: Llama, context: RankContext) -> None:
         dist.all_reduce(gradient, group=context.tied_group)
 
 
-def check(config: ModelConfig, tp: int) -> None:
-    """Raises ValueError if tensor parallelism cannot split the model evenly."""
-    for what, size in (("heads", config.heads), ("kv_heads", config.kv_heads), ("ffn", config.ffn)):
-        if size % tp:
-            raise ValueError(
-                f"{what} = {size} cannot be split over tp = {tp}: choose a tp that divides"
-                f" {config.heads} heads, {config.kv_heads} kv heads and ffn {config.ffn}"
-            )
-
-
 def _split(model: Llama, mesh: DeviceMesh) -> None:
     rows, whole = Shard(0), Replicate()
     norm = SequenceParallel(sequence_dim=0)
@@ -137,7 +126,7 @@ def _split(model: Llama, mesh: DeviceMesh) -> None:
         "head.norm": SequenceParallel(sequence_dim=0, use_local_output=True),
         "head.output": RowwiseParallel(input_layouts=rows, output_layouts=rows),
     }
-    for seam in model.in_order:
+    for seam in model.seam_list:
         present = {name for name, _ in seam.named_modules()}
         parallelize_module(seam, mesh, {name: plan[name] for name in plan if name in present})
     model.tie()  # parallelize_module replaced the weights

@@ -2,13 +2,15 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import torch
 
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan, TensorSpec
-from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
-from distca.pipeline.step_plan import StepPlan
+from distca.attention.prepared import PreparedPlan
+from distca.dispatch.tensors import TensorSpec
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
+from distca.pipeline.step_plan import Slot, StepPlan
 from distca.planning.plan import Plan
 
 PreparedSlot = tuple[PreparedPlan, ...]  # one for each half
@@ -28,43 +30,41 @@ def prepare_ticks(
     stage: the pipeline stage of this rank; None on a dedicated server.
     dtype, device: those of q, k and v.
     """
-    known: dict[tuple[Phase, int, Plan], PreparedPlan] = {}
 
+    @cache
     def prepare(phase: Phase, half: int, plan: Plan) -> PreparedPlan:
-        key = (phase, half, plan)
-        if key not in known:
-            s = plan.shape
-            spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
-            direction = "forward" if phase == FORWARD else "backward"
-            known[key] = attentions[half].prepare(spec, **{direction: plan})
-        return known[key]
+        s = plan.shape
+        spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
+        direction = "forward" if phase == FORWARD else "backward"
+        return attentions[half].prepare(spec, **{direction: plan})
 
-    ticks = [
-        [tuple(prepare(tick.phase, half, plan) for half, plan in enumerate(slot)) for slot in slots]
+    own_backward = {} if stage is None else _own_backward(step, stage)
+
+    def prepare_slot(tick: Tick, number: int, slot: Slot) -> PreparedSlot:
+        prepared = [prepare(tick.phase, half, plan) for half, plan in enumerate(slot)]
+        micro_batch = None if stage is None else tick.micro_batches[stage]
+        if tick.phase == FORWARD and (micro_batch, number) in own_backward:
+            for half, plan in enumerate(own_backward[micro_batch, number]):
+                backward = prepare(BACKWARD, half, plan).backward
+                prepared[half] = replace(prepared[half], backward=backward)
+        return tuple(prepared)
+
+    return tuple(
+        tuple(prepare_slot(tick, number, slot) for number, slot in enumerate(slots))
         for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)
-    ]
-    if stage is not None and step.schedule.has_backward:
-        _add_backward(ticks, step, stage)
-    return tuple(map(tuple, ticks))
+    )
 
 
-def _add_backward(ticks: list[list[PreparedSlot]], step: StepPlan, stage: int) -> None:
-    """Adds the backward direction to the forward slots of a stage's own layers.
+def _own_backward(step: StepPlan, stage: int) -> dict[tuple[int | None, int], Slot]:
+    """Returns the backward plans of a stage's own layers, by micro-batch and forward slot.
 
-    Autograd runs the backward of a layer with the PreparedPlan of its forward, but the plan of the
-    backward is that of a later tick. Forward slot n is backward slot ``layers - 1 - n``.
+    Autograd runs the backward of a layer with the PreparedPlan of its forward, so both directions
+    must be in it. A stage runs its layers backward from the last to the first.
     """
     start, stop = step.stages[stage]
-    backward_slots = {
-        tick.micro_batches[stage]: slots
-        for tick, slots in zip(step.schedule.ticks, ticks, strict=True)
-        if tick.phase == BACKWARD
+    return {
+        (tick.micro_batches[stage], stop - start - 1 - number): slots[number]
+        for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)
+        if tick.phase == BACKWARD and tick.micro_batches[stage] is not None
+        for number in range(step.backward_slots[stage])
     }
-    for tick, slots in zip(step.schedule.ticks, ticks, strict=True):
-        micro_batch = tick.micro_batches[stage]
-        if tick.phase == BACKWARD or micro_batch is None:
-            continue
-        for number in range(step.backward_slots[stage]):
-            forward = stop - start - 1 - number
-            pairs = zip(slots[forward], backward_slots[micro_batch][number], strict=True)
-            slots[forward] = tuple(replace(f, backward=b.backward) for f, b in pairs)

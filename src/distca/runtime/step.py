@@ -9,15 +9,15 @@ A tick has attention **slots**. In each of them all ranks exchange and compute a
 rank first runs the slots of its own layers and then serves in the remaining ones. The plan says how
 many slots a tick has, so no rank depends on which autograd nodes another rank executes.
 
-``pipeline.tick_program`` defines the order of operations inside a tick; ``runtime.tick`` executes
-it.
+``pipeline.tick_program`` defines the order of operations in a tick: ``Llama.forward`` follows it
+in the slots of a rank's own layers, and ``_serve`` in the remaining ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,16 +25,18 @@ from torch.profiler import record_function
 
 from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
+from distca.attention.overlap import AsyncAttention
+from distca.attention.passes import BackwardPass, ForwardPass
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
-from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.schedule import FORWARD, Phase, Tick
 from distca.pipeline.step_plan import StepPlan
+from distca.pipeline.tick_program import TickProgram
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
-from distca.runtime.p2p import StageP2P
+from distca.runtime.p2p import NEXT, PREVIOUS, StageP2P
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
-from distca.runtime.tick import StageForward, serve
 
 Observe = Callable[[int, Tick], None]
 
@@ -62,20 +64,15 @@ class StepRunner:
         *,
         halves: int = 1,
         recompute: bool = False,
-        backend: str = "auto",
-        deterministic: bool = False,
         dtype: torch.dtype = torch.float32,
+        **options: Any,
     ) -> StepRunner:
-        """Makes a runner with the attention of each half; ``halves`` is 2 with ping-pong."""
-        attentions = (
-            CoreAttention(
-                context.attention_group,
-                control=context.attention_cpu_group,
-                backend=backend,
-                deterministic=deterministic,
-            )
-            for _ in range(halves)
-        )
+        """Makes a runner with the attention of each half; ``halves`` is 2 with ping-pong.
+
+        options: further ones of ``CoreAttention``, such as ``backend``.
+        """
+        group, control = context.attention_group, context.attention_control
+        attentions = (CoreAttention(group, control=control, **options) for _ in range(halves))
         return cls(context, tuple(attentions), recompute, dtype)
 
     def train(
@@ -127,8 +124,6 @@ class _InFlight(NamedTuple):
 
 
 class _StepRun:
-    """One step in progress."""
-
     def __init__(
         self,
         runner: StepRunner,
@@ -140,11 +135,10 @@ class _StepRun:
         self._runner, self._model, self._step, self._plan = runner, model, step, step.plan
         self._stage = runner.context.stage
         self._in_flight: dict[int, _InFlight] = {}
-        self._p2p = StageP2P(runner.context, runner.dtype)
+        self._p2p = StageP2P(runner.context)
         self._ticks = self._handshake(prepared)
 
     def run(self) -> None:
-        """Runs all ticks."""
         for number, (tick, slots) in enumerate(
             zip(self._plan.schedule.ticks, self._ticks, strict=True)
         ):
@@ -185,20 +179,25 @@ class _StepRun:
             if tick.phase == FORWARD:
                 start, stop = self._plan.stages[self._stage]
                 own = stop - start
-                self._forward(m, slots[:own])
+                self._forward(m, slots)
             else:
                 own = self._plan.backward_slots[self._stage]
                 self._backward(m)
-        serve(slots[own:], tick.phase)
+        _serve(slots[own:], tick.phase)
 
     def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> None:
         assert self._model is not None
+        first_layer = self._model.start
+
+        def dispatch(layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> AsyncAttention:
+            return AsyncAttention(slots[layer - first_layer][half], q, k, v)
+
         inputs = self._inputs(micro_batch)
-        outputs = self._model(inputs, StageForward(slots, recompute=self._runner.recompute))
+        outputs = self._model(inputs, dispatch, recompute=self._runner.recompute)
         if outputs[0].loss is not None:
             self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
         else:
-            self._p2p.send_activations([half.x for half in outputs])
+            self._p2p.send([half.x for half in outputs], NEXT)
         if self._plan.schedule.has_backward:
             self._in_flight[micro_batch] = _InFlight(inputs, outputs)
 
@@ -214,8 +213,11 @@ class _StepRun:
             inputs.append(Arriving(tokens, positions, labels=labels))
         if not self._stage:
             return inputs
-        sizes = [len(half.x) // context.parallel.tp for half in inputs]
-        received = self._p2p.recv_activations(sizes, self._model.config.hidden)
+        hidden, tp, dtype = self._model.config.hidden, context.parallel.tp, self._runner.dtype
+        received = self._p2p.recv(
+            [torch.empty(len(i.x) // tp, hidden, dtype=dtype, device=device) for i in inputs],
+            PREVIOUS,
+        )
         with_gradient = self._plan.schedule.has_backward and self._plan.sends_gradient(self._stage)
         return [
             half._replace(x=x.requires_grad_(with_gradient))
@@ -234,12 +236,29 @@ class _StepRun:
         else:
             roots = [half.x for half in outputs]
             if self._plan.sends_gradient(self._stage + 1):
-                gradients = self._p2p.recv_gradients(roots)
+                gradients = self._p2p.recv([torch.empty_like(x) for x in roots], NEXT)
         if any(root.requires_grad for root in roots):
             torch.autograd.backward(roots, gradients)
         if self._plan.sends_gradient(self._stage):
-            self._p2p.send_gradients([_gradient(half.x) for half in inputs])
+            self._p2p.send([_gradient(half.x) for half in inputs], PREVIOUS)
 
 
 def _gradient(x: Tensor) -> Tensor:
     return torch.zeros_like(x) if x.grad is None else x.grad
+
+
+def _serve(slots: Sequence[PreparedSlot], phase: Phase) -> None:
+    """Takes part in attention slots without queries, keys and values of its own."""
+    halves = len(slots[0]) if slots else 0
+    dispatch = ForwardPass.without_rows if phase == FORWARD else BackwardPass.without_rows
+    passes: dict[int, ForwardPass | BackwardPass] = {}
+    for operation in TickProgram.of(len(slots), halves, phase).operations:
+        half = operation.half
+        match operation.kind:
+            case "dispatch":
+                assert operation.slot is not None
+                passes[half] = dispatch(slots[operation.slot][half])
+            case "compute":
+                passes[half].compute()
+            case "combine":
+                passes.pop(half).combine()

@@ -4,7 +4,7 @@ import numpy as np
 
 from distca.pipeline.memory import estimate
 from distca.planning.costs.base import PS
-from distca.planning.masks import Mask, pairs
+from distca.planning.masks import document_pairs
 from distca.planning.spans import as_ints
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
@@ -65,9 +65,7 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 
 def attention_s(scenario: Scenario, rates: Rates, batch: Batch) -> float:
     """Returns the seconds of all attention, forward and backward, on one rank at the best rate."""
-    lengths = as_ints(np.concatenate(batch))
-    reach = as_ints(np.full(len(lengths), Mask.parse(scenario.mask).reach))
-    seen = float(pairs(np.zeros_like(lengths), lengths, lengths, reach).sum())
+    seen = float(document_pairs(as_ints(np.concatenate(batch)), scenario.mask))
     cost = rates.cost
     per_pair = cost.forward.min_ps_per_pair + cost.backward.min_ps_per_pair
     return scenario.model.layers * seen * per_pair / PS

@@ -14,7 +14,7 @@ from distca.pipeline.schedule import FORWARD
 from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.masks import Mask, pairs
+from distca.planning.masks import Mask, document_pairs
 from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
@@ -222,11 +222,8 @@ def _without_links(rates: Rates) -> Rates:
 
 def _flops(scenario: Scenario, lengths: Ints) -> float:
     """Returns FLOPs of forward and backward, counting only the pairs inside the mask."""
-    model = scenario.model
-    reach = np.full(len(lengths), Mask.parse(scenario.mask).reach)
-    seen = float(pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach)).sum())
-    linear = model.layers * model.linear_flops_per_token + 2 * model.end_elements
-    return 3 * linear * float(lengths.sum()) + 3.5 * model.layers * model.flops_per_pair * seen
+    pairs = scenario.model.layers * document_pairs(lengths, scenario.mask)
+    return scenario.model.step_flops(float(lengths.sum()), float(pairs))
 
 
 def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:

@@ -192,7 +192,7 @@ class Checkpoints:
         }
 
     def _check(self, path: Path) -> Mapping[str, Any]:
-        """Returns the metadata of the saved tensors. Raises ValueError if the model is another."""
+        """Returns the metadata of the saved tensors. Raises ValueError for another model."""
         try:
             saved = FileSystemReader(path).read_metadata().state_dict_metadata
         except Exception as error:  # unpickling may raise anything
@@ -213,7 +213,7 @@ class Checkpoints:
         ]
         if differing:
             raise ValueError(
-                f"{path} is of another model, {len(differing)} parameters differ"
+                f"{path} was saved from another model, {len(differing)} parameters differ"
                 f" ({_list(differing)}): use the model that it was saved from, or another folder"
             )
         with_moments = {_parameter_of(key) for key in saved}

@@ -14,10 +14,7 @@ from distca.runtime.batches import Step
 from distca.runtime.step import StepRunner
 
 EDGES = (256, 1024, 4096, 16384, 65536)  # borders of the classes of document lengths, in tokens
-
-
-def bucket_names() -> list[str]:
-    return [f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES)]
+NAMES = (f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES))
 
 
 @torch.no_grad()
@@ -25,7 +22,7 @@ def evaluate(
     model: Llama | None, runner: StepRunner, planner: StepPlanner, batches: Iterable[Batch]
 ) -> dict[str, float]:
     """Returns the mean loss per target; all ranks call it, and servers have no model."""
-    sums, counts = np.zeros(len(EDGES) + 1), np.zeros(len(EDGES) + 1)
+    sums, counts = np.zeros(len(NAMES)), np.zeros(len(NAMES))
     for batch in batches:
         step = Step.of(planner.for_evaluation(), batch, train=False)
         for number, losses in runner.losses(model, step).items():
@@ -44,7 +41,7 @@ def _means(sums: Floats, counts: Floats, runner: StepRunner) -> dict[str, float]
     dist.all_reduce(both, group=runner.context.world_group)
     sums, counts = both.numpy()
     result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
-    for name, total, count in zip(bucket_names(), sums, counts, strict=True):
+    for name, total, count in zip(NAMES, sums, counts, strict=True):
         if count:
             result[f"eval_loss {name}"] = float(total / count)
     return result

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from distca.model.config import ModelConfig
-from distca.planning.costs.base import BACKWARD_FLOPS
-from distca.planning.masks import pairs
-from distca.planning.spans import Ints, as_ints
+from distca.planning.masks import document_pairs
+from distca.planning.spans import Ints
 
 # Dense bfloat16 peak of the data sheets, by a part of the device's name.
 PEAK_TFLOPS = {"B200": 2250.0, "H200": 989.0, "H100": 989.0, "A100": 312.0}
@@ -21,17 +20,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def step_flops(config: ModelConfig, lengths: Ints) -> float:
-    """Returns FLOPs of forward and backward, without recomputation and padding."""
-    tokens = float(np.sum(lengths))
-    linear = 3.0 * config.linear_flops_per_token * tokens
-    return linear + sum(
-        (1.0 + BACKWARD_FLOPS) * attention_flops(config, layer, lengths)
-        for layer in range(config.layers)
-    )
-
-
-def attention_flops(config: ModelConfig, layer: int, lengths: Ints) -> float:
-    """Returns forward FLOPs of one layer's attention, of unmasked pairs only."""
-    reach = np.full(len(lengths), config.mask_of(layer).reach)
-    seen = pairs(np.zeros_like(lengths), lengths, lengths, as_ints(reach))
-    return config.shape.flops_per_pair * float(np.sum(seen))
+    """Returns FLOPs of forward and backward, of unmasked pairs only, and without recomputation."""
+    masks = (config.mask_of(layer) for layer in range(config.layers))
+    pairs = sum(document_pairs(lengths, mask) for mask in masks)
+    return config.shape.step_flops(float(np.sum(lengths)), float(pairs))

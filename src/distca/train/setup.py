@@ -3,7 +3,6 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from math import prod
 from pathlib import Path
 
 import torch
@@ -50,16 +49,14 @@ def join_world() -> torch.device:
 def parallel_of(config: Config, world_size: int) -> MeshShape:
     """Returns the sizes of the mesh; by default dp takes the ranks that the other axes leave."""
     p = config.parallel
-    if p.dp:
-        return MeshShape(p.pp, p.dp, p.cp, p.tp, p.servers, p.keep_weights)
-    others = prod((p.pp, p.cp, p.tp))
+    others = p.pp * p.cp * p.tp
     left = world_size - p.servers
-    if left < others or left % others:
+    if not p.dp and (left < others or left % others):
         raise ValueError(
             f"{world_size} ranks less {p.servers} servers cannot be divided by pp x cp x tp ="
             f" {others}: start another number of ranks, or change the sizes"
         )
-    return MeshShape(p.pp, left // others, p.cp, p.tp, p.servers, p.keep_weights)
+    return MeshShape(p.pp, p.dp or left // others, p.cp, p.tp, p.servers, p.keep_weights)
 
 
 def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
@@ -169,3 +166,23 @@ def memory_of(
         for (start, stop), count in zip(stages, held, strict=True)
     ]
     return max(sizes, key=lambda memory: memory.total)
+
+
+def available_bytes(device: torch.device, local_ranks: int, limit_gib: float = 0.0) -> int:
+    """Returns the bytes that a rank may use: the given limit, or its share of the device."""
+    if limit_gib:
+        return int(limit_gib * GIB)
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory * 0.95)
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
+
+
+def check_memory(memory: Memory, limit: int) -> None:
+    """Raises ValueError with the estimate and possible remedies if a run does not fit."""
+    if memory.total > limit:
+        parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.table().items())
+        raise ValueError(
+            f"this run needs about {memory.total / GIB:.1f} GiB per rank ({parts}) and has"
+            f" {limit / GIB:.1f}: use more ranks, fewer tokens per step, more micro-batches,"
+            " parallel.recompute = true, a larger tp, or a smaller model"
+        )

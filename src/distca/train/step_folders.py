@@ -26,11 +26,7 @@ class StepFolders:
     """The checkpoints of one run. One process calls it, while no save is in progress."""
 
     folder: Path
-    keep: int
-
-    def __post_init__(self) -> None:
-        if self.keep < 1:
-            raise ValueError(f"keep = {self.keep}: it must be at least 1")
+    keep: int  # how many complete checkpoints stay, at least 1
 
     def of(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"

@@ -24,16 +24,15 @@ from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.pipeline.memory import Memory
 from distca.pipeline.mesh import MeshShape
+from distca.runtime.batches import Prefetched, Prefetcher
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
-from distca.runtime.prefetch import Prefetched, Prefetcher
 from distca.runtime.step import StepRunner
 from distca.train import setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.memory import available, check
 from distca.train.metrics import Record, Records
 from distca.train.optimizer import adamw, clip, freeze, learning_rate
 from distca.train.trace import tracing
@@ -127,7 +126,8 @@ class Trainer:
         """Returns the estimate for a worker. Raises ValueError if it exceeds the memory."""
         memory = setup.memory_of(self.config, parallel, self.model_config, self.device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        check(memory, available(self.device, local, self.config.parallel.memory_gib))
+        limit = setup.available_bytes(self.device, local, self.config.parallel.memory_gib)
+        setup.check_memory(memory, limit)
         return memory
 
     def _agree_on_start(self) -> None:

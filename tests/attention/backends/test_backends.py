@@ -8,7 +8,9 @@ from attention.oracle import Case, check, inputs_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from distca.attention.backends import Backend, Saved, Traits, backends, choose
+from distca.attention.backends.base import Backend, Saved, Traits
+from distca.attention.backends.choice import backends, choose
+from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import Mask
 
 BACKENDS = {backend.name: backend for backend in backends()}
@@ -166,7 +168,9 @@ def on_cuda(name: str, case: Case, dtype: torch.dtype, deterministic: bool = Fal
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     inputs = inputs_of(replace(case, tasks=((1, 1),)), dtype, "cuda")
-    traits = Traits.of(inputs.q, inputs.k, [Mask.parse(case.mask)], deterministic=deterministic)
+    traits = Traits.of(
+        TensorSpec.of(inputs.q, inputs.k), [Mask.parse(case.mask)], deterministic=deterministic
+    )
     if refusal := BACKENDS[name].refusal(traits):
         pytest.skip(f"{name}: {refusal}")
     return choose(name, traits)

@@ -10,7 +10,10 @@ import pytest
 import torch
 from attention.oracle import Case, inputs_of
 
-from distca.attention.backends import Saved, Traits, backends, choose, fa4, flash
+from distca.attention.backends import Traits, choose, fa4, flash
+from distca.attention.backends.base import Saved
+from distca.attention.backends.choice import backends
+from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 BACKENDS = {backend.name: backend for backend in backends()}
@@ -123,7 +126,7 @@ def test_importing_loads_no_optional_library() -> None:
 def test_traits_of_tensors() -> None:
     q, k = torch.empty(5, 8, 16, dtype=torch.bfloat16), torch.empty(9, 2, 16, dtype=torch.bfloat16)
     masks = [Mask(CAUSAL), Mask(FULL), Mask(7), Mask(9)]
-    assert Traits.of(q, k, masks, deterministic=True) == Traits(
+    assert Traits.of(TensorSpec.of(q, k), masks, deterministic=True) == Traits(
         "cpu", None, torch.bfloat16, 8, 2, 16, MASKS, True
     )
 

@@ -1,22 +1,6 @@
 """Attention kernels behind one small interface."""
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-)
-from distca.attention.backends.choice import backends, choose
+from distca.attention.backends.base import Traits
+from distca.attention.backends.choice import choose
 
-__all__ = [
-    "Attended",
-    "Backend",
-    "Gradients",
-    "PackedCall",
-    "Saved",
-    "Traits",
-    "backends",
-    "choose",
-]
+__all__ = ["Traits", "choose"]

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.dispatch.tensors import TensorSpec, wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
 
@@ -92,6 +93,10 @@ class Attended(NamedTuple):
     out: Tensor  # [Tq, H, D], dtype of q
     lse: Tensor  # [Tq, H], float32, or float64 for float64 inputs
 
+    @classmethod
+    def empty(cls, q: Tensor) -> Attended:
+        return cls(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+
 
 class Saved(NamedTuple):
     """What a backward needs besides the gradient: the inputs of the forward, and its results."""
@@ -128,20 +133,22 @@ class Traits:
     deterministic: bool = False
 
     @classmethod
-    def of(
-        cls, q: Tensor, k: Tensor, masks: Iterable[Mask], *, deterministic: bool = False
-    ) -> Traits:
-        """Returns the traits of attention between q [Tq, H, D] and k [Tk, G, D]."""
-        return cls(
-            device=q.device.type,
-            capability=torch.cuda.get_device_capability(q.device) if q.is_cuda else None,
-            dtype=q.dtype,
-            heads=q.shape[1],
-            kv_heads=k.shape[1],
-            head_dim=q.shape[2],
-            masks=frozenset(kind_of(mask) for mask in masks),
-            deterministic=deterministic,
-        )
+    def of(cls, spec: TensorSpec, masks: Iterable[Mask], *, deterministic: bool = False) -> Traits:
+        device, kinds = spec.device, frozenset(kind_of(mask) for mask in masks)
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        sizes = (spec.heads, spec.kv_heads, spec.head_dim)
+        return cls(device.type, capability, spec.dtype, *sizes, kinds, deterministic)
+
+    def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
+        """Returns why 16-bit kernels for CUDA devices from a compute capability on do not fit."""
+        if self.device != "cuda":
+            return f"it needs a CUDA device, not {self.device}."
+        if self.capability is None or self.capability < capability:
+            needed, found = (".".join(map(str, one or ())) for one in (capability, self.capability))
+            return f"it needs compute capability {needed} or newer, not {found or 'none'}."
+        if self.dtype not in (torch.bfloat16, torch.float16):
+            return f"it takes bfloat16 and float16, not {str(self.dtype).removeprefix('torch.')}."
+        return None
 
 
 def kind_of(mask: Mask) -> str:
@@ -151,21 +158,21 @@ def kind_of(mask: Mask) -> str:
 class Backend(ABC):
     """One way to compute packed attention: ``forward`` and ``backward`` on plain tensors.
 
-    Every backend supports all three masks. Subclasses implement ``_forward`` and ``_backward``,
-    which are called with at least one query and without autograd.
+    Every backend supports all three masks. Subclasses implement ``_refusal``, and ``_forward`` and
+    ``_backward``, which are called with at least one query and without autograd.
     """
 
     name: ClassVar[str]
 
-    @abstractmethod
     def refusal(self, traits: Traits) -> str | None:
         """Returns why this backend cannot compute it, as a sentence; None if it can."""
+        return self._refusal(traits) or _grouping_refusal(traits) or self._library_refusal()
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
         _check_shapes(q, k, v, call)
         if not call.num_queries:
-            return Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+            return Attended.empty(q)
         with torch.no_grad():
             return self._forward(q, k, v, call, scale)
 
@@ -195,6 +202,14 @@ class Backend(ABC):
             return self._backward(grad_out, saved, call, scale, deterministic)
 
     @abstractmethod
+    def _refusal(self, traits: Traits) -> str | None:
+        """Returns why the kernels do not support the traits; None if they do."""
+
+    def _library_refusal(self) -> str | None:
+        """Returns why the kernels cannot be called here; None if they can."""
+        return None
+
+    @abstractmethod
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float
     ) -> Attended: ...
@@ -205,13 +220,7 @@ class Backend(ABC):
     ) -> Gradients: ...
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype to accumulate in: float32, or float64 for float64 inputs."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def grouping_refusal(traits: Traits) -> str | None:
-    """Returns why heads cannot be grouped, by a rule that is the same for every backend."""
+def _grouping_refusal(traits: Traits) -> str | None:
     if traits.kv_heads < 1 or traits.heads % traits.kv_heads:
         return f"{traits.heads} heads cannot share {traits.kv_heads} key/value heads evenly."
     return None

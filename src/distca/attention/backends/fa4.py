@@ -12,18 +12,9 @@ from functools import cache
 from threading import Lock
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
 
 _one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"
@@ -38,21 +29,24 @@ _PARAMETERS = {
 
 
 class FlashAttention4(Backend):
-    """FlashAttention 4, written in CuTe."""
-
     name = "fa4"
 
-    def refusal(self, traits: Traits) -> str | None:
-        if traits.device != "cuda":
-            return f"it needs a CUDA device, not {traits.device}."
-        if traits.capability is None or traits.capability < (9, 0):
-            shown = ".".join(map(str, traits.capability or ()))
-            return f"it needs compute capability 9.0 or newer, not {shown or 'none'}."
-        if traits.dtype not in (torch.bfloat16, torch.float16):
-            return f"it takes bfloat16 and float16, not {str(traits.dtype).removeprefix('torch.')}."
+    def _refusal(self, traits: Traits) -> str | None:
+        if refusal := traits.cuda_refusal((9, 0)):
+            return refusal
+        assert traits.capability is not None
         if traits.deterministic and traits.capability >= (12, 0):
             return "its backward has no deterministic mode from compute capability 12.0 on."
-        return _head_refusal(traits) or grouping_refusal(traits) or _load().refusal
+        hopper, size = traits.capability < (10, 0), traits.head_dim
+        if size % 8 == 0 and 8 <= size <= (256 if hopper else 128):
+            return None
+        if size == 256 and traits.capability < (12, 0):
+            return None
+        most = "256" if hopper else "128, or 256 before compute capability 12.0"
+        return f"the head size must be a multiple of 8 up to {most}, not {size}."
+
+    def _library_refusal(self) -> str | None:
+        return _load().refusal
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         with _one_at_a_time:
@@ -85,18 +79,6 @@ def _arguments(call: PackedCall) -> dict[str, Any]:
         "window_size_left": None if left < 0 else left,
         "window_size_right": None if left < 0 else right,
     }
-
-
-def _head_refusal(traits: Traits) -> str | None:
-    assert traits.capability is not None
-    hopper = traits.capability < (10, 0)
-    size = traits.head_dim
-    if size % 8 == 0 and 8 <= size <= (256 if hopper else 128):
-        return None
-    if size == 256 and traits.capability < (12, 0):
-        return None
-    most = "256" if hopper else "128, or 256 before compute capability 12.0"
-    return f"the head size must be a multiple of 8 up to {most}, not {size}."
 
 
 def _unavailable(*_: Any, **__: Any) -> Any:

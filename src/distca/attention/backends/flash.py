@@ -11,15 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
 
 _aten = torch.ops.aten
 _SHARED = (
@@ -39,16 +31,15 @@ class Flash(Backend):
 
     name = "flash"
 
-    def refusal(self, traits: Traits) -> str | None:
-        if traits.device != "cuda":
-            return f"it needs a CUDA device, not {traits.device}."
-        if traits.capability is None or traits.capability < (8, 0):
-            return f"it needs compute capability 8.0 or newer, not {_dotted(traits.capability)}."
-        if traits.dtype not in (torch.bfloat16, torch.float16):
-            return f"it takes bfloat16 and float16, not {str(traits.dtype).removeprefix('torch.')}."
+    def _refusal(self, traits: Traits) -> str | None:
+        if refusal := traits.cuda_refusal((8, 0)):
+            return refusal
         if traits.head_dim % 8 or not 8 <= traits.head_dim <= 256:
             return f"the head size must be a multiple of 8 up to 256, not {traits.head_dim}."
-        return grouping_refusal(traits) or _operator_refusal()
+        return None
+
+    def _library_refusal(self) -> str | None:
+        return _operator_refusal()
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
         left, right = call.window
@@ -105,7 +96,3 @@ def _operator_refusal() -> str | None:
         if missing := sorted(set(needed) - known):
             return f"aten::{name} of torch {torch.__version__} lacks {', '.join(missing)}."
     return None
-
-
-def _dotted(capability: tuple[int, int] | None) -> str:
-    return "none" if capability is None else ".".join(map(str, capability))

@@ -9,16 +9,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-    wide,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
+from distca.dispatch.tensors import wide
 from distca.planning.masks import FULL, Mask
 
 
@@ -27,19 +19,18 @@ class Reference(Backend):
 
     name = "reference"
 
-    def refusal(self, traits: Traits) -> str | None:
+    def _refusal(self, traits: Traits) -> str | None:
         if not traits.dtype.is_floating_point or traits.dtype.itemsize < 2:
             return f"it takes floating dtypes of 16 bits or more, not {traits.dtype}."
-        return grouping_refusal(traits)
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
-        out = torch.empty_like(q)
-        lse = q.new_empty(q.shape[:2], dtype=wide(q.dtype))
+        result = out, lse = Attended.empty(q)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for rows, keys in _tasks(call):
             task = dense_forward(q[rows], k[keys], v[keys], call.mask, scale)
             out[rows], lse[rows] = task.out.to(out.dtype), task.lse
-        return Attended(out, lse)
+        return result
 
     def _backward(
         self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool

@@ -25,17 +25,9 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Traits,
-    grouping_refusal,
-    wide,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
 from distca.attention.backends.sdpa_kernels import part_backward, part_forward
+from distca.dispatch.tensors import wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 _BATCH_KEYS = 1 << 14  # tasks are batched to save kernel launches, which matter up to this size
@@ -46,7 +38,7 @@ class Sdpa(Backend):
 
     name = "sdpa"
 
-    def refusal(self, traits: Traits) -> str | None:
+    def _refusal(self, traits: Traits) -> str | None:
         dtypes = [torch.float32, torch.bfloat16, torch.float16]
         if traits.device == "cpu":
             dtypes.append(torch.float64)
@@ -56,10 +48,10 @@ class Sdpa(Backend):
             return f"on cuda the head size must be a multiple of 4, not {traits.head_dim}."
         if traits.dtype not in dtypes:
             return f"on {traits.device} it takes {_names(dtypes)}, not {_names([traits.dtype])}."
-        return grouping_refusal(traits)
+        return None
 
     def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
-        result = Attended(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+        result = Attended.empty(q)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for batch in _batches(call):
             out, lse, queries = map(batch.queries, (*result, q))

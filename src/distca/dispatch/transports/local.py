@@ -75,8 +75,6 @@ class LocalWorld:
 
 
 class LocalTransport:
-    """One rank of a local world."""
-
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank, self.num_ranks = world, rank, world.num_ranks
         self._num_collectives = 0

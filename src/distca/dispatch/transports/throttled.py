@@ -86,16 +86,14 @@ def _start_on_stream(send: Tensor, recv: Tensor, seconds: float) -> Wait:
 
 def _fill(recv: Tensor) -> None:
     noise = _noise(recv.device)
-    for start in range(0, recv.numel(), noise.numel()):
-        part = recv[start : start + noise.numel()]
+    for part in torch.split(recv, noise.numel()):
         part.copy_(noise[: part.numel()])
 
 
 def _drain(send: Tensor) -> None:
     """Reads what is sent, as a network adapter does."""
     sink = torch.empty_like(_noise(send.device))
-    for start in range(0, send.numel(), sink.numel()):
-        part = send[start : start + sink.numel()]
+    for part in torch.split(send, sink.numel()):
         sink[: part.numel()].copy_(part)
 
 
