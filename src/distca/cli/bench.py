@@ -159,7 +159,7 @@ def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
     from distca.model.sizes import model_config
     from distca.report.progress import progress
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
-    from distca.report.training import facts
+    from distca.report.tables import facts
     from distca.sim.isolated import RankSeconds, compare, simulate_isolated
 
     assert chosen.model is not None

@@ -153,7 +153,7 @@ class PlanCommand:
         if self.out is not None:
             self.out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
         if self.plot is not None:
-            from distca.report.plots import draw_plan
+            from distca.report.plan_plots import draw_plan
 
             draw_plan(record, traffic_matrix(made), self.plot)
         if self.as_json:
@@ -164,7 +164,7 @@ class PlanCommand:
 
 def _show(made: "Plan", record: dict[str, Any], written: list[Path]) -> None:
     from distca.report.bars import caption, load_bars
-    from distca.report.tables import heading, plan_table
+    from distca.report.plans import heading, plan_table
 
     screen, summary = console(), record["summary"]
     screen.print(heading(summary), style="bold")
@@ -183,7 +183,7 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     from distca.cli.records import comparison_row, summary_of
     from distca.planning.api import place_and_plan
     from distca.planning.policies import policy_of
-    from distca.report.tables import COMPARE_CAPTION, compare_table, heading
+    from distca.report.plans import COMPARE_CAPTION, compare_table, heading
 
     ours, *others = POLICIES
     summaries: list[dict[str, Any]] = []

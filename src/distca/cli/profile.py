@@ -153,7 +153,7 @@ class ProfileCommand:
 
     def _show(self, done: "Profile") -> None:
         from distca.report.profiles import profile_facts, rates_table
-        from distca.report.training import facts
+        from distca.report.tables import facts
 
         record = done.to_json() | {"out": str(self.out)}
         directions = ("forward", "backward")

@@ -56,7 +56,7 @@ def record_of(
 
 
 def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of ``report.tables.compare_table``."""
+    """Returns a row of ``report.plans.compare_table``."""
     tokens = plan.placement.tokens
     return summary | {
         "imbalance_each": imbalances(plan),

@@ -174,7 +174,7 @@ def check(config: "Config", num_ranks: int) -> None:
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     from distca.pipeline.stages import stage_layers
     from distca.report import units
-    from distca.report.training import facts
+    from distca.report.tables import facts
     from distca.train import setup
 
     model = setup.model_of(config, setup.tokenizer_of(config))

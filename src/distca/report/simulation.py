@@ -1,17 +1,12 @@
 """Tables and sentences about simulations, from the records of ``distca simulate --json``."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from distca.report import units
-
-NOTHING = "-"
-Record = Mapping[str, Any]
+from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table
 
 
 def heading(record: Record) -> list[str]:
@@ -44,8 +39,9 @@ def _deviations(machines: Record) -> str:
     return ", ".join(words)
 
 
-# Columns, the most important first: a title of two lines, and the cell of a strategy.
-_COLUMNS: dict[str, Callable[[Record], str]] = {
+_COLUMNS: Columns = {
+    "\nGPUs": lambda one: units.count(one["gpus"]),
+    POLICY: lambda one: one["policy"],
     "\nstep": lambda one: units.seconds(one["step_s"]),
     "speed-\nup": lambda one: units.ratio(one["speed_up"]) if one["speed_up"] else NOTHING,
     "pp x dp x\ncp x tp": lambda one: " x ".join(
@@ -64,41 +60,25 @@ CAPTION = (
     "speed-up: over the best strategy without disaggregation; idle: fraction of all GPUs' time;"
     " exposed: fraction of the step that faster links between nodes would save"
 )
-_GAP = 1  # and one more for the box between columns
 
 
 def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
     """Returns a table with a section for each number of GPUs and the columns that fit ``width``."""
-    known = [(run, one) for run in runs for one in run["strategies"] if "error" not in one]
-    several = len(runs) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.padding = (0, _GAP, 0, 0)
-    shown: list[tuple[str, list[str]]] = []
-    if several:
-        shown.append(("\nGPUs", [units.count(run["gpus"]) for run, _ in known]))
-    shown.append(("\npolicy", [one["policy"] for _, one in known]))
-    left = width - sum(_width(title, cells) for title, cells in shown)
-    for title, show in _COLUMNS.items():
-        cells = [show(one) for _, one in known]
-        if _width(title, cells) > left:
-            break
-        left -= _width(title, cells)
-        shown.append((title, cells))
-    for title, _ in shown:
-        table.add_column(title, justify="left" if title == "\npolicy" else "right", no_wrap=True)
-    last = runs[0]
-    rows = zip(*(cells for _, cells in shown), strict=True)
-    for (run, one), row in zip(known, rows, strict=True):
-        if run["gpus"] != last["gpus"]:
-            table.add_section()
+    known = [
+        {**one, "gpus": run["gpus"]}
+        for run in runs
+        for one in run["strategies"]
+        if "error" not in one
+    ]
+    columns = dict(_COLUMNS)
+    if len(runs) == 1:
+        del columns["\nGPUs"]
+    table, lines = fitting_table(columns, known, width)
+    for one, cells, following in zip(known, lines, [*known[1:], None], strict=True):
         style = "red" if not one["fits"] else "cyan" if one["disaggregated"] else None
-        table.add_row(*row, style=style)
-        last = run
+        last = following is not None and following["gpus"] != one["gpus"]
+        table.add_row(*cells, style=style, end_section=last)
     return Group(table, *_remarks(runs))
-
-
-def _width(title: str, cells: Sequence[str]) -> int:
-    return max(map(len, [*title.split("\n"), *cells])) + _GAP + 1
 
 
 def _remarks(runs: Sequence[Record]) -> list[Text]:
