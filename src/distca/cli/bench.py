@@ -5,11 +5,11 @@ import time
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
 from distca.planning.policies import PLACEMENTS
 
 if TYPE_CHECKING:
@@ -24,9 +24,9 @@ DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
     "cpu": {"model": "debug", "tp": 1, "tokens": "1K", "context": "8K", "cost": "cpu", "sample": 6},
 }  # fmt: skip
 _plan, _rank, _measure = (
-    partial(option, panel) for panel in ("Plan", "Replayed rank", "Measurement")
+    partial(option, panel=panel) for panel in ("Plan", "Replayed rank", "Measurement")
 )
-_output = partial(option, OUTPUT)
+_output = partial(option, panel=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,68 +39,44 @@ class ReplayCommand:
     For a first look on any machine: distca bench replay --ranks 16
     """
 
-    ranks: Annotated[int, _plan("N", "Ranks of the plan, each with tp GPUs.")] = 64
-    lengths: Annotated[
-        str, _plan("NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.")
-    ] = "pretrain"
-    context: Annotated[
-        str | None, _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
-    ] = None
-    tokens: Annotated[
-        str | None, _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
-    ] = None
-    placement: Annotated[str, _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.")] = "given"
-    ping_pong: Annotated[
-        bool | None,
-        _plan(
-            "",
-            "Overlap two half-batches. Default: measure with and without.",
-            "--ping-pong/--no-ping-pong",
-        ),
-    ] = None
-    cost: Annotated[
-        str | None,
-        _plan(
-            "NAME",
-            "Cost model of planner and simulator: h200, h200-flash, cpu, a profile file,"
-            " analytic or pairs. Default: h200, or cpu on the CPU.",
-        ),
-    ] = None
-    seed: Annotated[int, _plan("N", "Random seed of the documents and of the sample.")] = 0
+    ranks: int = _plan("N", "Ranks of the plan, each with tp GPUs.", 64)
+    lengths: str = _plan(
+        "NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.", "pretrain"
+    )
+    context: str | None = _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
+    tokens: str | None = _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
+    placement: str = _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.", "given")
+    ping_pong: bool | None = _plan(
+        "",
+        "Overlap two half-batches. Default: measure with and without.",
+        None,
+        "--ping-pong/--no-ping-pong",
+    )
+    cost: str | None = _plan(
+        "NAME",
+        "Cost model of planner and simulator: h200, h200-flash, cpu, a profile file,"
+        " analytic or pairs. Default: h200, or cpu on the CPU.",
+    )
+    seed: int = _plan("N", "Random seed of the documents and of the sample.", 0)
 
-    model: Annotated[
-        str | None, _rank("NAME", "Name of a model. Default: llama3-8b, or debug on the CPU.")
-    ] = None
-    tp: Annotated[
-        int | None,
-        _rank(
-            "N",
-            "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on"
-            " the CPU.",
-        ),
-    ] = None
-    layers: Annotated[int, _rank("N", "Layers to run.")] = 2
-    across: Annotated[
-        str, _rank("BYTES", "Bandwidth of the rank's link per second and direction.")
-    ] = "50GB"
-    latency: Annotated[float, _rank("US", "Latency of each exchange in microseconds.")] = 20.0
-    backend: Annotated[
-        str, _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.")
-    ] = "auto"
+    model: str | None = _rank("NAME", "Name of a model. Default: llama3-8b, or debug on the CPU.")
+    tp: int | None = _rank(
+        "N",
+        "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on the CPU.",
+    )
+    layers: int = _rank("N", "Layers to run.", 2)
+    across: str = _rank("BYTES", "Bandwidth of the rank's link per second and direction.", "50GB")
+    latency: float = _rank("US", "Latency of each exchange in microseconds.", 20.0)
+    backend: str = _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
 
-    sample: Annotated[
-        int | None,
-        _measure(
-            "N",
-            "Ranks to replay: the extreme ones and random ones. A third of them"
-            " calibrates the simulator. Default: 12, or 6 on the CPU.",
-        ),
-    ] = None
-    rounds: Annotated[int, _measure("N", "Repetitions, of which the median counts.")] = 3
-    as_json: Json = False
-    out: Annotated[
-        Path | None, _output("FILE", "Append one line of JSON for each case to this file.")
-    ] = None
+    sample: int | None = _measure(
+        "N",
+        "Ranks to replay: the extreme ones and random ones. A third of them"
+        " calibrates the simulator. Default: 12, or 6 on the CPU.",
+    )
+    rounds: int = _measure("N", "Repetitions, of which the median counts.", 3)
+    as_json: bool = json_switch()
+    out: Path | None = _output("FILE", "Append one line of JSON for each case to this file.")
 
     def run(self) -> None:
         import torch
@@ -212,4 +188,4 @@ def _bench(context: typer.Context) -> None:
 
 
 app = typer.Typer(callback=_bench, invoke_without_command=True)
-app.command("replay")(ReplayCommand)
+app.command("replay")(for_typer(ReplayCommand))

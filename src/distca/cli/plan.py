@@ -4,12 +4,11 @@ import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.policies import POLICIES
 
@@ -25,7 +24,7 @@ SAME_OPTIONS = (  # fields that have the same name and meaning in PlanOptions
     "min_shard", "ranks_per_node",
 )  # fmt: skip
 _batch, _plan, _ranks, _output = (
-    partial(option, panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
+    partial(option, panel=panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
 )
 
 
@@ -38,73 +37,56 @@ class PlanCommand:
     For a first look: distca plan prolong --ranks 64 --compare
     """
 
-    lengths: Annotated[
-        str,
-        Argument(
-            metavar="LENGTHS",
-            help='A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
-            " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
-            " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
-            " need --ranks.",
-        ),
-    ]
-    ranks: Annotated[int | None, _batch("N", "Number of workers to pack the documents on.")] = None
-    context: Annotated[
-        str | None,
-        _batch(
-            "TOKENS",
-            "Tokens per rank, such as 64K or 1M. Default: 128K for a distribution, all tokens for"
-            " a file.",
-        ),
-    ] = None
-    seed: Annotated[int, _batch("N", "Random seed of a distribution.")] = 0
-    end_of_document: Annotated[
-        int | None, _batch("ID", "Token id that ends each document in a .npy file.")
-    ] = None
-    mask: Annotated[str, _batch("MASK", "Attention mask: causal, full or window:N.")] = "causal"
-    model: Annotated[str | None, _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")] = (
-        None
+    lengths: str = argument(
+        "LENGTHS",
+        'A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
+        " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
+        " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
+        " need --ranks.",
     )
-    heads: Annotated[
-        int | None, _batch("N", "Number of query heads; replaces the name of a model.")
-    ] = None
-    kv_heads: Annotated[
-        int | None, _batch("N", "Number of key/value heads. Default: as many as query heads.")
-    ] = None
-    head_dim: Annotated[int | None, _batch("N", "Size of a head.")] = None
+    ranks: int | None = _batch("N", "Number of workers to pack the documents on.")
+    context: str | None = _batch(
+        "TOKENS",
+        "Tokens per rank, such as 64K or 1M. Default: 128K for a distribution, all tokens for"
+        " a file.",
+    )
+    seed: int = _batch("N", "Random seed of a distribution.", 0)
+    end_of_document: int | None = _batch("ID", "Token id that ends each document in a .npy file.")
+    mask: str = _batch("MASK", "Attention mask: causal, full or window:N.", "causal")
+    model: str | None = _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")
+    heads: int | None = _batch("N", "Number of query heads; replaces the name of a model.")
+    kv_heads: int | None = _batch(
+        "N", "Number of key/value heads. Default: as many as query heads."
+    )
+    head_dim: int | None = _batch("N", "Size of a head.")
 
-    policy: Annotated[str, _plan("NAME", f"One of {', '.join(POLICIES)}.")] = "distca"
-    placement: Annotated[
-        str, _plan("NAME", "given: tokens stay where they are; balanced: they are placed again.")
-    ] = "given"
-    compare: Annotated[bool, _plan("", "Compare all policies in one table.", "--compare")] = False
-    tolerance: Annotated[
-        float, _plan("SHARE", "How far the slowest rank may be above the mean.")
-    ] = 0.02
-    cost: Annotated[
-        str, _plan("NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.")
-    ] = DEFAULT_COST
-    cp: Annotated[
-        int | None,
-        _plan("N", "Workers that share a sequence in context-parallel policies. Default: up to 8."),
-    ] = None
-    tile: Annotated[int, _plan("TOKENS", "Documents are cut at multiples of this.")] = 128
-    min_shard: Annotated[int, _plan("TOKENS", "Smallest piece of a document.")] = 128
+    policy: str = _plan("NAME", f"One of {', '.join(POLICIES)}.", "distca")
+    placement: str = _plan(
+        "NAME", "given: tokens stay where they are; balanced: they are placed again.", "given"
+    )
+    compare: bool = _plan("", "Compare all policies in one table.", False, "--compare")
+    tolerance: float = _plan("SHARE", "How far the slowest rank may be above the mean.", 0.02)
+    cost: str = _plan(
+        "NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.", DEFAULT_COST
+    )
+    cp: int | None = _plan(
+        "N", "Workers that share a sequence in context-parallel policies. Default: up to 8."
+    )
+    tile: int = _plan("TOKENS", "Documents are cut at multiples of this.", 128)
+    min_shard: int = _plan("TOKENS", "Smallest piece of a document.", 128)
 
-    servers: Annotated[int, _ranks("N", "Dedicated attention servers besides the workers.")] = 0
-    workers_serve: Annotated[
-        bool, _ranks("", "Workers compute attention too, besides the servers.", "--workers-serve")
-    ] = False
-    ranks_per_node: Annotated[int | None, _ranks("N", "Ranks of a node. Default: all.")] = None
-    memory: Annotated[
-        str | None, _ranks("BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB.")
-    ] = None
+    servers: int = _ranks("N", "Dedicated attention servers besides the workers.", 0)
+    workers_serve: bool = _ranks(
+        "", "Workers compute attention too, besides the servers.", False, "--workers-serve"
+    )
+    ranks_per_node: int | None = _ranks("N", "Ranks of a node. Default: all.")
+    memory: str | None = _ranks(
+        "BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB."
+    )
 
-    as_json: Json = False
-    out: Annotated[Path | None, _output("FILE", "Write the plan to this JSON file.")] = None
-    plot: Annotated[
-        Path | None, _output("FILE", "Draw loads and traffic into this .png, .svg or .pdf file.")
-    ] = None
+    as_json: bool = json_switch()
+    out: Path | None = _output("FILE", "Write the plan to this JSON file.")
+    plot: Path | None = _output("FILE", "Draw loads and traffic into this .png, .svg or .pdf file.")
 
     def run(self) -> None:
         from distca.planning.policies import policy_of

@@ -4,12 +4,11 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
-from distca.cli.command import Json, console, rank_command
+from distca.cli.command import console, json_switch, option, rank_command
 
 if TYPE_CHECKING:
     import torch
@@ -30,29 +29,14 @@ class ProfileCommand:
     To use the profile: distca plan ... --cost FILE
     """
 
-    model: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Model whose sizes are measured."
-            f" Default: {GPU_MODEL}, or {CPU_MODEL} on the CPU.",
-        ),
-    ] = None
-    backend: Annotated[
-        str,
-        Option(metavar="NAME", help="Attention backend: auto, fa4, flash, sdpa or reference."),
-    ] = "auto"
-    out: Annotated[
-        Path, Option(metavar="FILE", help="The profile; an unfinished one is continued.")
-    ] = Path("profile.json")
-    ranks: Annotated[
-        int | None,
-        Option(metavar="N", help="Ranks to start. Default: one for each GPU, or 1 on the CPU."),
-    ] = None
-    quick: Annotated[
-        bool, Option("--quick", metavar="", help="Measure every other size, with fewer rounds.")
-    ] = False
-    as_json: Json = False
+    model: str | None = option(
+        "NAME", f"Model whose sizes are measured. Default: {GPU_MODEL}, or {CPU_MODEL} on the CPU."
+    )
+    backend: str = option("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
+    out: Path = option("FILE", "The profile; an unfinished one is continued.", Path("profile.json"))
+    ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 1 on the CPU.")
+    quick: bool = option("", "Measure every other size, with fewer rounds.", False, "--quick")
+    as_json: bool = json_switch()
 
     def run(self) -> None:
         from distca.runtime.launch import is_rank, launch, reporting
@@ -69,12 +53,7 @@ class ProfileCommand:
             bench = self._bench(torch.device("cuda", 0) if gpu else torch.device("cpu"))
             self._measure(bench, self._begin(bench))
             return
-        arguments = ["profile", f"--backend={self.backend}", f"--out={self.out}"]
-        arguments += [f"--model={self.model}"] if self.model else []
-        arguments += [
-            flag for flag, on in (("--quick", self.quick), ("--json", self.as_json)) if on
-        ]
-        stop = launch(rank_command(arguments), num_ranks, LOGS)
+        stop = launch(rank_command("profile", self), num_ranks, LOGS)
         if stop is not None:
             self._tell_stopped()
             raise typer.Exit(130 if stop.signal == signal.SIGINT else 0)

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.cli.settings import Settings, read_settings
 
 if TYPE_CHECKING:
@@ -24,7 +23,7 @@ if TYPE_CHECKING:
     from distca.sim.verdict import Verdict
 
 PICTURES = (".png", ".svg", ".pdf")
-_output = partial(option, OUTPUT)
+_output = partial(option, panel=OUTPUT)
 
 
 def _use_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -41,30 +40,22 @@ class SimulateCommand(Settings):
     For a first look: distca simulate --gpus 64 --context 256K
     """
 
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG.toml",
-            help="File with the same settings; options override it.",
-            callback=_use_file,
-            is_eager=True,
-        ),
-    ] = None
-    as_json: Json = False
-    trace: Annotated[
-        Path | None,
-        _output(
-            "FILE",
-            "Write a timeline of one step for ui.perfetto.dev: the best disaggregated"
-            " strategy and the best of the others.",
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        _output(
-            "FILE", "Draw times, idle shares, traffic and memory into this .png, .svg or .pdf file."
-        ),
-    ] = None
+    config: Path | None = argument(
+        "CONFIG.toml",
+        "File with the same settings; options override it.",
+        default=None,
+        callback=_use_file,
+        is_eager=True,
+    )
+    as_json: bool = json_switch()
+    trace: Path | None = _output(
+        "FILE",
+        "Write a timeline of one step for ui.perfetto.dev: the best disaggregated"
+        " strategy and the best of the others.",
+    )
+    plot: Path | None = _output(
+        "FILE", "Draw times, idle shares, traffic and memory into this .png, .svg or .pdf file."
+    )
 
     def run(self) -> None:
         from distca.cli.outcomes import run_record, scenario_record

@@ -6,12 +6,19 @@ import signal
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
-from distca.cli.command import OUTPUT, Json, console, exit_if_stopped, option, rank_command
+from distca.cli.command import (
+    OUTPUT,
+    argument,
+    console,
+    exit_if_stopped,
+    json_switch,
+    option,
+    rank_command,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +44,7 @@ NEXT_COMMAND = (
     "distca train --set 'data.sources=[\"my/*.jsonl\"]' --set train.steps=2000"
     " --set train.checkpoint_every=200 --out runs/mine"
 )
-_run, _output = partial(option, "Run"), partial(option, OUTPUT)
+_run, _output = partial(option, panel="Run"), partial(option, panel=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,47 +57,36 @@ class TrainCommand:
     For a first look: distca train --compare
     """
 
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG.toml",
-            help="Configuration of the run. Default: a small model on the text of Python's"
-            " standard library.",
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        _run(
-            "A.B=C",
-            "Override a value of the config, as in train.steps=50; may be repeated.",
-            "--set",
-        ),
-    ] = None
-    ranks: Annotated[
-        int | None, _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
-    ] = None
-    out: Annotated[
-        Path | None,
-        _run("DIR", "Folder for records, logs and checkpoints. Default: runs/latest."),
-    ] = None
-    resume: Annotated[
-        bool | None,
-        _run(
-            "",
-            "Continue from the newest checkpoint in DIR, if there is one (the default), or"
-            " start from the beginning.",
-            "--resume/--fresh",
-        ),
-    ] = None
-    compare: Annotated[
-        bool,
-        _run("", "Train the same steps colocated and disaggregated, and compare.", "--compare"),
-    ] = False
-    trace: Annotated[
-        int | None,
-        _output("STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."),
-    ] = None
-    as_json: Json = False
+    config: Path | None = argument(
+        "CONFIG.toml",
+        "Configuration of the run. Default: a small model on the text of Python's"
+        " standard library.",
+        default=None,
+    )
+    settings: list[str] | None = _run(
+        "A.B=C",
+        "Override a value of the config, as in train.steps=50; may be repeated.",
+        None,
+        "--set",
+    )
+    ranks: int | None = _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    out: Path | None = _run(
+        "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
+    )
+    resume: bool | None = _run(
+        "",
+        "Continue from the newest checkpoint in DIR, if there is one (the default), or"
+        " start from the beginning.",
+        None,
+        "--resume/--fresh",
+    )
+    compare: bool = _run(
+        "", "Train the same steps colocated and disaggregated, and compare.", False, "--compare"
+    )
+    trace: int | None = _output(
+        "STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."
+    )
+    as_json: bool = json_switch()
 
     def run(self) -> None:
         from distca.runtime.launch import is_launched, is_rank, reporting
@@ -143,17 +139,8 @@ class TrainCommand:
         check(config, num_ranks)
         if not self.as_json:
             _announce(config, num_ranks, self.compare)
-        arguments = [
-            "train",
-            *(f"--set={setting}" for setting in self._settings),
-            *([] if self.out is None else [f"--out={self.out}"]),
-            *([] if self.resume is None else ["--resume" if self.resume else "--fresh"]),
-            *(["--compare"] if self.compare else []),
-            *(["--json"] if self.as_json else []),
-            *([] if self.config is None else ["--", str(self.config)]),
-        ]
         try:
-            stop = launch(rank_command(arguments), num_ranks, Path(config.out) / "logs")
+            stop = launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
         finally:
             console().show_cursor()  # a rank that was killed could not
         exit_if_stopped(stop)

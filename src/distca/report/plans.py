@@ -82,8 +82,7 @@ def compare_table(rows: Sequence[Record], width: int) -> RenderableType:
 
 
 def _policy(row: Record) -> str:
-    policy: str = row["policy"]
-    return policy.removesuffix(" placement")
+    return row["policy"].removesuffix(" placement")
 
 
 def _over_bound(summary: Record) -> str:
