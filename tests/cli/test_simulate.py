@@ -272,7 +272,7 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--mask=x"], "mask 'x' is unknown"),
         (["--policy=x"], "policy 'x' is unknown"),
         (["--placement=x"], "placement 'x' is unknown: choose given or balanced"),
-        (["--tolerance=1"], "--tolerance 1.0: it must be at least 0 and below 1"),
+        (["--tolerance=1"], "tolerance = 1.0: it must be at least 0 and less than 1"),
         (["--micro-batches=0"], "micro_batches = 0: give 1 or more"),
         (["--layers=0"], "--layers 0: give 1 or more"),
         (["--plot=none/x.png"], "there is no folder none"),

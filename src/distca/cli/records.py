@@ -12,7 +12,7 @@ from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.spans import Floats, Ints
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import backward_traffic, forward_traffic, key_moves
+from distca.planning.traffic import backward_traffic, forward_flows, forward_traffic
 
 
 def summary_of(plan: Plan) -> dict[str, Any]:
@@ -76,21 +76,8 @@ def over_mean(servers: Devices, work: Ints) -> Floats:
 
 def traffic_matrix(plan: Plan) -> Ints:
     """Returns bytes [sender, receiver] of one layer's forward: q and kv out, o back."""
-    ranks, shape, tasks = plan.devices.num_ranks, plan.shape, plan.forward
-    matrix = np.zeros((ranks, ranks), np.int64)
-    moved = tasks.moved
-    home, server = tasks.home[moved], tasks.server[moved]
-    np.add.at(matrix, (home, server), tasks.queries[moved] * shape.q_bytes)
-    np.add.at(matrix, (server, home), tasks.queries[moved] * shape.q_bytes)
-    keys = key_moves(tasks, plan.placement)
-    source, target, num_keys = keys.source, keys.server, keys.stop - keys.start
-    if plan.gather:  # every worker sends all keys to its group, needed or not
-        outside = source // plan.gather != target // plan.gather
-        source, target, num_keys = source[outside], target[outside], num_keys[outside]
-        workers = np.arange(plan.placement.num_workers)
-        group = workers // plan.gather
-        together = (group[:, None] == group) & (workers[:, None] != workers)
-        gathered = together * plan.placement.tokens[:, None] * shape.kv_bytes
-        matrix[: len(workers), : len(workers)] += gathered
-    np.add.at(matrix, (source, target), num_keys * shape.kv_bytes)
+    flows = forward_flows(plan.forward, plan.placement, plan.shape, plan.gather)
+    matrix = np.zeros((plan.devices.num_ranks,) * 2, np.int64)
+    np.add.at(matrix, (flows.source, flows.target), flows.out)
+    np.add.at(matrix, (flows.target, flows.source), flows.back)
     return matrix

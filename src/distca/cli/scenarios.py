@@ -14,7 +14,8 @@ from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
-from distca.planning.policies import PLACEMENTS
+from distca.planning.options import PlanOptions
+from distca.planning.policies import PLACEMENTS, policy_of
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.sweep import Sizes
@@ -108,12 +109,9 @@ def cluster_of(settings: Settings) -> Cluster:
 
 
 def _strategies(settings: Settings) -> tuple[Strategy, ...]:
-    if settings.placement not in ("", *PLACEMENTS):
-        raise ValueError(
-            f"placement {settings.placement!r} is unknown: choose {' or '.join(PLACEMENTS)}"
-        )
-    if not 0 <= settings.tolerance < 1:
-        raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
+    PlanOptions(tolerance=settings.tolerance)  # raises ValueError for a wrong one
+    placements = (settings.placement,) if settings.placement else PLACEMENTS
+    policy_of("distca", placements[0])  # raises ValueError for an unknown one
     strategies = []
     for policy in dict.fromkeys(settings.policy or COMPARED):
         strategy = Strategy(
@@ -122,8 +120,7 @@ def _strategies(settings: Settings) -> tuple[Strategy, ...]:
         if not strategy.disaggregated:
             strategies.append(strategy)
             continue
-        default = PLACEMENTS if policy == "distca" else PLACEMENTS[:1]
-        chosen = (settings.placement,) if settings.placement else default
+        chosen = placements if policy == "distca" else placements[:1]
         strategies += [replace(strategy, placement=placement) for placement in chosen]
     return tuple(strategies)
 

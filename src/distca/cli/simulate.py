@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -19,10 +19,15 @@ if TYPE_CHECKING:
 
     from distca.cli.scenarios import Study
     from distca.sim.scenario import Scenario
+    from distca.sim.simulate import Summary
     from distca.sim.sweep import Show, SweepResult
     from distca.sim.verdict import Verdict
 
 PICTURES = (".png", ".svg", ".pdf")
+FIGURES = (  # of a Summary, in the record of a strategy
+    "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "planning_s",
+)  # fmt: skip
+REASONS = ("pays", "speed_up", "because", "attention", "busiest", "needed_bytes_per_s")
 _output = partial(option, panel=OUTPUT)
 
 
@@ -58,17 +63,12 @@ class SimulateCommand(Settings):
     )
 
     def run(self) -> None:
-        from distca.cli.outcomes import run_record, scenario_record
         from distca.cli.scenarios import Study
-        from distca.report.simulation import verdict
 
         self._check_paths()
         study, screen = Study.of(self), console()
         runs = _simulate(study, screen, quiet=self.as_json)
-        record = scenario_record(study.scenarios[0], study.batches)
-        record["runs"] = [run_record(run.scenario, run.found, run.verdict) for run in runs]
-        for run in record["runs"]:
-            run["verdict"]["text"] = verdict(run)
+        record = _study_record(study) | {"runs": [run.record() for run in runs]}
         written = []
         if self.trace is not None:
             written.append(_write_trace(runs[-1], self.trace))
@@ -101,9 +101,67 @@ class _Run:
     found: "list[SweepResult]"
     verdict: "Verdict"
 
+    def record(self) -> dict[str, Any]:
+        from distca.report.simulation import verdict
+
+        scenario, other = self.scenario, self.verdict.other
+        record: dict[str, Any] = {
+            "gpus": scenario.cluster.gpus,
+            "sequences": scenario.sequences,
+            "tokens": scenario.tokens,
+            "limit_bytes": scenario.cluster.usable_bytes,
+            "strategies": [_strategy_record(one, other) for one in self.found],
+            "verdict": _verdict_record(self.verdict) | {"known": scenario.cluster.known},
+        }
+        record["verdict"]["text"] = verdict(record)
+        return record
+
+
+def _study_record(study: "Study") -> dict[str, Any]:
+    """Returns what is the same for all numbers of GPUs."""
+    record = asdict(study.scenarios[0]) | {"batches": study.batches}
+    del record["sequences"]
+    if not isinstance(record["lengths"], str):
+        record["lengths"] = f"{len(record['lengths'])} documents"
+    return record
+
+
+def _strategy_record(result: "SweepResult", other: "Summary | None") -> dict[str, Any]:
+    """Returns the figures of a strategy.
+
+    other: the strategy over which its speed-up is stated.
+    """
+    if result.summary is None:
+        return {"policy": result.name, "error": result.refused}
+    found, strategy = result.summary, result.summary.strategy
+    return {
+        "policy": result.name,
+        "disaggregated": strategy.disaggregated,
+        "sizes": asdict(strategy.parallel) | {"micro_batches": strategy.micro_batches},
+        "sizes_text": strategy.sizes,
+        "tried": result.tried,
+        "speed_up": None if other is None else other.step_s / found.step_s,
+        "memory_bytes": found.memory.total,
+        "memory_gib": found.memory.table(),
+        "fits": result.fits,
+        **{name: getattr(found, name) for name in FIGURES},
+    }
+
+
+def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(verdict, name) for name in REASONS}
+    for side in ("ours", "other"):
+        one = getattr(verdict, side)
+        record[side] = one and {
+            "policy": one.strategy.name,
+            "sizes": one.strategy.sizes,
+            "idle": one.idle,
+            "exposed": one.exposed,
+        }
+    return record
+
 
 def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
-    from distca.cli.outcomes import limit_bytes
     from distca.sim.sweep import best, candidates
     from distca.sim.verdict import verdict
 
@@ -116,7 +174,7 @@ def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
     with _progress(screen, total, quiet) as show:
         for scenario in study.scenarios:
             batches, sizes = list(scenario.batches(study.batches)), study.sizes_of(scenario)
-            limit = limit_bytes(scenario)
+            limit = scenario.cluster.usable_bytes
             found = [
                 best(scenario, strategy, sizes, batches, limit_bytes=limit, show=show)
                 for strategy in study.strategies
