@@ -2,7 +2,7 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +14,20 @@ from distca.planning.policies import PLACEMENTS
 
 if TYPE_CHECKING:
     import torch
+    from rich.console import Console
 
-    from distca.model.config import ModelConfig
-    from distca.sim.isolated import Case
+    from distca.model.llama import Llama
+    from distca.pipeline.step_plan import StepPlan
+    from distca.report.progress import Update
+    from distca.sim.isolated import Case, Comparison
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
     "cuda": {"model": "llama3-8b", "tp": 8, "tokens": "64K", "context": "128K", "cost": "h200",
              "sample": 12},
     "cpu": {"model": "debug", "tp": 1, "tokens": "1K", "context": "8K", "cost": "cpu", "sample": 6},
 }  # fmt: skip
+OF_CASE = ("ranks", "lengths", "cost", "placement", "seed", "ping_pong")
+OF_MEASUREMENT = ("model", "tp", "layers", "sample", "rounds")
 _plan, _rank, _measure = (
     partial(option, panel=panel) for panel in ("Plan", "Replayed rank", "Measurement")
 )
@@ -89,14 +94,13 @@ class ReplayCommand:
                 f"--layers {self.layers}, --rounds {self.rounds}, --seed {self.seed}: give 1 or"
                 " more layers and rounds, and a seed of 0 or more"
             )
-        defaults = DEFAULTS[device.type].items()
-        chosen = {name: value for name, value in defaults if getattr(self, name) is None}
-        resolved = replace(self, **chosen)
+        given = {name: value for name, value in asdict(self).items() if value is not None}
         if self.out is not None:
             self.out.open("a").close()  # reports a wrong path before anything is measured
         records = []
         for ping_pong in (True, False) if self.ping_pong is None else (self.ping_pong,):
-            records.append(_replay(replace(resolved, ping_pong=ping_pong), device))
+            chosen = DEFAULTS[device.type] | given | {"ping_pong": ping_pong}
+            records.append(_replay(chosen, device, console(quiet=self.as_json)))
             if self.out is not None:
                 with self.out.open("a") as file:
                     file.write(json.dumps(records[-1]) + "\n")
@@ -105,80 +109,76 @@ class ReplayCommand:
         elif self.out is not None:
             console().print(f"\nwritten: {self.out}", soft_wrap=True)
 
-    def case(self, config: "ModelConfig", element_bytes: int) -> "Case":
-        from distca.cli.sources import parse_bytes, parse_tokens
-        from distca.sim.cluster import Link
-        from distca.sim.isolated import Case
 
-        return Case(
-            config.shape,
-            tuple(config.mask_of(layer) for layer in range(config.layers)),
-            ranks=self.ranks,
-            lengths=self.lengths,
-            context=parse_tokens(str(self.context)),
-            tokens=parse_tokens(str(self.tokens)),
-            link=Link(parse_bytes(self.across), self.latency / 1e6),
-            cost=str(self.cost),
-            placement=self.placement,
-            ping_pong=bool(self.ping_pong),
-            seed=self.seed,
-            element_bytes=element_bytes,
-        )
+def _replay(chosen: dict[str, Any], device: "torch.device", screen: "Console") -> dict[str, Any]:
+    """Plans, simulates and measures one case; shows it and returns its record.
 
-
-def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
-    """Plans, simulates and measures one case; shows it and returns its record."""
+    chosen: the options of the command, with their defaults.
+    """
     import torch
 
+    from distca.cli.sources import parse_bytes, parse_tokens
     from distca.measure.profiling import device_name
-    from distca.measure.replay import Replay, backend_of, layers_of, measure, share_of
+    from distca.measure.replay import backend_of, layers_of, share_of
     from distca.model.sizes import model_config
     from distca.report.progress import progress
     from distca.report.replay import CAPTION, heading, replay_facts, replay_table
     from distca.report.tables import facts
-    from distca.sim.isolated import RankSeconds, compare, simulate_isolated
+    from distca.sim.cluster import Link
+    from distca.sim.isolated import Case
 
-    assert chosen.model is not None
-    assert chosen.tp is not None
-    assert chosen.sample is not None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = share_of(model_config(chosen.model), chosen.tp, chosen.layers)
-    backend = backend_of(config, device, dtype, chosen.backend)
-    case = chosen.case(config, dtype.itemsize)
-    named = ("ranks", "lengths", "context", "tokens", "cost", "placement", "seed", "ping_pong")
-    options = ("model", "tp", "layers", "sample", "rounds")
-    record = {name: getattr(case, name) for name in named} | asdict(case.link)
-    record |= {name: getattr(chosen, name) for name in options}
+    config = share_of(model_config(chosen["model"]), chosen["tp"], chosen["layers"])
+    backend = backend_of(config, device, dtype, chosen["backend"])
+    link = Link(parse_bytes(chosen["across"]), chosen["latency"] / 1e6)
+    sizes = {name: parse_tokens(chosen[name]) for name in ("context", "tokens")}
+    of_case = {name: chosen[name] for name in OF_CASE} | sizes
+    masks = tuple(config.mask_of(layer) for layer in range(config.layers))
+    case = Case(config.shape, masks, link=link, element_bytes=dtype.itemsize, **of_case)
+    record = of_case | asdict(link) | {name: chosen[name] for name in OF_MEASUREMENT}
     record |= {"backend": backend, "device": device_name(device), "torch": torch.__version__}
-    screen = console(quiet=chosen.as_json)
     with screen.status(heading(record)):
         began = time.perf_counter()
         step = case.plan()
         record["plan_s"] = time.perf_counter() - began
         model = layers_of(config, device, dtype)
-        sample = simulate_isolated(case, step).sample(chosen.sample, case.seed)
     screen.print(heading(record), style="bold")
-    measured = {}
-    with progress(screen, "rank", len(sample)) as update:
-        for number, rank in enumerate(sample, 1):
-            replayed = Replay(
-                model,
-                step,
-                rank,
-                bytes_per_s=case.link.bytes_per_s,
-                latency_s=case.link.latency_s,
-                dtype=dtype,
-                backend=backend,
-            )
-            measured[rank] = RankSeconds(*measure(replayed, chosen.rounds))
-            update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
-    record |= compare(case, step, sample, measured).to_json()
+    sample = chosen["sample"], chosen["rounds"]
+    with progress(screen, "rank", min(chosen["sample"], case.ranks)) as update:
+        found = replay_ranks(case, step, model, dtype, backend, *sample, update)
+    record |= found.to_json()
     screen.print()
     screen.print(replay_table(record, screen.width))
     screen.print(f"\n{CAPTION}\n", style="dim")
     screen.print(facts(replay_facts(record)))
     screen.print()
     return record
+
+
+def replay_ranks(
+    case: "Case",
+    step: "StepPlan",
+    model: "Llama",
+    dtype: "torch.dtype",
+    backend: str,
+    num_ranks: int,
+    rounds: int,
+    update: "Update",
+) -> "Comparison":
+    """Replays a sample of a plan's ranks, and compares them with the simulator.
+
+    update: called after each rank with the number of ranks so far and a few words.
+    """
+    from distca.measure.replay import Replay, measure
+    from distca.sim.isolated import RankSeconds, compare, simulate_isolated
+
+    sample = simulate_isolated(case, step).sample(num_ranks, case.seed)
+    measured = {}
+    for number, rank in enumerate(sample, 1):
+        replay = Replay(model, step, rank, **asdict(case.link), dtype=dtype, backend=backend)
+        measured[rank] = RankSeconds(*measure(replay, rounds))
+        update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
+    return compare(case, step, sample, measured)
 
 
 def _bench(context: typer.Context) -> None:
