@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distca.cli.settings import COMPARED, Settings
-from distca.cli.sources import parse_bytes, parse_tokens
-from distca.data.lengths import FORMS, Lengths, distribution, names_distribution
-from distca.data.readers import read_lengths
+from distca.cli.sources import parse_bytes, parse_tokens, read_documents
+from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
@@ -130,12 +128,7 @@ def _documents(settings: Settings) -> tuple[int, str | Lengths]:
     if names_distribution(source):
         distribution(source, context)  # raises ValueError for a wrong one
         return context, source
-    try:
-        return context, read_lengths(source, end_of_document=settings.end_of_document)
-    except ValueError as error:
-        if Path(source).exists():
-            raise
-        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+    return context, read_documents(source, settings.end_of_document)
 
 
 def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:
