@@ -175,7 +175,7 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
             made = place_and_plan(given, policy, options)
         except ValueError as error:
             if not rows:
-                raise  # ours takes every batch, so it is the input that is wrong
+                raise  # distca can plan every valid batch, so the input is wrong
             summaries.append({"policy": policy.name, "error": str(error)})
             rows.append(summaries[-1])
         else:

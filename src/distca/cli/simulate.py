@@ -1,8 +1,6 @@
 """``distca simulate``: predicts the time of a training step on a cluster, by policy."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
@@ -18,9 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from distca.cli.scenarios import Study
-    from distca.sim.scenario import Scenario
+    from distca.sim.scenario import Scenario, Strategy
     from distca.sim.simulate import Summary
-    from distca.sim.sweep import Show, SweepResult
+    from distca.sim.sweep import SweepResult
     from distca.sim.verdict import Verdict
 
 PICTURES = (".png", ".svg", ".pdf")
@@ -162,6 +160,7 @@ def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
 
 
 def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
+    from distca.report.progress import progress
     from distca.sim.sweep import best, candidates
     from distca.sim.verdict import verdict
 
@@ -171,7 +170,13 @@ def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
         for strategy in study.strategies
     )
     runs = []
-    with _progress(screen, total, quiet) as show:
+    done = count(1)
+    quiet |= not screen.is_terminal  # elsewhere only results are printed
+    with progress(console(quiet), "simulated", total) as update:
+
+        def show(strategy: "Strategy") -> None:
+            update(next(done), f"{strategy.name}, {strategy.sizes}")
+
         for scenario in study.scenarios:
             batches, sizes = list(scenario.batches(study.batches)), study.sizes_of(scenario)
             limit = scenario.cluster.usable_bytes
@@ -184,19 +189,6 @@ def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
     if all(one.summary is None for one in known):
         raise ValueError(known[0].refused)
     return runs
-
-
-@contextmanager
-def _progress(screen: "Console", total: int, quiet: bool) -> "Iterator[Show]":
-    """Shows a bar on a terminal; elsewhere only results are printed."""
-    if quiet or not screen.is_terminal:
-        yield lambda strategy: None
-        return
-    from distca.report.progress import progress
-
-    done = count(1)
-    with progress(screen, "simulated", total) as update:
-        yield lambda strategy: update(next(done), f"{strategy.name}, {strategy.sizes}")
 
 
 def _write_trace(run: _Run, path: Path) -> str:

@@ -115,8 +115,10 @@ class TrainCommand:
 
         if self.compare and self.resume:
             raise ValueError("--compare starts both sides from step 0: leave out --resume")
-        defaults = COMPARE_DEFAULTS if self.compare and self.config is None else ()
-        config = Config.read(self.config, [*defaults, *self._settings])
+        settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
+        settings += self.settings or []
+        settings += [] if self.trace is None else [f"train.trace={self.trace}"]
+        config = Config.read(self.config, settings)
         if self.out is not None:
             config = replace(config, out=str(self.out))
         elif self.compare and config.out == Config.out:
@@ -124,13 +126,6 @@ class TrainCommand:
         if self.compare or self.resume is not None:
             config = replace(config, resume=bool(self.resume))
         return config
-
-    @property
-    def _settings(self) -> list[str]:
-        return [
-            *(self.settings or ()),
-            *([] if self.trace is None else [f"train.trace={self.trace}"]),
-        ]
 
     def _launch(self) -> None:
         from distca.runtime.launch import launch, local_ranks
@@ -142,7 +137,7 @@ class TrainCommand:
         try:
             stop = launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
         finally:
-            console().show_cursor()  # a rank that was killed could not
+            console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
 
@@ -271,17 +266,14 @@ def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | 
     from distca.report.training import step_line
     from distca.train.trainer import Trainer
 
-    if os.environ["RANK"] != "0":
-        Trainer(config).fit()
-        return None
-    if as_json:
-        return Trainer(config).fit()
-    with progress(console(), title, config.train.steps) as update:
+    first = os.environ["RANK"] == "0"
+    with progress(console(quiet=as_json or not first), title, config.train.steps) as update:
 
         def show(record: dict[str, Any]) -> None:
             update(record["step"] + 1, step_line(record))
 
-        return Trainer(config, show=show).fit()
+        records = Trainer(config, show=show).fit()
+    return records if first else None
 
 
 def _precision(config: "Config") -> str:
