@@ -86,7 +86,8 @@ def rank_command(name: str, command: Command) -> list[str]:
             values = value if isinstance(value, list) else [value]
             options += [f"{flag}={each}" for each in values]
     # -P: nothing in the working directory is imported by accident.
-    return [sys.executable, "-P", "-m", "distca", name, *options, "--", *arguments]
+    start = [sys.executable, "-P", "-m", "distca", name, *options]
+    return [*start, "--", *arguments] if arguments else start
 
 
 def console(quiet: bool = False) -> "Console":
