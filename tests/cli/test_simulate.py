@@ -53,7 +53,7 @@ def small() -> dict[str, Any]:
 def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     out, err = run(*SMALL)
     assert err == ""
-    assert "\x1b" not in out  # no colours in a pipe
+    assert "\x1b" not in out  # no colors in a pipe
     assert "heads 8" in out.splitlines()[0]
     for name in ("colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced"):
         assert f"\n{name} " in out
@@ -205,27 +205,27 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"pays": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
+        ({"helps": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
         ({"because": "attention"}, "Attention is only 6.0% of the work at this context."),
         ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
         ({"because": "links"}, "faster links between nodes would help the others as much."),
         ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
         ({"because": "slow"}, "whose speeds the planner does not know."),
         ({"because": "slow", "known": True}, "for whose linear layers all others wait."),
-        ({"because": "little"}, "wlb computes 95% of the time, so little is left to win."),
+        ({"because": "little"}, "wlb computes 95% of the time, so little is left to gain."),
         ({"because": "idle"}, "It idles 2.0% of the time too"),
     ],
 )
 def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
     record = {
-        "pays": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
+        "helps": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
         "needed_bytes_per_s": None, "known": False,
         "ours": {"policy": "distca", "sizes": "cp 8", "idle": 0.02, "exposed": 0.01},
         "other": {"policy": "wlb", "sizes": "dp 8", "idle": 0.05, "exposed": 0.0},
     }  # fmt: skip
     sentence = verdict({"verdict": record | said})
     assert words in sentence
-    assert sentence.startswith("It does not pay here: ") == ("pays" not in said)
+    assert sentence.startswith("Disaggregation does not help here: ") == ("helps" not in said)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from distca.cli.command import console, exit_if_stopped, json_switch, option, ra
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from distca.measure.selftest import Check, Outcome
+    from distca.measure.selftest import Check, CheckResult
 
 TIMEOUT_S = 60  # for ranks whose check fails in the middle of an exchange
 
@@ -97,7 +97,7 @@ def all_pass(rows: list[dict[str, Any]]) -> bool:
     return all(row["passed"] is not False for row in rows)
 
 
-def _outcome(name: str, check: "Check", group: "dist.ProcessGroup") -> "Outcome":
+def _outcome(name: str, check: "Check", group: "dist.ProcessGroup") -> "CheckResult":
     """Runs a check and returns the worst outcome of all ranks.
 
     An error on all ranks is a failed check. An error on one rank, whose peers then wait for it in
@@ -105,17 +105,17 @@ def _outcome(name: str, check: "Check", group: "dist.ProcessGroup") -> "Outcome"
     """
     import torch.distributed as dist
 
-    from distca.measure.selftest import Outcome
+    from distca.measure.selftest import CheckResult
 
     error: Exception | None = None
     try:
         mine = check()
     except Exception as raised:
-        error, mine = raised, Outcome(False, words=f"{type(raised).__name__}: {raised}")
+        error, mine = raised, CheckResult(False, words=f"{type(raised).__name__}: {raised}")
     outcomes: list[Any] = [None] * dist.get_world_size()
     try:
         dist.all_gather_object(outcomes, mine, group=group)
     except RuntimeError:
         late = TimeoutError(f"{name}: other ranks did not finish within {TIMEOUT_S} s")
         raise error or late from None
-    return Outcome.worst(outcomes)
+    return CheckResult.worst(outcomes)

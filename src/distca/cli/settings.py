@@ -112,7 +112,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelOptions,
     "cluster": ClusterOptions,
     "data": DataOptions,
-    "ways": StrategyOptions,
+    "strategies": StrategyOptions,
 }
 
 

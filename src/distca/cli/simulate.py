@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 PICTURES = (".png", ".svg", ".pdf")
 FIGURES = (  # of a Summary, in the record of a strategy
-    "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "planning_s",
+    "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
 )  # fmt: skip
-REASONS = ("pays", "speed_up", "because", "attention", "busiest", "needed_bytes_per_s")
+REASONS = ("helps", "speed_up", "because", "attention", "busiest", "needed_bytes_per_s")
 _output = partial(option, panel=OUTPUT)
 
 
@@ -38,7 +38,7 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateCommand(Settings):
-    """Predicts a training step on a cluster, by policy, and whether disaggregation pays off.
+    """Predicts the training step of each policy on a cluster, and whether disaggregation helps.
 
     For a first look: distca simulate --gpus 64 --context 256K
     """
@@ -219,7 +219,7 @@ def _show(record: dict[str, Any], screen: "Console", written: list[str]) -> None
     for run in record["runs"]:
         if text := run["verdict"]["text"]:
             where = f"{run['gpus']:,} GPUs: " if several else ""
-            style = "bold green" if run["verdict"]["pays"] else "bold"
+            style = "bold green" if run["verdict"]["helps"] else "bold"
             screen.print(f"{where}{text}", style=style)
     if written:
         screen.print(f"\nwritten: {', '.join(written)}", soft_wrap=True)

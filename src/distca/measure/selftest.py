@@ -48,7 +48,7 @@ MODEL = ModelConfig(
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CheckResult:
     """The result of a check, on one rank or on all of them."""
 
     passed: bool | None  # None: the check was skipped
@@ -58,7 +58,7 @@ class Outcome:
     words: str | None = None  # why the check failed or was skipped
 
     @classmethod
-    def worst(cls, outcomes: Iterable[Outcome]) -> Outcome:
+    def worst(cls, outcomes: Iterable[CheckResult]) -> CheckResult:
         """Returns a failure if there is one; else the slowest or the least exact outcome."""
         ordered = sorted(outcomes, key=lambda one: (one.bytes_per_s or 0.0, -(one.error or 0.0)))
         return next((one for one in ordered if one.passed is False), ordered[0])
@@ -68,7 +68,7 @@ class Outcome:
         return {"passed": self.passed} | known
 
 
-Check = Callable[[], Outcome]
+Check = Callable[[], CheckResult]
 
 
 def checks_of(context: RankContext, out: Path) -> dict[str, Check]:
@@ -99,14 +99,14 @@ def checks_of(context: RankContext, out: Path) -> dict[str, Check]:
     return checks
 
 
-def exact(pairs: Iterable[tuple[Tensor, Tensor]], limit: float) -> Outcome:
+def exact(pairs: Iterable[tuple[Tensor, Tensor]], limit: float) -> CheckResult:
     """Compares (found, expected) tensors by their relative error; a NaN never passes."""
     errors = []
     for found, expected in pairs:
         size = expected.double().norm().clamp_min(1e-6).cpu()
         errors.append(float((found.double().cpu() - expected.double().cpu()).norm() / size))
     worst = max(errors, key=lambda error: (error != error, error), default=0.0)
-    return Outcome(worst <= limit, error=worst, limit=limit)
+    return CheckResult(worst <= limit, error=worst, limit=limit)
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, reach: int) -> Tensor:
@@ -126,15 +126,15 @@ def _attention(
     policy: Policy,
     options: PlanOptions = OPTIONS,
     asynchronous: bool = False,
-) -> Outcome:
+) -> CheckResult:
     """Compares output and gradients of this rank's rows with attention over whole documents."""
     if not ranks:
-        return Outcome(None, words="needs two ranks")
+        return CheckResult(None, words="needs two ranks")
     plan = place_and_plan(ranks, policy, options)
     attention = CoreAttention(context.attention_group, control=context.attention_cpu_group)
     if context.rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
-        return Outcome(True, error=0.0, limit=0.0)
+        return CheckResult(True, error=0.0, limit=0.0)
     gpu = context.device.type == "cuda"
     dtype = torch.bfloat16 if gpu else torch.float32  # what training uses
     whole = [t.to(dtype) for t in _random_inputs(plan)]
@@ -187,14 +187,14 @@ def _expected(whole: Sequence[Tensor], plan: Plan) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, (q, k, v), grad_out)]
 
 
-def _pipeline(context: RankContext) -> Outcome:
+def _pipeline(context: RankContext) -> CheckResult:
     ranks = context.parallel.num_ranks
     if ranks % 2:
-        return Outcome(None, words="needs an even number of ranks")
+        return CheckResult(None, words="needs an even number of ranks")
     return _step(join_mesh(MeshShape(pp=2, dp=ranks // 2), context.device), True, micro_batches=2)
 
 
-def _step(context: RankContext, ping_pong: bool, micro_batches: int = 1) -> Outcome:
+def _step(context: RankContext, ping_pong: bool, micro_batches: int = 1) -> CheckResult:
     """Compares loss and gradients of a sharded model with one process, document by document."""
     draw = np.random.default_rng(0)
     lengths = [300, 9, 64, 1, 33, 90, 20, 5] * (1 + context.parallel.num_ranks // 4)
@@ -250,7 +250,7 @@ def _sharded(context: RankContext, start: int = 0, stop: int | None = None) -> L
     return model
 
 
-def _checkpoint(context: RankContext, folder: Path) -> Outcome:
+def _checkpoint(context: RankContext, folder: Path) -> CheckResult:
     """Checks that weights and moments are loaded bit for bit."""
     model = _sharded(context)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -275,11 +275,11 @@ def _checkpoint(context: RankContext, folder: Path) -> Outcome:
     return replace(found, passed=found.passed and extra == {"step": 1})
 
 
-def _bandwidth(context: RankContext, size: int) -> Outcome:
+def _bandwidth(context: RankContext, size: int) -> CheckResult:
     """Measures the bytes per second that this rank sends while it receives as many."""
     ranks = context.parallel.num_ranks
     if ranks == 1:
-        return Outcome(None, words="needs two ranks")
+        return CheckResult(None, words="needs two ranks")
     sent = torch.ones(size * ranks, dtype=torch.uint8, device=context.device)
     received = torch.empty_like(sent)
     seconds = []
@@ -291,4 +291,4 @@ def _bandwidth(context: RankContext, size: int) -> Outcome:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     speed = size * (ranks - 1) / statistics.median(seconds[1:])
-    return Outcome(bool((received == 1).all()), bytes_per_s=speed)
+    return CheckResult(bool((received == 1).all()), bytes_per_s=speed)

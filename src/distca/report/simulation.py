@@ -54,7 +54,7 @@ _COLUMNS: Columns = {
     "sent by\na GPU": lambda one: units.size(one["bytes_per_gpu"]),
     "\ntokens/s": lambda one: f"{one['tokens_per_s']:,.0f}",
     "TFLOP/s\na GPU": lambda one: f"{one['tflops_per_gpu']:.0f}",
-    "time to\nplan": lambda one: units.seconds(one["planning_s"]),
+    "time to\nplan": lambda one: units.seconds(one["plan_s"]),
 }
 CAPTION = (
     "speed-up: over the best strategy without disaggregation; idle: fraction of all GPUs' time;"
@@ -99,21 +99,19 @@ def _remarks(runs: Sequence[Record]) -> list[Text]:
 
 
 def verdict(run: Record) -> str:
-    """Returns a sentence on whether disaggregation pays; empty if there is nothing to compare."""
+    """Returns a sentence on whether disaggregation helps; empty if there is nothing to compare."""
     result = run["verdict"]
     ours, other = result["ours"], result["other"]
     if ours is None or other is None:
         return _one_sided(run)
     others = f"{other['policy']}, {other['sizes']}"
-    if result["pays"]:
+    if result["helps"]:
         words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as the best of the others"
         gained = f"idle {_share(other['idle'])} -> {_share(ours['idle'])}"
         gained += f", exposed {_share(other['exposed'])} -> {_share(ours['exposed'])}"
         return f"{words} ({others}): {gained}."
-    words = (
-        f"It does not pay here: {ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
-    )
-    return f"{words}. {_reason(result)}."
+    words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
+    return f"Disaggregation does not help here: {words}. {_reason(result)}."
 
 
 def _reason(result: Record) -> str:
@@ -123,7 +121,7 @@ def _reason(result: Record) -> str:
             slow = f"{_share(ours['exposed'])} of its step is exposed communication:"
             if (needed := result["needed_bytes_per_s"]) is None:
                 return f"{slow} faster links between nodes would help the others as much"
-            enough = f"from about {units.size(needed)}/s between nodes it would pay"
+            enough = f"from about {units.size(needed)}/s between nodes it would help"
             return f"{slow} the links are too slow; {enough}"
         case "attention":
             return f"Attention is only {_share(result['attention'])} of the work at this context"
@@ -139,7 +137,7 @@ def _reason(result: Record) -> str:
             )
         case "little":
             busy = _share(1 - other["idle"])
-            return f"{other['policy']} computes {busy} of the time, so little is left to win"
+            return f"{other['policy']} computes {busy} of the time, so little is left to gain"
     return f"It idles {_share(ours['idle'])} of the time too: attention is not what others wait for"
 
 
@@ -157,7 +155,7 @@ def _one_sided(run: Record) -> str:
             f" ({least['policy']}, {least['sizes_text']}); use more GPUs, or try --sweep."
         )
     if run["verdict"]["ours"] is None:
-        return f"It does not pay here: no disaggregated strategy fits into {limit}."
+        return f"Disaggregation does not help here: no disaggregated strategy fits into {limit}."
     best = run["verdict"]["ours"]
     return f"Only disaggregation fits into {limit}: {best['policy']}, {best['sizes']}."
 

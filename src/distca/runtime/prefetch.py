@@ -17,7 +17,7 @@ class Prefetched:
 
     step: Step
     loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
-    planning_s: float  # in the background
+    plan_s: float  # in the background
     waited_s: float = 0.0  # for which the training loop waited for this batch
 
 
