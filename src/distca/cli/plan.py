@@ -1,7 +1,7 @@
 """``distca plan``: plans the attention of one batch and shows imbalance, bytes and loads."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from distca.planning.policies import Policy
 
 DEFAULT_MODEL = "llama3-8b"
-SAME_OPTIONS = (  # fields that have the same name and meaning in PlanOptions
-    "heads", "kv_heads", "head_dim", "mask", "cost", "tolerance", "servers", "cp", "tile",
-    "min_shard", "ranks_per_node",
-)  # fmt: skip
 _batch, _plan, _ranks, _output = (
     partial(option, panel=panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
 )
@@ -116,13 +112,13 @@ class PlanCommand:
         from distca.cli.sources import parse_bytes
         from distca.planning.options import PlanOptions
 
-        sizes = (self.heads, self.kv_heads, self.head_dim)
-        return PlanOptions(
-            model=DEFAULT_MODEL if self.model is None and sizes == (None,) * 3 else self.model,
-            workers_serve=self.workers_serve or None,
-            memory_bytes=None if self.memory is None else parse_bytes(self.memory),
-            **{name: getattr(self, name) for name in SAME_OPTIONS},
-        )
+        known = {one.name for one in fields(PlanOptions)}
+        options = {name: value for name, value in vars(self).items() if name in known}
+        if (self.model, self.heads, self.kv_heads, self.head_dim) == (None,) * 4:
+            options["model"] = DEFAULT_MODEL
+        options["workers_serve"] = self.workers_serve or None
+        options["memory_bytes"] = None if self.memory is None else parse_bytes(self.memory)
+        return PlanOptions(**options)
 
     def _plan(self, given: "Placement", policy: "Policy", options: "PlanOptions") -> None:
         from distca.cli.records import record_of, summary_of, traffic_matrix

@@ -65,7 +65,6 @@ def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def imbalances(plan: Plan) -> list[float]:
-    """Returns the imbalance in forward and in backward."""
     return [plan.devices.imbalance(w) for w in (plan.forward_work_ps, plan.backward_work_ps)]
 
 

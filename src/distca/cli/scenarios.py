@@ -61,7 +61,6 @@ class Study:
         return cls(scenarios, _strategies(settings), sizes, settings.sweep, settings.batches)
 
     def sizes_of(self, scenario: Scenario) -> Sizes:
-        """Returns the sizes to try in a scenario."""
         if self.sweep:
             return self.sizes
         return self.sizes.as_published(scenario.model, scenario.cluster)
@@ -75,8 +74,7 @@ def model_of(settings: Settings) -> ModelShape:
             " its sizes as needed"
         )
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
-    changed = {name: getattr(settings, name) for name in names}
-    changed = {name: size for name, size in changed.items() if size is not None}
+    changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
     words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]

@@ -194,7 +194,6 @@ class Loader:
         )
 
     def _furthest_behind(self) -> int:
-        """Returns the source that is furthest behind its share of the tokens so far."""
         tokens = [counts.tokens for counts in self._counts]
         total, weight = sum(tokens), sum(self._weights)
         behind = [w * total - weight * t for w, t in zip(self._weights, tokens, strict=True)]

@@ -108,7 +108,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
 
 
 def parse_line(line: bytes, where: str) -> Any:
-    """Returns the value of one line of a ``.jsonl`` file."""
     try:
         return json.loads(line)
     except ValueError as error:

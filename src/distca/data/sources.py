@@ -142,7 +142,6 @@ class Joined:
 
 
 def standard_library(tokenizer: Tokenizer) -> TextFiles:
-    """Returns the text of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     paths = [

@@ -36,7 +36,6 @@ def plan_table(record: Record) -> Table:
 
 
 def heading(summary: Record) -> str:
-    """Returns what was planned, in one line."""
     tokens = units.several(summary["tokens"], "token")
     documents = units.several(summary["documents"], "document")
     ranks = units.several(summary["ranks"], "rank")

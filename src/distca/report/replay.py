@@ -27,7 +27,6 @@ CAPTION = (
 
 
 def heading(record: Record) -> str:
-    """Returns a line that says what is replayed."""
     words = [
         f"{units.several(record['ranks'], 'rank')} of tp {record['tp']}",
         f"{units.tokens(record['tokens'])} tokens each",
@@ -47,7 +46,6 @@ def replay_table(record: Record, width: int) -> Table:
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Returns a summary as names and values."""
     link = f"{units.size(record['bytes_per_s'])}/s and {record['latency_s'] * 1e6:g} us"
     factors, raw, fitted = (record[name] for name in ("factors", "raw", "calibrated"))
     validated = sum(not row["calibrates"] for row in record["rows"])

@@ -10,7 +10,6 @@ from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table
 
 
 def heading(record: Record) -> list[str]:
-    """Returns lines that say what is simulated."""
     machines, runs = record["cluster"], record["runs"]
     gpus = ", ".join(units.count(run["gpus"]) for run in runs)
     sequences = ", ".join(units.count(run["sequences"]) for run in runs)

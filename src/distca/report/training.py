@@ -16,7 +16,6 @@ WARM_UP = 2  # steps that do not count for speeds: memory is allocated, kernels 
 
 
 def step_line(record: Record) -> str:
-    """Returns one step in one line."""
     line = (
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  imbalance {units.ratio(record['imbalance_measured'])}"
