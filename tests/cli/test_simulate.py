@@ -11,7 +11,7 @@ from distca.cli import main
 from distca.cli.scenarios import Study
 from distca.cli.settings import Settings
 from distca.cli.simulate import SimulateCommand
-from distca.report.simulation import simulation_table, verdict
+from distca.report.simulation import simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
 
 SMALL = (
@@ -76,7 +76,7 @@ def test_the_table_fits_the_terminal(small: dict[str, Any], columns: int) -> Non
         assert (wide in shown.get()) == (columns > {"exposed": 60, "tokens/s": 80}[wide])
 
 
-def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
+def test_json_has_strategies_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
     assert small["model"]["layers"] == 2
     assert small["cluster"]["gpus"] == 4
     (only,) = small["runs"]
@@ -95,7 +95,7 @@ def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) ->
     best = max(way["speed_up"] for way in only["strategies"])
     assert said["speed_up"] == best
     assert said["ours"]["policy"].startswith("distca")
-    assert said["text"] == verdict(only)
+    assert said["text"] == verdict_text(only)
 
 
 def test_several_numbers_of_gpus_keep_the_tokens_of_each(run: Any) -> None:
@@ -223,7 +223,7 @@ def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
         "ours": {"policy": "distca", "sizes": "cp 8", "idle": 0.02, "exposed": 0.01},
         "other": {"policy": "wlb", "sizes": "dp 8", "idle": 0.05, "exposed": 0.0},
     }  # fmt: skip
-    sentence = verdict({"verdict": record | said})
+    sentence = verdict_text({"verdict": record | said})
     assert words in sentence
     assert sentence.startswith("Disaggregation does not help here: ") == ("helps" not in said)
 

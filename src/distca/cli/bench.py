@@ -8,17 +8,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
 from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
 from distca.planning.policies import PLACEMENTS
+from distca.report.progress import Update, progress
+from distca.report.replay import CAPTION, heading, replay_facts, replay_table
+from distca.report.tables import facts
 
 if TYPE_CHECKING:
     import torch
-    from rich.console import Console
 
     from distca.model.llama import Llama
     from distca.pipeline.step_plan import StepPlan
-    from distca.report.progress import Update
     from distca.sim.isolated import Case, Comparison
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
@@ -110,7 +112,7 @@ class ReplayCommand:
             console().print(f"\nwritten: {self.out}", soft_wrap=True)
 
 
-def _replay(chosen: dict[str, Any], device: "torch.device", screen: "Console") -> dict[str, Any]:
+def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> dict[str, Any]:
     """Plans, simulates and measures one case; shows it and returns its record.
 
     chosen: the options of the command, with their defaults.
@@ -121,9 +123,6 @@ def _replay(chosen: dict[str, Any], device: "torch.device", screen: "Console") -
     from distca.measure.profiling import device_name
     from distca.measure.replay import backend_of, layers_of, share_of
     from distca.model.sizes import model_config
-    from distca.report.progress import progress
-    from distca.report.replay import CAPTION, heading, replay_facts, replay_table
-    from distca.report.tables import facts
     from distca.sim.cluster import Link
     from distca.sim.isolated import Case
 
@@ -163,7 +162,7 @@ def replay_ranks(
     backend: str,
     num_ranks: int,
     rounds: int,
-    update: "Update",
+    update: Update,
 ) -> "Comparison":
     """Replays a sample of a plan's ranks, and compares them with the simulator.
 

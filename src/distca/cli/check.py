@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
 from distca.cli.command import argument, json_switch, option
+from distca.report.checks import checks_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,10 +44,6 @@ class CheckCommand:
         if self.as_json:
             typer.echo(json.dumps({"model": str(self.model), "checks": rows}))
         else:
-            from rich.console import Console
-
-            from distca.report.checks import checks_table
-
             table = checks_table(rows)
             table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names are long
             Console().print(table)

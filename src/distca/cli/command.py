@@ -5,20 +5,18 @@ docstring is the command's help; and ``run`` does the work. Typer builds it from
 and ``distca.cli`` runs what was built. ``distca.schema`` reads the same fields from TOML.
 """
 
-# Commands import what they need inside their functions: `distca --help` must not wait for numpy.
+# Commands import numpy and torch inside their functions: `distca --help` must not wait for them.
 import signal
 import sys
 from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
-from typing import TYPE_CHECKING, Annotated, Any, Protocol, get_type_hints
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
+from rich.console import Console
 from typer import Argument, Option
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from distca.runtime.launch import Stop
+from distca.runtime.launch import Stop
 
 OUTPUT = "Output"
 
@@ -90,14 +88,12 @@ def rank_command(name: str, command: Command) -> list[str]:
     return [*start, "--", *arguments] if arguments else start
 
 
-def console(quiet: bool = False) -> "Console":
+def console(quiet: bool = False) -> Console:
     """Returns a console that prints text as it is, on standard output."""
-    from rich.console import Console
-
     return Console(highlight=False, markup=False, quiet=quiet)
 
 
-def exit_if_stopped(stop: "Stop | None") -> None:
+def exit_if_stopped(stop: Stop | None) -> None:
     """Exits with 130 after a Ctrl-C, so that it stops a script too. SIGTERM counts as success."""
     if stop is None:
         return

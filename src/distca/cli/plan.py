@@ -11,6 +11,7 @@ import typer
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.policies import POLICIES
+from distca.report.plans import COMPARE_CAPTION, compare_table, heading, plan_table
 
 if TYPE_CHECKING:
     from distca.planning.options import PlanOptions
@@ -142,7 +143,6 @@ class PlanCommand:
 
 def _show(made: "Plan", record: dict[str, Any], written: list[Path]) -> None:
     from distca.report.bars import caption, load_bars
-    from distca.report.plans import heading, plan_table
 
     screen, summary = console(), record["summary"]
     screen.print(heading(summary), style="bold")
@@ -161,7 +161,6 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     from distca.cli.records import comparison_row, summary_of
     from distca.planning.api import place_and_plan
     from distca.planning.policies import policy_of
-    from distca.report.plans import COMPARE_CAPTION, compare_table, heading
 
     ours, *others = POLICIES
     summaries: list[dict[str, Any]] = []

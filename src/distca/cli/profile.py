@@ -9,6 +9,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli.command import console, json_switch, option, rank_command
+from distca.report.profiles import profile_facts, rates_table
+from distca.report.progress import progress
+from distca.report.tables import facts
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +43,8 @@ class ProfileCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_rank, launch, reporting
-
-        if is_rank():
-            with reporting():
+        if launch.is_rank():
+            with launch.reporting():
                 self._measure_together()
             return
         num_ranks = self._num_ranks()
@@ -53,7 +55,7 @@ class ProfileCommand:
             bench = self._bench(torch.device("cuda", 0) if gpu else torch.device("cpu"))
             self._measure(bench, self._begin(bench))
             return
-        stop = launch(rank_command("profile", self), num_ranks, LOGS)
+        stop = launch.launch(rank_command("profile", self), num_ranks, LOGS)
         if stop is not None:
             self._tell_stopped()
             raise typer.Exit(130 if stop.signal == signal.SIGINT else 0)
@@ -61,10 +63,8 @@ class ProfileCommand:
     def _num_ranks(self) -> int:
         import torch
 
-        from distca.runtime.launch import local_ranks
-
         alone = self.ranks is None and not torch.cuda.device_count()
-        return 1 if alone else local_ranks(self.ranks)
+        return 1 if alone else launch.local_ranks(self.ranks)
 
     def _bench(self, device: "torch.device") -> "Bench":
         from distca.measure.profiling import Bench, Scope
@@ -88,7 +88,6 @@ class ProfileCommand:
     def _measure(self, bench: "Bench", begun: "Profile") -> None:
         """Measures, shows and saves, as the only rank or as rank 0 of several."""
         from distca.measure.profiling import measure, steps
-        from distca.report.progress import progress
 
         screen, out = console(quiet=self.as_json), self.out
         left, total = (len(steps(bench, one)) for one in (begun, bench.blank(begun.name)))
@@ -131,9 +130,6 @@ class ProfileCommand:
         typer.echo(f"stopped: the same command continues with what is in {self.out}", err=True)
 
     def _show(self, done: "Profile") -> None:
-        from distca.report.profiles import profile_facts, rates_table
-        from distca.report.tables import facts
-
         record = done.to_json() | {"out": str(self.out)}
         directions = ("forward", "backward")
         for direction in directions:

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli.command import console, exit_if_stopped, json_switch, option, rank_command
+from distca.report import units
+from distca.report.checks import checks_table
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -35,17 +38,15 @@ class SelftestCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_launched, is_rank, launch, local_ranks, reporting
-
-        if is_rank():
-            with reporting():
+        if launch.is_rank():
+            with launch.reporting():
                 rows = self._check()
-            if not is_launched():
+            if not launch.is_launched():
                 raise typer.Exit(0 if all_pass(rows) else 1)
             return  # the launcher reads the result: a rank that exits with 1 would count as broken
         self.result.unlink(missing_ok=True)
-        stop = launch(rank_command("selftest", self), local_ranks(self.ranks), self.out / "logs")
-        exit_if_stopped(stop)
+        num_ranks = launch.local_ranks(self.ranks)
+        exit_if_stopped(launch.launch(rank_command("selftest", self), num_ranks, self.out / "logs"))
         if not self.result.exists() or not all_pass(json.loads(self.result.read_text())["checks"]):
             raise typer.Exit(1)
 
@@ -79,9 +80,6 @@ class SelftestCommand:
         return rows
 
     def _show(self, record: dict[str, Any]) -> None:
-        from distca.report import units
-        from distca.report.checks import checks_table
-
         self.out.mkdir(parents=True, exist_ok=True)
         self.result.write_text(json.dumps(record) + "\n")
         if self.as_json:

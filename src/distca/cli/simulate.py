@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.cli.settings import Settings, read_settings
+from distca.report.progress import progress
+from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
+from distca.report.simulation_plots import draw_simulation
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from distca.cli.scenarios import Study
     from distca.sim.scenario import Scenario, Strategy
     from distca.sim.simulate import Summary
@@ -71,8 +73,6 @@ class SimulateCommand(Settings):
         if self.trace is not None:
             written.append(_write_trace(runs[-1], self.trace))
         if self.plot is not None:
-            from distca.report.simulation_plots import draw_simulation
-
             draw_simulation(record, self.plot)
             written.append(str(self.plot))
         if self.as_json:
@@ -100,8 +100,6 @@ class _Run:
     verdict: "Verdict"
 
     def record(self) -> dict[str, Any]:
-        from distca.report.simulation import verdict
-
         scenario, other = self.scenario, self.verdict.other
         record: dict[str, Any] = {
             "gpus": scenario.cluster.gpus,
@@ -111,7 +109,7 @@ class _Run:
             "strategies": [_strategy_record(one, other) for one in self.found],
             "verdict": _verdict_record(self.verdict) | {"known": scenario.cluster.known},
         }
-        record["verdict"]["text"] = verdict(record)
+        record["verdict"]["text"] = verdict_text(record)
         return record
 
 
@@ -159,8 +157,7 @@ def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
     return record
 
 
-def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
-    from distca.report.progress import progress
+def _simulate(study: "Study", screen: Console, quiet: bool) -> list[_Run]:
     from distca.sim.sweep import best, candidates
     from distca.sim.verdict import verdict
 
@@ -205,9 +202,7 @@ def _write_trace(run: _Run, path: Path) -> str:
     return f"{path} (the first {MAX_RANKS} of {ranks} ranks)" if ranks > MAX_RANKS else str(path)
 
 
-def _show(record: dict[str, Any], screen: "Console", written: list[str]) -> None:
-    from distca.report.simulation import CAPTION, heading, simulation_table
-
+def _show(record: dict[str, Any], screen: Console, written: list[str]) -> None:
     first, *others = heading(record)
     screen.print(first, style="bold")
     screen.print("\n".join(others))

@@ -19,6 +19,19 @@ from distca.cli.command import (
     option,
     rank_command,
 )
+from distca.report import units
+from distca.report.curves import draw_comparison
+from distca.report.progress import progress
+from distca.report.tables import facts
+from distca.report.training import (
+    comparison,
+    comparison_table,
+    outcome,
+    step_line,
+    summary,
+    verdict,
+)
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch
@@ -89,12 +102,10 @@ class TrainCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_launched, is_rank, reporting
-
-        if not is_rank():
+        if not launch.is_rank():
             self._launch()
             return
-        with reporting():
+        with launch.reporting():
             import torch.distributed
 
             config, world = self.read(), int(os.environ["WORLD_SIZE"])
@@ -102,7 +113,7 @@ class TrainCommand:
                 raise ValueError(
                     f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
                 )
-            if not is_launched() and os.environ["RANK"] == "0" and not self.as_json:
+            if not launch.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -128,14 +139,12 @@ class TrainCommand:
         return config
 
     def _launch(self) -> None:
-        from distca.runtime.launch import launch, local_ranks
-
-        config, num_ranks = self.read(), local_ranks(self.ranks)
+        config, num_ranks = self.read(), launch.local_ranks(self.ranks)
         check(config, num_ranks)
         if not self.as_json:
             _announce(config, num_ranks, self.compare)
         try:
-            stop = launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
+            stop = launch.launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
         finally:
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
@@ -155,8 +164,6 @@ def check(config: "Config", num_ranks: int) -> None:
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     from distca.pipeline.stages import stage_layers
-    from distca.report import units
-    from distca.report.tables import facts
     from distca.train import setup
 
     model = setup.model_of(config, setup.tokenizer_of(config))
@@ -200,7 +207,6 @@ def _pipeline(layers: list[int], micro_batches: int) -> str:
 
 
 def _train(config: "Config", as_json: bool) -> None:
-    from distca.report.training import outcome, summary
     from distca.train.step_folders import newest
 
     records = _fit(config, "step", as_json)
@@ -241,9 +247,6 @@ def _compare(config: "Config", as_json: bool) -> None:
 
 
 def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json: bool) -> None:
-    from distca.report.curves import draw_comparison
-    from distca.report.training import comparison, comparison_table, verdict
-
     compared = comparison(runs[0], runs[1], LOSS_TOLERANCE[_precision(config)])
     picture = Path(config.out) / "compare.png"
     draw_comparison(runs[0], runs[1], compared, picture)
@@ -262,8 +265,6 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
 
 def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
     """Trains and returns the records of the steps that were taken; None on ranks other than 0."""
-    from distca.report.progress import progress
-    from distca.report.training import step_line
     from distca.train.trainer import Trainer
 
     first = os.environ["RANK"] == "0"

@@ -97,7 +97,7 @@ def _remarks(runs: Sequence[Record]) -> list[Text]:
     ]
 
 
-def verdict(run: Record) -> str:
+def verdict_text(run: Record) -> str:
     """Returns a sentence on whether disaggregation helps; empty if there is nothing to compare."""
     result = run["verdict"]
     ours, other = result["ours"], result["other"]
