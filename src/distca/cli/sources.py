@@ -101,12 +101,12 @@ def _check_ranks(ranks: Any, path: Path) -> list[list[Any]]:
     """Checks the outer shape and the size of numbers; ``Placement.from_ranks`` checks the rest."""
     if not isinstance(ranks, list) or not all(isinstance(entries, list) for entries in ranks):
         raise ValueError(f'"ranks" in {path} must be a list with one list of documents per rank')
-    for worker, entries in enumerate(ranks):
+    for rank, entries in enumerate(ranks):
         for entry in entries:
             for number in entry.values() if isinstance(entry, dict) else [entry]:
                 if isinstance(number, int) and abs(number) >= LONGEST:
                     raise ValueError(
-                        f"{path}: rank {worker} holds {number}: a document has fewer than {LONGEST}"
+                        f"{path}: rank {rank} holds {number}: a document has fewer than {LONGEST}"
                         " tokens"
                     )
     return ranks

@@ -64,11 +64,15 @@ def check_not_empty(documents: Sized, path: Path) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file, or raises ValueError with one sentence."""
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Returns the value of a JSON text; ``where`` names the text in the error message."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
 
 
 def find_files(source: str | Path, known: str) -> list[Path]:
@@ -107,13 +111,6 @@ def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
             offset += len(line)
 
 
-def parse_line(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
-
-
 def _read_json_lengths(path: Path) -> Lengths:
     data = read_json(path)
     values = data.get("lengths") if isinstance(data, dict) else data
@@ -135,7 +132,7 @@ def _read_json_lines(path: Path) -> Lengths:
 
 
 def _length_of(line: bytes, where: str) -> Any:
-    match parse_line(line, where):
+    match parse_json(line, where):
         case {"text": str(text)}:
             return len(text.encode("utf-8", errors="surrogatepass"))
         case {"tokens": list(tokens)} | {"input_ids": list(tokens)}:

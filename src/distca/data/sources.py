@@ -24,7 +24,7 @@ import numpy as np
 
 from distca.data.documents import Document
 from distca.data.lengths import FORMS, LengthDistribution, distribution, names_distribution
-from distca.data.readers import check_not_empty, find_files, parse_line, read_lines, whole_numbers
+from distca.data.readers import check_not_empty, find_files, parse_json, read_lines, whole_numbers
 from distca.data.token_files import check_ids, open_megatron, open_numpy
 from distca.data.tokenizers import Tokenizer
 
@@ -90,7 +90,7 @@ class JsonLines:
             file.seek(offset)
             line = file.readline()
         where = f"line {number} of {self.name}"
-        match parse_line(line, where):
+        match parse_json(line, where):
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return self._tokenizer.document(completion, prompt=prompt, index=index)
             case {"text": str(text)}:
