@@ -125,7 +125,7 @@ def fastest(strategies: dict[str, Record]) -> float:
 
 
 def pipeline_table(part: Record) -> list[str]:
-    lines = dated(part, "Stages: would interleaving pay off?")
+    lines = dated(part, "Stages: would interleaving help?")
     lines += [
         "`distca`, given placement; the fastest number of micro-batches that fits. The last column"
         " is the step if interleaving two chunks on every stage halved all that idles: no schedule"

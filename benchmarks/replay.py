@@ -36,10 +36,11 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from distca.cli.bench import replay_ranks
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.policies import PLACEMENTS
 from distca.sim.cluster import Link
-from distca.sim.isolated import Case, RankSeconds, compare, simulate_isolated
+from distca.sim.isolated import Case
 
 if TYPE_CHECKING:
     from distca.model.config import ModelConfig
@@ -187,24 +188,16 @@ def replayed(
 ) -> Record:
     import torch
 
-    from distca.measure.replay import Replay, measure
+    def update(number: int, text: str) -> None:
+        print(".", end="", flush=True)
 
     step, plan_s = plan.result()
     began = time.perf_counter()
-    sample = simulate_isolated(case, step).sample(grid.sample, grid.seed)
-    measured = {}
-    for rank in sample:
-        one = Replay(
-            model, step, rank, bytes_per_s=grid.bytes_per_s, latency_s=grid.latency_s, dtype=dtype,
-            backend=backend,
-        )  # fmt: skip
-        measured[rank] = RankSeconds(*measure(one, grid.rounds))
-        print(".", end="", flush=True)
+    found = replay_ranks(case, step, model, dtype, backend, grid.sample, grid.rounds, update)
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-    found = compare(case, step, sample, measured).to_json()
     took = {"plan_s": plan_s, "replay_s": time.perf_counter() - began}
-    return took | found
+    return took | found.to_json()
 
 
 def in_words(record: Record) -> str:

@@ -134,7 +134,7 @@ def test_the_source_keeps_the_layering() -> None:
         ("distca/planning/plan.py", "if TYPE_CHECKING: ...\nelse:\n    import torch"),
         ("distca/dispatch/layout.py", "import torch"),
         ("distca/dispatch/__init__.py", "import torch"),
-        ("distca/report/plots.py", "import matplotlib.pyplot as plt"),
+        ("distca/report/plan_plots.py", "import matplotlib.pyplot as plt"),
         ("distca/train/metrics.py", "from matplotlib import pyplot"),
     ],
 )
@@ -153,7 +153,7 @@ def test_a_violation_is_refused(path: str, source: str) -> None:
         ("distca/data/loader.py", "if typing.TYPE_CHECKING:\n    import torch"),
         ("distca/dispatch/collective.py", "import torch\nfrom distca.planning import plan"),
         ("distca/report/tables.py", "if TYPE_CHECKING:\n    from distca.planning.plan import Plan"),
-        ("distca/report/plots.py", "def f():\n    import matplotlib.pyplot"),
+        ("distca/report/plan_plots.py", "def f():\n    import matplotlib.pyplot"),
         ("distca/sim/cluster.py", "from distca.planning import plan\nfrom distca.data import a"),
         ("distca/integrations/megatron.py", "import torch\nfrom distca.runtime import mesh"),
         ("distca/cli/plan.py", "from distca import report, sim, train\nfrom . import main"),

@@ -1,4 +1,4 @@
-"""What needs a GPU: streams, half-precision kernels, NCCL, memory, no synchronisation.
+"""What needs a GPU: streams, half-precision kernels, NCCL, memory, no synchronization.
 
 Run where there is one: ``pytest -m gpu tests/attention``. flash-attn-4 is tried where installed.
 """
@@ -165,7 +165,7 @@ def test_memory_is_flat_over_fifty_changing_plans(rank: int) -> None:
     assert len(set(allocated[1:])) == 1, allocated
 
 
-def test_nothing_synchronises_with_the_device() -> None:
+def test_nothing_synchronizes_with_the_device() -> None:
     plan = one_of_eight(0)
     attention = CoreAttention(transport=ThrottledTransport(0, 8, 1e12), backend="flash")
     step(attention, plan)  # the first call prepares the plan and grows the buffers

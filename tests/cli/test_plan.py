@@ -61,7 +61,7 @@ def test_the_table_and_the_bars_fit_the_terminal(
     for args in (["pretrain", "--ranks", "24", "--context", "16K"], ["ok.json", "--compare"]):
         out, err = run("plan", *args)
         assert err == ""
-        assert "\x1b" not in out  # no colours in a pipe
+        assert "\x1b" not in out  # no colors in a pipe
         assert "…" not in out
         assert max(map(len, out.splitlines())) <= columns
 

@@ -11,7 +11,7 @@ from distca.cli import main
 from distca.cli.scenarios import Study
 from distca.cli.settings import Settings
 from distca.cli.simulate import SimulateCommand
-from distca.report.simulation import simulation_table, verdict
+from distca.report.simulation import simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
 
 SMALL = (
@@ -53,7 +53,7 @@ def small() -> dict[str, Any]:
 def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     out, err = run(*SMALL)
     assert err == ""
-    assert "\x1b" not in out  # no colours in a pipe
+    assert "\x1b" not in out  # no colors in a pipe
     assert "heads 8" in out.splitlines()[0]
     for name in ("colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced"):
         assert f"\n{name} " in out
@@ -76,7 +76,7 @@ def test_the_table_fits_the_terminal(small: dict[str, Any], columns: int) -> Non
         assert (wide in shown.get()) == (columns > {"exposed": 60, "tokens/s": 80}[wide])
 
 
-def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
+def test_json_has_strategies_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
     assert small["model"]["layers"] == 2
     assert small["cluster"]["gpus"] == 4
     (only,) = small["runs"]
@@ -95,7 +95,7 @@ def test_json_has_ways_sizes_summaries_and_the_verdict(small: dict[str, Any]) ->
     best = max(way["speed_up"] for way in only["strategies"])
     assert said["speed_up"] == best
     assert said["ours"]["policy"].startswith("distca")
-    assert said["text"] == verdict(only)
+    assert said["text"] == verdict_text(only)
 
 
 def test_several_numbers_of_gpus_keep_the_tokens_of_each(run: Any) -> None:
@@ -205,27 +205,27 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"pays": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
+        ({"helps": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
         ({"because": "attention"}, "Attention is only 6.0% of the work at this context."),
         ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
         ({"because": "links"}, "faster links between nodes would help the others as much."),
         ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
         ({"because": "slow"}, "whose speeds the planner does not know."),
         ({"because": "slow", "known": True}, "for whose linear layers all others wait."),
-        ({"because": "little"}, "wlb computes 95% of the time, so little is left to win."),
+        ({"because": "little"}, "wlb computes 95% of the time, so little is left to gain."),
         ({"because": "idle"}, "It idles 2.0% of the time too"),
     ],
 )
 def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
     record = {
-        "pays": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
+        "helps": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
         "needed_bytes_per_s": None, "known": False,
         "ours": {"policy": "distca", "sizes": "cp 8", "idle": 0.02, "exposed": 0.01},
         "other": {"policy": "wlb", "sizes": "dp 8", "idle": 0.05, "exposed": 0.0},
     }  # fmt: skip
-    sentence = verdict({"verdict": record | said})
+    sentence = verdict_text({"verdict": record | said})
     assert words in sentence
-    assert sentence.startswith("It does not pay here: ") == ("pays" not in said)
+    assert sentence.startswith("Disaggregation does not help here: ") == ("helps" not in said)
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--mask=x"], "mask 'x' is unknown"),
         (["--policy=x"], "policy 'x' is unknown"),
         (["--placement=x"], "placement 'x' is unknown: choose given or balanced"),
-        (["--tolerance=1"], "--tolerance 1.0: it must be at least 0 and below 1"),
+        (["--tolerance=1"], "tolerance = 1.0: it must be at least 0 and less than 1"),
         (["--micro-batches=0"], "micro_batches = 0: give 1 or more"),
         (["--layers=0"], "--layers 0: give 1 or more"),
         (["--plot=none/x.png"], "there is no folder none"),

@@ -66,7 +66,7 @@ def test_two_ranks_with_a_checkpoint_and_then_more_steps_on_one(tmp_path: Path) 
         "rank 0",
         "rank 1",
     }
-    assert "\x1b" not in out  # neither bars nor colours in a pipe
+    assert "\x1b" not in out  # neither bars nor colors in a pipe
     first = metrics(tmp_path)
 
     printed, err = run(tmp_path, "train.steps=5", options=("--ranks=1", "--json"))

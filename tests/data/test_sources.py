@@ -21,7 +21,7 @@ def opened(where: str | Path, end: int | None = None) -> Source:
 def texts(source: Source) -> list[str]:
     documents = [source.document(index) for index in range(len(source))]
     assert [document.index for document in documents] == list(range(len(source)))
-    return [BYTES.decode(document.tokens) for document in documents]
+    return [bytes(document.tokens.tolist()).decode() for document in documents]
 
 
 def tokens(source: Source) -> list[list[int]]:
@@ -44,7 +44,7 @@ def test_text_is_read_when_asked_for(tmp_path: Path) -> None:
     source = opened(tmp_path)
     (tmp_path / "a.txt").write_text("later")
     (tmp_path / "b.txt").unlink()
-    assert BYTES.decode(source.document(0).tokens) == "later"
+    assert source.document(0).tokens.tolist() == list(b"later")
     with pytest.raises(ValueError, match=r"b\.txt can no longer be read: No such file"):
         source.document(1)
 

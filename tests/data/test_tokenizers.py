@@ -30,10 +30,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @given(st.text())
-def test_bytes_round_trip(text: str) -> None:
+def test_bytes_are_those_of_utf8(text: str) -> None:
     tokenizer = open_tokenizer("bytes", add_bos=True)
     tokens = tokenizer.document(text).tokens
-    assert tokenizer.decode(tokens) == text
+    assert bytes(tokens[1:-1].tolist()).decode() == text
     assert tokenizer.encode(text).tolist() == list(text.encode())
     if text:
         assert (tokens[0], tokens[-1]) == (ByteTokenizer.BOS, ByteTokenizer.EOS)
@@ -44,7 +44,6 @@ def test_bytes_round_trip(text: str) -> None:
 def test_bytes_have_259_ids() -> None:
     tokenizer = open_tokenizer()
     assert (tokenizer.vocab_size, tokenizer.bos, tokenizer.eos) == (259, 256, 257)
-    assert tokenizer.decode([104, 105, 258, 195]) == "hi�"
     assert tokenizer.encode("\ud800").tolist() == [0xED, 0xA0, 0x80]
 
 
@@ -63,7 +62,6 @@ def test_a_hugging_face_tokenizer(folder: Path) -> None:
         document = tokenizer.document("or not to be", prompt="to be")
         assert document.tokens.tolist() == [0, 3, 4, 5, 9, 3, 4, 1]
         assert document.labels.tolist() == [IGNORE, IGNORE, 5, 9, 3, 4, 1, IGNORE]
-        assert tokenizer.decode(document.tokens) == "to be or not to be"
         assert tokenizer.encode("to \ud800").tolist() == [3, 2]
 
 
@@ -78,7 +76,6 @@ def test_eos_is_taken_from_the_config_beside_the_file(folder: Path, eos: object)
 def test_ids_alone() -> None:
     tokenizer = open_tokenizer("ids:50257", eos=50256)
     assert (tokenizer.vocab_size, tokenizer.eos) == (50257, 50256)
-    assert tokenizer.decode([5, 6]) == "5 6"
     with pytest.raises(ValueError, match=r"ids:50257 reads no text: use bytes or a token"):
         tokenizer.document("a")
 

@@ -127,7 +127,7 @@ def test_several_runs_are_a_copy() -> None:
     ],
     ids=["all", "out of order", "backwards", "twice", "none"],
 )
-def test_neighbours_of_one_block_are_one_run(indices: Any, runs: list[tuple[int, ...]]) -> None:
+def test_neighbors_of_one_block_are_one_run(indices: Any, runs: list[tuple[int, ...]]) -> None:
     assert rows_of(indices, [2, 0, 4]).runs == tuple(Run(*run) for run in runs)
 
 

@@ -104,7 +104,7 @@ def gradients(model: Llama) -> dict[str, Tensor]:
 
 
 def weights(group: dist.ProcessGroup, config: ModelConfig, shape: tuple[int, ...]) -> Any:
-    """Initialised after sharding, and put together again."""
+    """Initialized after sharding, and put together again."""
     model = sharded(group, config, shape)
     initialize(model, seed=3)
     found = {}

@@ -12,7 +12,7 @@ from distca.pipeline.stages import backward_layers, sends_gradient, stage_layers
 
 
 @given(st.integers(1, 20), st.integers(1, 20))
-def test_an_even_split_covers_every_layer_and_favours_the_last_stage(
+def test_an_even_split_covers_every_layer_and_favors_the_last_stage(
     layers: int, stages: int
 ) -> None:
     if stages > layers:

@@ -265,11 +265,11 @@ def usual_pipeline(
             begin(stage, now)
             continue
         working[stage] = False
-        neighbour = stage + 1 if phase == "F" else stage - 1
-        if neighbour == stages:  # the last stage turns round
+        neighbor = stage + 1 if phase == "F" else stage - 1
+        if neighbor == stages:  # the last stage turns round
             arrived.add(("B", stage, m))
-        elif neighbour >= 0:
-            cell, on_the_way = (phase, neighbour, m), passing[min(stage, neighbour)][m]
+        elif neighbor >= 0:
+            cell, on_the_way = (phase, neighbor, m), passing[min(stage, neighbor)][m]
             heapq.heappush(heap, (now + on_the_way, next(ticket), "arrived", cell))
         begin(stage, now)
     assert len(found) == 2 * stages * micro_batches, "deadlock"

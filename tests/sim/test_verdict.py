@@ -1,4 +1,4 @@
-"""Whether disaggregation pays, and why not."""
+"""Whether disaggregation helps, and why not."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,7 +12,7 @@ from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import simulate
 from distca.sim.sweep import Sizes, SweepResult, best
-from distca.sim.verdict import PAYS, Verdict, attention_share, busiest, verdict
+from distca.sim.verdict import MIN_SPEED_UP, Verdict, attention_share, busiest, verdict
 
 SMALL = ModelShape("small", 8, 4, 128, layers=2, hidden=1024, ffn=4096, vocab_size=8192)
 MACHINES = replace(cluster("h200"), gpus=4, gpus_per_node=2)
@@ -38,7 +38,7 @@ def judge(
 
 def test_it_pays_for_long_contexts_of_uneven_documents() -> None:
     _, said = judge(MACHINES, "pretrain", 131072, [TEMPLATES[0], TEMPLATES[2]])
-    assert said.pays
+    assert said.helps
     assert said.speed_up is not None
     assert said.speed_up > 1.1
     assert said.because == ""
@@ -48,44 +48,44 @@ def test_it_pays_for_long_contexts_of_uneven_documents() -> None:
 
 def test_short_contexts_have_little_attention() -> None:
     _, said = judge(MACHINES, "fixed:2048", 8192)
-    assert said.pays is False
+    assert said.helps is False
     assert said.attention < 0.15
     assert said.because == "attention"
 
 
 def test_even_documents_need_no_balance() -> None:
     _, said = judge(MACHINES, "fixed:65536", 65536)
-    assert (said.pays, said.because) == (False, "even")
+    assert (said.helps, said.because) == (False, "even")
     assert said.busiest == pytest.approx(1.0, abs=0.02)
 
 
 def test_a_slow_network_takes_it_back_and_a_faster_one_is_named() -> None:
     slow = replace(MACHINES, across=Link(0.3e9, 20e-6))
     scenario, said = judge(slow, "pretrain", 131072, [TEMPLATES[0], TEMPLATES[2]])
-    assert (said.pays, said.because) == (False, "links")
+    assert (said.helps, said.because) == (False, "links")
     needed = said.needed_bytes_per_s
     assert needed is not None
     assert said.ours is not None
     assert said.other is not None
     (batch,) = scenario.batches(1)
-    for factor, pays in ((1.1, True), (1 / 1.1, False)):
+    for factor, helps in ((1.1, True), (1 / 1.1, False)):
         links = replace(slow, across=Link(needed * factor, 20e-6))
         faster = replace(scenario, cluster=links)
         ours, other = (
             simulate(faster, one.strategy, batch).step_s for one in (said.ours, said.other)
         )
-        assert (other / ours > PAYS) is pays
+        assert (other / ours > MIN_SPEED_UP) is helps
 
 
 def test_slow_gpus_that_the_planner_does_not_know() -> None:
     machines = replace(MACHINES, slow={1: 0.4}, known=False)
     _, said = judge(machines, "pretrain", 32768)
-    assert (said.pays, said.because) == (False, "slow")
+    assert (said.helps, said.because) == (False, "slow")
 
 
 def test_one_side_alone_says_nothing() -> None:
     _, one = judge(MACHINES, "pretrain", 16384, TEMPLATES[:1])
-    assert (one.pays, one.speed_up, one.ours) == (None, None, None)
+    assert (one.helps, one.speed_up, one.ours) == (None, None, None)
     _, none = judge(MACHINES, "fixed:4096", 16384, limit=1.0)
     assert none == Verdict(None, None)
     assert verdict(Scenario(SMALL, MACHINES, 16384, 8), [SweepResult("x", 0)], []) == Verdict(

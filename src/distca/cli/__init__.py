@@ -12,7 +12,7 @@ import typer
 from distca import __version__
 from distca.cli.bench import app as bench
 from distca.cli.check import CheckCommand
-from distca.cli.command import Command
+from distca.cli.command import Command, for_typer
 from distca.cli.plan import PlanCommand
 from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
@@ -56,12 +56,10 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
-app.command("plan")(PlanCommand)
-app.command("train")(TrainCommand)
-app.command("simulate")(SimulateCommand)
-app.command("profile")(ProfileCommand)
-app.command("selftest")(SelftestCommand)
-app.command("check")(CheckCommand)
+for _command in (
+    PlanCommand, TrainCommand, SimulateCommand, ProfileCommand, SelftestCommand, CheckCommand
+):  # fmt: skip
+    app.command(_command.__name__.removesuffix("Command").lower())(for_typer(_command))
 app.add_typer(bench, name="bench")
 
 

@@ -2,31 +2,38 @@
 
 import json
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from rich.console import Console
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
 from distca.planning.policies import PLACEMENTS
+from distca.report.progress import Update, progress
+from distca.report.replay import CAPTION, heading, replay_facts, replay_table
+from distca.report.tables import facts
 
 if TYPE_CHECKING:
     import torch
 
-    from distca.model.config import ModelConfig
-    from distca.sim.isolated import Case
+    from distca.model.llama import Llama
+    from distca.pipeline.step_plan import StepPlan
+    from distca.sim.isolated import Case, Comparison
 
 DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
     "cuda": {"model": "llama3-8b", "tp": 8, "tokens": "64K", "context": "128K", "cost": "h200",
              "sample": 12},
     "cpu": {"model": "debug", "tp": 1, "tokens": "1K", "context": "8K", "cost": "cpu", "sample": 6},
 }  # fmt: skip
+OF_CASE = ("ranks", "lengths", "cost", "placement", "seed", "ping_pong")
+OF_MEASUREMENT = ("model", "tp", "layers", "sample", "rounds")
 _plan, _rank, _measure = (
-    partial(option, panel) for panel in ("Plan", "Replayed rank", "Measurement")
+    partial(option, panel=panel) for panel in ("Plan", "Replayed rank", "Measurement")
 )
-_output = partial(option, OUTPUT)
+_output = partial(option, panel=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,68 +46,44 @@ class ReplayCommand:
     For a first look on any machine: distca bench replay --ranks 16
     """
 
-    ranks: Annotated[int, _plan("N", "Ranks of the plan, each with tp GPUs.")] = 64
-    lengths: Annotated[
-        str, _plan("NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.")
-    ] = "pretrain"
-    context: Annotated[
-        str | None, _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
-    ] = None
-    tokens: Annotated[
-        str | None, _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
-    ] = None
-    placement: Annotated[str, _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.")] = "given"
-    ping_pong: Annotated[
-        bool | None,
-        _plan(
-            "",
-            "Overlap two half-batches. Default: measure with and without.",
-            "--ping-pong/--no-ping-pong",
-        ),
-    ] = None
-    cost: Annotated[
-        str | None,
-        _plan(
-            "NAME",
-            "Cost model of planner and simulator: h200, h200-flash, cpu, a profile file,"
-            " analytic or pairs. Default: h200, or cpu on the CPU.",
-        ),
-    ] = None
-    seed: Annotated[int, _plan("N", "Random seed of the documents and of the sample.")] = 0
+    ranks: int = _plan("N", "Ranks of the plan, each with tp GPUs.", 64)
+    lengths: str = _plan(
+        "NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.", "pretrain"
+    )
+    context: str | None = _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
+    tokens: str | None = _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
+    placement: str = _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.", "given")
+    ping_pong: bool | None = _plan(
+        "",
+        "Overlap two half-batches. Default: measure with and without.",
+        None,
+        "--ping-pong/--no-ping-pong",
+    )
+    cost: str | None = _plan(
+        "NAME",
+        "Cost model of planner and simulator: h200, h200-flash, cpu, a profile file,"
+        " analytic or pairs. Default: h200, or cpu on the CPU.",
+    )
+    seed: int = _plan("N", "Random seed of the documents and of the sample.", 0)
 
-    model: Annotated[
-        str | None, _rank("NAME", "Name of a model. Default: llama3-8b, or debug on the CPU.")
-    ] = None
-    tp: Annotated[
-        int | None,
-        _rank(
-            "N",
-            "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on"
-            " the CPU.",
-        ),
-    ] = None
-    layers: Annotated[int, _rank("N", "Layers to run.")] = 2
-    across: Annotated[
-        str, _rank("BYTES", "Bandwidth of the rank's link per second and direction.")
-    ] = "50GB"
-    latency: Annotated[float, _rank("US", "Latency of each exchange in microseconds.")] = 20.0
-    backend: Annotated[
-        str, _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.")
-    ] = "auto"
+    model: str | None = _rank("NAME", "Name of a model. Default: llama3-8b, or debug on the CPU.")
+    tp: int | None = _rank(
+        "N",
+        "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on the CPU.",
+    )
+    layers: int = _rank("N", "Layers to run.", 2)
+    across: str = _rank("BYTES", "Bandwidth of the rank's link per second and direction.", "50GB")
+    latency: float = _rank("US", "Latency of each exchange in microseconds.", 20.0)
+    backend: str = _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
 
-    sample: Annotated[
-        int | None,
-        _measure(
-            "N",
-            "Ranks to replay: the extreme ones and random ones. A third of them"
-            " calibrates the simulator. Default: 12, or 6 on the CPU.",
-        ),
-    ] = None
-    rounds: Annotated[int, _measure("N", "Repetitions, of which the median counts.")] = 3
-    as_json: Json = False
-    out: Annotated[
-        Path | None, _output("FILE", "Append one line of JSON for each case to this file.")
-    ] = None
+    sample: int | None = _measure(
+        "N",
+        "Ranks to replay: the extreme ones and random ones. A third of them"
+        " calibrates the simulator. Default: 12, or 6 on the CPU.",
+    )
+    rounds: int = _measure("N", "Repetitions, of which the median counts.", 3)
+    as_json: bool = json_switch()
+    out: Path | None = _output("FILE", "Append one line of JSON for each case to this file.")
 
     def run(self) -> None:
         import torch
@@ -113,14 +96,13 @@ class ReplayCommand:
                 f"--layers {self.layers}, --rounds {self.rounds}, --seed {self.seed}: give 1 or"
                 " more layers and rounds, and a seed of 0 or more"
             )
-        defaults = DEFAULTS[device.type].items()
-        chosen = {name: value for name, value in defaults if getattr(self, name) is None}
-        resolved = replace(self, **chosen)
+        given = {name: value for name, value in asdict(self).items() if value is not None}
         if self.out is not None:
             self.out.open("a").close()  # reports a wrong path before anything is measured
         records = []
         for ping_pong in (True, False) if self.ping_pong is None else (self.ping_pong,):
-            records.append(_replay(replace(resolved, ping_pong=ping_pong), device))
+            chosen = DEFAULTS[device.type] | given | {"ping_pong": ping_pong}
+            records.append(_replay(chosen, device, console(quiet=self.as_json)))
             if self.out is not None:
                 with self.out.open("a") as file:
                     file.write(json.dumps(records[-1]) + "\n")
@@ -129,80 +111,73 @@ class ReplayCommand:
         elif self.out is not None:
             console().print(f"\nwritten: {self.out}", soft_wrap=True)
 
-    def case(self, config: "ModelConfig", element_bytes: int) -> "Case":
-        from distca.cli.sources import parse_bytes, parse_tokens
-        from distca.sim.cluster import Link
-        from distca.sim.isolated import Case
 
-        return Case(
-            config.shape,
-            tuple(config.mask_of(layer) for layer in range(config.layers)),
-            ranks=self.ranks,
-            lengths=self.lengths,
-            context=parse_tokens(str(self.context)),
-            tokens=parse_tokens(str(self.tokens)),
-            link=Link(parse_bytes(self.across), self.latency / 1e6),
-            cost=str(self.cost),
-            placement=self.placement,
-            ping_pong=bool(self.ping_pong),
-            seed=self.seed,
-            element_bytes=element_bytes,
-        )
+def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> dict[str, Any]:
+    """Plans, simulates and measures one case; shows it and returns its record.
 
-
-def _replay(chosen: ReplayCommand, device: "torch.device") -> dict[str, Any]:
-    """Plans, simulates and measures one case; shows it and returns its record."""
+    chosen: the options of the command, with their defaults.
+    """
     import torch
 
+    from distca.cli.sources import parse_bytes, parse_tokens
     from distca.measure.profiling import device_name
-    from distca.measure.replay import Replay, backend_of, layers_of, measure, share_of
+    from distca.measure.replay import backend_of, layers_of, share_of
     from distca.model.sizes import model_config
-    from distca.report.progress import progress
-    from distca.report.replay import CAPTION, heading, replay_facts, replay_table
-    from distca.report.training import facts
-    from distca.sim.isolated import RankSeconds, compare, simulate_isolated
+    from distca.sim.cluster import Link
+    from distca.sim.isolated import Case
 
-    assert chosen.model is not None
-    assert chosen.tp is not None
-    assert chosen.sample is not None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    config = share_of(model_config(chosen.model), chosen.tp, chosen.layers)
-    backend = backend_of(config, device, dtype, chosen.backend)
-    case = chosen.case(config, dtype.itemsize)
-    named = ("ranks", "lengths", "context", "tokens", "cost", "placement", "seed", "ping_pong")
-    options = ("model", "tp", "layers", "sample", "rounds")
-    record = {name: getattr(case, name) for name in named} | asdict(case.link)
-    record |= {name: getattr(chosen, name) for name in options}
+    config = share_of(model_config(chosen["model"]), chosen["tp"], chosen["layers"])
+    backend = backend_of(config, device, dtype, chosen["backend"])
+    link = Link(parse_bytes(chosen["across"]), chosen["latency"] / 1e6)
+    sizes = {name: parse_tokens(chosen[name]) for name in ("context", "tokens")}
+    of_case = {name: chosen[name] for name in OF_CASE} | sizes
+    masks = tuple(config.mask_of(layer) for layer in range(config.layers))
+    case = Case(config.shape, masks, link=link, element_bytes=dtype.itemsize, **of_case)
+    record = of_case | asdict(link) | {name: chosen[name] for name in OF_MEASUREMENT}
     record |= {"backend": backend, "device": device_name(device), "torch": torch.__version__}
-    screen = console(quiet=chosen.as_json)
     with screen.status(heading(record)):
         began = time.perf_counter()
         step = case.plan()
         record["plan_s"] = time.perf_counter() - began
         model = layers_of(config, device, dtype)
-        sample = simulate_isolated(case, step).sample(chosen.sample, case.seed)
     screen.print(heading(record), style="bold")
-    measured = {}
-    with progress(screen, "rank", len(sample)) as update:
-        for number, rank in enumerate(sample, 1):
-            replayed = Replay(
-                model,
-                step,
-                rank,
-                bytes_per_s=case.link.bytes_per_s,
-                latency_s=case.link.latency_s,
-                dtype=dtype,
-                backend=backend,
-            )
-            measured[rank] = RankSeconds(*measure(replayed, chosen.rounds))
-            update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
-    record |= compare(case, step, sample, measured).to_json()
+    sample = chosen["sample"], chosen["rounds"]
+    with progress(screen, "rank", min(chosen["sample"], case.ranks)) as update:
+        found = replay_ranks(case, step, model, dtype, backend, *sample, update)
+    record |= found.to_json()
     screen.print()
     screen.print(replay_table(record, screen.width))
     screen.print(f"\n{CAPTION}\n", style="dim")
     screen.print(facts(replay_facts(record)))
     screen.print()
     return record
+
+
+def replay_ranks(
+    case: "Case",
+    step: "StepPlan",
+    model: "Llama",
+    dtype: "torch.dtype",
+    backend: str,
+    num_ranks: int,
+    rounds: int,
+    update: Update,
+) -> "Comparison":
+    """Replays a sample of a plan's ranks, and compares them with the simulator.
+
+    update: called after each rank with the number of ranks so far and a few words.
+    """
+    from distca.measure.replay import Replay, measure
+    from distca.sim.isolated import RankSeconds, compare, simulate_isolated
+
+    sample = simulate_isolated(case, step).sample(num_ranks, case.seed)
+    measured = {}
+    for number, rank in enumerate(sample, 1):
+        replay = Replay(model, step, rank, **asdict(case.link), dtype=dtype, backend=backend)
+        measured[rank] = RankSeconds(*measure(replay, rounds))
+        update(number, f"rank {rank}: {measured[rank].step * 1e3:.1f} ms")
+    return compare(case, step, sample, measured)
 
 
 def _bench(context: typer.Context) -> None:
@@ -212,4 +187,4 @@ def _bench(context: typer.Context) -> None:
 
 
 app = typer.Typer(callback=_bench, invoke_without_command=True)
-app.command("replay")(ReplayCommand)
+app.command("replay")(for_typer(ReplayCommand))

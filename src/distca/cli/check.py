@@ -3,12 +3,13 @@
 import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument, Option
+from rich.console import Console
 
-from distca.cli.command import Json
+from distca.cli.command import argument, json_switch, option
+from distca.report.checks import checks_table
 
 if TYPE_CHECKING:
     from torch import nn
@@ -23,17 +24,11 @@ class CheckCommand:
     could be checked. Weights are random if the folder holds only a config.
     """
 
-    model: Annotated[
-        Path, Argument(metavar="MODEL_DIR", help="Folder with a config.json, and weights if any.")
-    ]
-    attention: Annotated[
-        list[str] | None,
-        Option(
-            metavar="NAME",
-            help="An attn_implementation; may be repeated. Default: sdpa and distca.",
-        ),
-    ] = None
-    as_json: Json = False
+    model: Path = argument("MODEL_DIR", "Folder with a config.json, and weights if any.")
+    attention: list[str] | None = option(
+        "NAME", "An attn_implementation; may be repeated. Default: sdpa and distca."
+    )
+    as_json: bool = json_switch()
 
     def run(self) -> None:
         try:
@@ -49,10 +44,6 @@ class CheckCommand:
         if self.as_json:
             typer.echo(json.dumps({"model": str(self.model), "checks": rows}))
         else:
-            from rich.console import Console
-
-            from distca.report.checks import checks_table
-
             table = checks_table(rows)
             table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names are long
             Console().print(table)

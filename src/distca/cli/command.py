@@ -1,23 +1,22 @@
 """A command of the command line is a frozen dataclass.
 
 Its fields are the options and arguments, with their types, defaults, metavars and help texts; its
-docstring is the command's help; and ``run`` does the work. Typer reads the dataclass like any other
-callable, and ``distca.cli`` runs what it has built. ``distca.schema`` reads the same fields from
-TOML.
+docstring is the command's help; and ``run`` does the work. Typer builds it from the command line,
+and ``distca.cli`` runs what was built. ``distca.schema`` reads the same fields from TOML.
 """
 
-# Commands import what they need inside their functions: `distca --help` must not wait for numpy.
+# Commands import numpy and torch inside their functions: `distca --help` must not wait for them.
 import signal
 import sys
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from dataclasses import MISSING, field, fields
+from inspect import Parameter, Signature
+from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
-from typer import Option
+from rich.console import Console
+from typer import Argument, Option
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from distca.runtime.launch import Stop
+from distca.runtime.launch import Stop
 
 OUTPUT = "Output"
 
@@ -26,31 +25,75 @@ class Command(Protocol):
     def run(self) -> None: ...
 
 
-def option(panel: str, metavar: str, text: str, *flags: str) -> Any:
-    """Declares an option in a panel of the help; by default its flag is the name of its field.
+def option(
+    metavar: str, text: str, default: Any = None, *flags: str, panel: str | None = None
+) -> Any:
+    """Declares an option as a field of a command.
 
     metavar: what stands for the value in the help; empty for a switch.
+    flags: by default the name of the field, with dashes.
+    panel: the part of the help that it is listed in.
     """
-    return Option(*flags, metavar=metavar, help=text, rich_help_panel=panel)
+    info = Option(*flags, metavar=metavar, help=text, rich_help_panel=panel)
+    return field(default=default, metadata={"typer": info, "flags": flags})
 
 
-Json = Annotated[bool, option(OUTPUT, "", "Print one JSON object, for scripts.", "--json")]
+def argument(metavar: str, text: str, default: Any = MISSING, **options: Any) -> Any:
+    """Declares a positional argument as a field of a command."""
+    info = Argument(metavar=metavar, help=text, **options)
+    return field(default=default, metadata={"typer": info})
 
 
-def console(quiet: bool = False) -> "Console":
+def json_switch() -> Any:
+    """Declares ``--json``, which all commands have."""
+    return option("", "Print one JSON object, for scripts.", False, "--json", panel=OUTPUT)
+
+
+def for_typer(command: type[Command]) -> type[Command]:
+    """Returns the command with the signature from which Typer makes its options and arguments."""
+    hints = get_type_hints(command)
+    command.__signature__ = Signature(  # type: ignore[attr-defined]
+        [
+            Parameter(
+                one.name,
+                Parameter.KEYWORD_ONLY,
+                default=Parameter.empty if one.default is MISSING else one.default,
+                annotation=Annotated[hints[one.name], one.metadata["typer"]],
+            )
+            for one in fields(command)  # type: ignore[arg-type]
+        ]
+    )
+    return command
+
+
+def rank_command(name: str, command: Command) -> list[str]:
+    """Returns the command line that a launcher starts as each rank: the same command again."""
+    options, arguments = [], []
+    for one in fields(command):  # type: ignore[arg-type]
+        value, flags = getattr(command, one.name), one.metadata.get("flags")
+        if value == one.default:
+            continue
+        if flags is None:
+            arguments.append(str(value))
+            continue
+        flag = flags[0] if flags else f"--{one.name.replace('_', '-')}"
+        if isinstance(value, bool):
+            on, _, off = flag.partition("/")
+            options.append(on if value else off)
+        else:
+            values = value if isinstance(value, list) else [value]
+            options += [f"{flag}={each}" for each in values]
+    # -P: nothing in the working directory is imported by accident.
+    start = [sys.executable, "-P", "-m", "distca", name, *options]
+    return [*start, "--", *arguments] if arguments else start
+
+
+def console(quiet: bool = False) -> Console:
     """Returns a console that prints text as it is, on standard output."""
-    from rich.console import Console
-
     return Console(highlight=False, markup=False, quiet=quiet)
 
 
-def rank_command(arguments: list[str]) -> list[str]:
-    """Returns the command that a launcher starts as each rank."""
-    # -P: nothing in the working directory is imported by accident.
-    return [sys.executable, "-P", "-m", "distca", *arguments]
-
-
-def exit_if_stopped(stop: "Stop | None") -> None:
+def exit_if_stopped(stop: Stop | None) -> None:
     """Exits with 130 after a Ctrl-C, so that it stops a script too. SIGTERM counts as success."""
     if stop is None:
         return

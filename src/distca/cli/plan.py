@@ -1,17 +1,17 @@
 """``distca plan``: plans the attention of one batch and shows imbalance, bytes and loads."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.policies import POLICIES
+from distca.report.plans import COMPARE_CAPTION, compare_table, heading, plan_table
 
 if TYPE_CHECKING:
     from distca.planning.options import PlanOptions
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from distca.planning.policies import Policy
 
 DEFAULT_MODEL = "llama3-8b"
-SAME_OPTIONS = (  # fields that have the same name and meaning in PlanOptions
-    "heads", "kv_heads", "head_dim", "mask", "cost", "tolerance", "servers", "cp", "tile",
-    "min_shard", "ranks_per_node",
-)  # fmt: skip
 _batch, _plan, _ranks, _output = (
-    partial(option, panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
+    partial(option, panel=panel) for panel in ("Batch", "Plan", "Ranks", OUTPUT)
 )
 
 
@@ -38,73 +34,56 @@ class PlanCommand:
     For a first look: distca plan prolong --ranks 64 --compare
     """
 
-    lengths: Annotated[
-        str,
-        Argument(
-            metavar="LENGTHS",
-            help='A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
-            " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
-            " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
-            " need --ranks.",
-        ),
-    ]
-    ranks: Annotated[int | None, _batch("N", "Number of workers to pack the documents on.")] = None
-    context: Annotated[
-        str | None,
-        _batch(
-            "TOKENS",
-            "Tokens per rank, such as 64K or 1M. Default: 128K for a distribution, all tokens for"
-            " a file.",
-        ),
-    ] = None
-    seed: Annotated[int, _batch("N", "Random seed of a distribution.")] = 0
-    end_of_document: Annotated[
-        int | None, _batch("ID", "Token id that ends each document in a .npy file.")
-    ] = None
-    mask: Annotated[str, _batch("MASK", "Attention mask: causal, full or window:N.")] = "causal"
-    model: Annotated[str | None, _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")] = (
-        None
+    lengths: str = argument(
+        "LENGTHS",
+        'A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
+        " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
+        " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
+        " need --ranks.",
     )
-    heads: Annotated[
-        int | None, _batch("N", "Number of query heads; replaces the name of a model.")
-    ] = None
-    kv_heads: Annotated[
-        int | None, _batch("N", "Number of key/value heads. Default: as many as query heads.")
-    ] = None
-    head_dim: Annotated[int | None, _batch("N", "Size of a head.")] = None
+    ranks: int | None = _batch("N", "Number of workers to pack the documents on.")
+    context: str | None = _batch(
+        "TOKENS",
+        "Tokens per rank, such as 64K or 1M. Default: 128K for a distribution, all tokens for"
+        " a file.",
+    )
+    seed: int = _batch("N", "Random seed of a distribution.", 0)
+    end_of_document: int | None = _batch("ID", "Token id that ends each document in a .npy file.")
+    mask: str = _batch("MASK", "Attention mask: causal, full or window:N.", "causal")
+    model: str | None = _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")
+    heads: int | None = _batch("N", "Number of query heads; replaces the name of a model.")
+    kv_heads: int | None = _batch(
+        "N", "Number of key/value heads. Default: as many as query heads."
+    )
+    head_dim: int | None = _batch("N", "Size of a head.")
 
-    policy: Annotated[str, _plan("NAME", f"One of {', '.join(POLICIES)}.")] = "distca"
-    placement: Annotated[
-        str, _plan("NAME", "given: tokens stay where they are; balanced: they are placed again.")
-    ] = "given"
-    compare: Annotated[bool, _plan("", "Compare all policies in one table.", "--compare")] = False
-    tolerance: Annotated[
-        float, _plan("SHARE", "How far the slowest rank may be above the mean.")
-    ] = 0.02
-    cost: Annotated[
-        str, _plan("NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.")
-    ] = DEFAULT_COST
-    cp: Annotated[
-        int | None,
-        _plan("N", "Workers that share a sequence in context-parallel policies. Default: up to 8."),
-    ] = None
-    tile: Annotated[int, _plan("TOKENS", "Documents are cut at multiples of this.")] = 128
-    min_shard: Annotated[int, _plan("TOKENS", "Smallest piece of a document.")] = 128
+    policy: str = _plan("NAME", f"One of {', '.join(POLICIES)}.", "distca")
+    placement: str = _plan(
+        "NAME", "given: tokens stay where they are; balanced: they are placed again.", "given"
+    )
+    compare: bool = _plan("", "Compare all policies in one table.", False, "--compare")
+    tolerance: float = _plan("SHARE", "How far the slowest rank may be above the mean.", 0.02)
+    cost: str = _plan(
+        "NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.", DEFAULT_COST
+    )
+    cp: int | None = _plan(
+        "N", "Workers that share a sequence in context-parallel policies. Default: up to 8."
+    )
+    tile: int = _plan("TOKENS", "Documents are cut at multiples of this.", 128)
+    min_shard: int = _plan("TOKENS", "Smallest piece of a document.", 128)
 
-    servers: Annotated[int, _ranks("N", "Dedicated attention servers besides the workers.")] = 0
-    workers_serve: Annotated[
-        bool, _ranks("", "Workers compute attention too, besides the servers.", "--workers-serve")
-    ] = False
-    ranks_per_node: Annotated[int | None, _ranks("N", "Ranks of a node. Default: all.")] = None
-    memory: Annotated[
-        str | None, _ranks("BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB.")
-    ] = None
+    servers: int = _ranks("N", "Dedicated attention servers besides the workers.", 0)
+    workers_serve: bool = _ranks(
+        "", "Workers compute attention too, besides the servers.", False, "--workers-serve"
+    )
+    ranks_per_node: int | None = _ranks("N", "Ranks of a node. Default: all.")
+    memory: str | None = _ranks(
+        "BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB."
+    )
 
-    as_json: Json = False
-    out: Annotated[Path | None, _output("FILE", "Write the plan to this JSON file.")] = None
-    plot: Annotated[
-        Path | None, _output("FILE", "Draw loads and traffic into this .png, .svg or .pdf file.")
-    ] = None
+    as_json: bool = json_switch()
+    out: Path | None = _output("FILE", "Write the plan to this JSON file.")
+    plot: Path | None = _output("FILE", "Draw loads and traffic into this .png, .svg or .pdf file.")
 
     def run(self) -> None:
         from distca.planning.policies import policy_of
@@ -134,13 +113,13 @@ class PlanCommand:
         from distca.cli.sources import parse_bytes
         from distca.planning.options import PlanOptions
 
-        sizes = (self.heads, self.kv_heads, self.head_dim)
-        return PlanOptions(
-            model=DEFAULT_MODEL if self.model is None and sizes == (None,) * 3 else self.model,
-            workers_serve=self.workers_serve or None,
-            memory_bytes=None if self.memory is None else parse_bytes(self.memory),
-            **{name: getattr(self, name) for name in SAME_OPTIONS},
-        )
+        known = {one.name for one in fields(PlanOptions)}
+        options = {name: value for name, value in vars(self).items() if name in known}
+        if (self.model, self.heads, self.kv_heads, self.head_dim) == (None,) * 4:
+            options["model"] = DEFAULT_MODEL
+        options["workers_serve"] = self.workers_serve or None
+        options["memory_bytes"] = None if self.memory is None else parse_bytes(self.memory)
+        return PlanOptions(**options)
 
     def _plan(self, given: "Placement", policy: "Policy", options: "PlanOptions") -> None:
         from distca.cli.records import record_of, summary_of, traffic_matrix
@@ -153,7 +132,7 @@ class PlanCommand:
         if self.out is not None:
             self.out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
         if self.plot is not None:
-            from distca.report.plots import draw_plan
+            from distca.report.plan_plots import draw_plan
 
             draw_plan(record, traffic_matrix(made), self.plot)
         if self.as_json:
@@ -164,7 +143,6 @@ class PlanCommand:
 
 def _show(made: "Plan", record: dict[str, Any], written: list[Path]) -> None:
     from distca.report.bars import caption, load_bars
-    from distca.report.tables import heading, plan_table
 
     screen, summary = console(), record["summary"]
     screen.print(heading(summary), style="bold")
@@ -183,7 +161,6 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     from distca.cli.records import comparison_row, summary_of
     from distca.planning.api import place_and_plan
     from distca.planning.policies import policy_of
-    from distca.report.tables import COMPARE_CAPTION, compare_table, heading
 
     ours, *others = POLICIES
     summaries: list[dict[str, Any]] = []
@@ -193,7 +170,7 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
             made = place_and_plan(given, policy, options)
         except ValueError as error:
             if not rows:
-                raise  # ours takes every batch, so it is the input that is wrong
+                raise  # distca can plan every valid batch, so the input is wrong
             summaries.append({"policy": policy.name, "error": str(error)})
             rows.append(summaries[-1])
         else:

@@ -4,12 +4,15 @@ import json
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
-from distca.cli.command import Json, console, rank_command
+from distca.cli.command import console, json_switch, option, rank_command
+from distca.report.profiles import profile_facts, rates_table
+from distca.report.progress import progress
+from distca.report.tables import facts
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch
@@ -30,35 +33,18 @@ class ProfileCommand:
     To use the profile: distca plan ... --cost FILE
     """
 
-    model: Annotated[
-        str | None,
-        Option(
-            metavar="NAME",
-            help="Model whose sizes are measured."
-            f" Default: {GPU_MODEL}, or {CPU_MODEL} on the CPU.",
-        ),
-    ] = None
-    backend: Annotated[
-        str,
-        Option(metavar="NAME", help="Attention backend: auto, fa4, flash, sdpa or reference."),
-    ] = "auto"
-    out: Annotated[
-        Path, Option(metavar="FILE", help="The profile; an unfinished one is continued.")
-    ] = Path("profile.json")
-    ranks: Annotated[
-        int | None,
-        Option(metavar="N", help="Ranks to start. Default: one for each GPU, or 1 on the CPU."),
-    ] = None
-    quick: Annotated[
-        bool, Option("--quick", metavar="", help="Measure every other size, with fewer rounds.")
-    ] = False
-    as_json: Json = False
+    model: str | None = option(
+        "NAME", f"Model whose sizes are measured. Default: {GPU_MODEL}, or {CPU_MODEL} on the CPU."
+    )
+    backend: str = option("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
+    out: Path = option("FILE", "The profile; an unfinished one is continued.", Path("profile.json"))
+    ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 1 on the CPU.")
+    quick: bool = option("", "Measure every other size, with fewer rounds.", False, "--quick")
+    as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_rank, launch, reporting
-
-        if is_rank():
-            with reporting():
+        if launch.is_rank():
+            with launch.reporting():
                 self._measure_together()
             return
         num_ranks = self._num_ranks()
@@ -69,12 +55,7 @@ class ProfileCommand:
             bench = self._bench(torch.device("cuda", 0) if gpu else torch.device("cpu"))
             self._measure(bench, self._begin(bench))
             return
-        arguments = ["profile", f"--backend={self.backend}", f"--out={self.out}"]
-        arguments += [f"--model={self.model}"] if self.model else []
-        arguments += [
-            flag for flag, on in (("--quick", self.quick), ("--json", self.as_json)) if on
-        ]
-        stop = launch(rank_command(arguments), num_ranks, LOGS)
+        stop = launch.launch(rank_command("profile", self), num_ranks, LOGS)
         if stop is not None:
             self._tell_stopped()
             raise typer.Exit(130 if stop.signal == signal.SIGINT else 0)
@@ -82,10 +63,8 @@ class ProfileCommand:
     def _num_ranks(self) -> int:
         import torch
 
-        from distca.runtime.launch import local_ranks
-
         alone = self.ranks is None and not torch.cuda.device_count()
-        return 1 if alone else local_ranks(self.ranks)
+        return 1 if alone else launch.local_ranks(self.ranks)
 
     def _bench(self, device: "torch.device") -> "Bench":
         from distca.measure.profiling import Bench, Scope
@@ -109,7 +88,6 @@ class ProfileCommand:
     def _measure(self, bench: "Bench", begun: "Profile") -> None:
         """Measures, shows and saves, as the only rank or as rank 0 of several."""
         from distca.measure.profiling import measure, missing_figures
-        from distca.report.progress import progress
 
         screen, out = console(quiet=self.as_json), self.out
         left, total = (len(missing_figures(bench, one)) for one in (begun, bench.blank(begun.name)))
@@ -152,9 +130,6 @@ class ProfileCommand:
         typer.echo(f"stopped: the same command continues with what is in {self.out}", err=True)
 
     def _show(self, done: "Profile") -> None:
-        from distca.report.profiles import profile_facts, rates_table
-        from distca.report.training import facts
-
         record = done.to_json() | {"out": str(self.out)}
         directions: tuple[Direction, ...] = ("forward", "backward")
         for direction in directions:

@@ -59,7 +59,7 @@ def record_of(
 
 
 def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
-    """Returns a row of ``report.tables.compare_table``."""
+    """Returns a row of ``report.plans.compare_table``."""
     tokens = plan.placement.tokens
     return summary | {
         "imbalance_each": imbalances(plan),
@@ -68,7 +68,6 @@ def comparison_row(plan: Plan, summary: dict[str, Any]) -> dict[str, Any]:
 
 
 def imbalances(plan: Plan) -> list[float]:
-    """Returns the imbalance in forward and in backward."""
     return [plan.devices.imbalance(w) for w in (plan.forward_load_ps, plan.backward_load_ps)]
 
 

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from distca.cli.settings import COMPARED, Settings
-from distca.cli.sources import parse_bytes, parse_tokens
-from distca.data.lengths import FORMS, Lengths, distribution, names_distribution
-from distca.data.readers import read_lengths
+from distca.cli.sources import parse_bytes, parse_tokens, read_documents
+from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
-from distca.planning.policies import PLACEMENTS
+from distca.planning.options import PlanOptions
+from distca.planning.policies import PLACEMENTS, policy_of
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.sweep import Sizes
@@ -62,7 +61,6 @@ class Study:
         return cls(scenarios, _strategies(settings), sizes, settings.sweep, settings.batches)
 
     def sizes_of(self, scenario: Scenario) -> Sizes:
-        """Returns the sizes to try in a scenario."""
         if self.sweep:
             return self.sizes
         return self.sizes.as_published(scenario.model, scenario.cluster)
@@ -76,8 +74,7 @@ def model_of(settings: Settings) -> ModelShape:
             " its sizes as needed"
         )
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
-    changed = {name: getattr(settings, name) for name in names}
-    changed = {name: size for name, size in changed.items() if size is not None}
+    changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
     words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]
@@ -108,12 +105,9 @@ def cluster_of(settings: Settings) -> Cluster:
 
 
 def _strategies(settings: Settings) -> tuple[Strategy, ...]:
-    if settings.placement not in ("", *PLACEMENTS):
-        raise ValueError(
-            f"placement {settings.placement!r} is unknown: choose {' or '.join(PLACEMENTS)}"
-        )
-    if not 0 <= settings.tolerance < 1:
-        raise ValueError(f"--tolerance {settings.tolerance}: it must be at least 0 and below 1")
+    PlanOptions(tolerance=settings.tolerance)  # raises ValueError for a wrong one
+    placements = (settings.placement,) if settings.placement else PLACEMENTS
+    policy_of("distca", placements[0])  # raises ValueError for an unknown one
     strategies = []
     for policy in dict.fromkeys(settings.policy or COMPARED):
         strategy = Strategy(
@@ -122,8 +116,7 @@ def _strategies(settings: Settings) -> tuple[Strategy, ...]:
         if not strategy.disaggregated:
             strategies.append(strategy)
             continue
-        default = PLACEMENTS if policy == "distca" else PLACEMENTS[:1]
-        chosen = (settings.placement,) if settings.placement else default
+        chosen = placements if policy == "distca" else placements[:1]
         strategies += [replace(strategy, placement=placement) for placement in chosen]
     return tuple(strategies)
 
@@ -133,12 +126,7 @@ def _documents(settings: Settings) -> tuple[int, str | Lengths]:
     if names_distribution(source):
         distribution(source, context)  # raises ValueError for a wrong one
         return context, source
-    try:
-        return context, read_lengths(source, end_of_document=settings.end_of_document)
-    except ValueError as error:
-        if Path(source).exists():
-            raise
-        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+    return context, read_documents(source, settings.end_of_document)
 
 
 def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:

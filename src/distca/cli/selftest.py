@@ -5,12 +5,14 @@ import time
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Option
 
-from distca.cli.command import Json, console, exit_if_stopped, rank_command
+from distca.cli.command import console, exit_if_stopped, json_switch, option, rank_command
+from distca.report import units
+from distca.report.checks import checks_table
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -29,27 +31,22 @@ class SelftestCommand:
     torchrun --nproc-per-node 8 --no-python distca selftest
     """
 
-    ranks: Annotated[
-        int | None,
-        Option(metavar="N", help="Ranks to start. Default: one for each GPU, or 2 on the CPU."),
-    ] = None
-    out: Annotated[
-        Path, Option(metavar="DIR", help="Folder for logs and a checkpoint; all nodes share it.")
-    ] = Path("runs/selftest")
-    as_json: Json = False
+    ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    out: Path = option(
+        "DIR", "Folder for logs and a checkpoint; all nodes share it.", Path("runs/selftest")
+    )
+    as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_launched, is_rank, launch, local_ranks, reporting
-
-        if is_rank():
-            with reporting():
+        if launch.is_rank():
+            with launch.reporting():
                 rows = self._check()
-            if not is_launched():
+            if not launch.is_launched():
                 raise typer.Exit(0 if all_pass(rows) else 1)
             return  # the launcher reads the result: a rank that exits with 1 would count as broken
         self.result.unlink(missing_ok=True)
-        arguments = ["selftest", f"--out={self.out}", *(["--json"] if self.as_json else [])]
-        exit_if_stopped(launch(rank_command(arguments), local_ranks(self.ranks), self.out / "logs"))
+        num_ranks = launch.local_ranks(self.ranks)
+        exit_if_stopped(launch.launch(rank_command("selftest", self), num_ranks, self.out / "logs"))
         if not self.result.exists() or not all_pass(json.loads(self.result.read_text())["checks"]):
             raise typer.Exit(1)
 
@@ -83,9 +80,6 @@ class SelftestCommand:
         return rows
 
     def _show(self, record: dict[str, Any]) -> None:
-        from distca.report import units
-        from distca.report.checks import checks_table
-
         self.out.mkdir(parents=True, exist_ok=True)
         self.result.write_text(json.dumps(record) + "\n")
         if self.as_json:

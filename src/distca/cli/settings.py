@@ -8,7 +8,7 @@ option ``model``, and in [cluster] it is ``cluster``. Values are text as people 
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from distca.cli.command import option
 from distca.planning.policies import PLACEMENTS, POLICIES
@@ -16,125 +16,90 @@ from distca.schema import check, check_known, read_toml
 
 COMPARED = ("colocated", "head-tail-cp", "wlb", "distca")  # policies, unless others are chosen
 _model, _cluster, _data, _strategy = (
-    partial(option, panel) for panel in ("Model", "Cluster", "Data", "Strategies to compare")
+    partial(option, panel=panel) for panel in ("Model", "Cluster", "Data", "Strategies to compare")
 )
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: Annotated[str, _model("NAME", "Name of a model.")] = "llama3-8b"
-    layers: Annotated[
-        int | None, _model("N", "Number of layers; options from here on override the model's own.")
-    ] = None
-    hidden: Annotated[int | None, _model("N", "Hidden size.")] = None
-    ffn: Annotated[int | None, _model("N", "Intermediate size of the feed-forward layer.")] = None
-    heads: Annotated[int | None, _model("N", "Number of query heads.")] = None
-    kv_heads: Annotated[int | None, _model("N", "Number of key/value heads.")] = None
-    head_dim: Annotated[int | None, _model("N", "Size of a head.")] = None
-    vocab_size: Annotated[int | None, _model("N", "Size of the vocabulary.")] = None
+    model: str = _model("NAME", "Name of a model.", "llama3-8b")
+    layers: int | None = _model(
+        "N", "Number of layers; options from here on override the model's own."
+    )
+    hidden: int | None = _model("N", "Hidden size.")
+    ffn: int | None = _model("N", "Intermediate size of the feed-forward layer.")
+    heads: int | None = _model("N", "Number of query heads.")
+    kv_heads: int | None = _model("N", "Number of key/value heads.")
+    head_dim: int | None = _model("N", "Size of a head.")
+    vocab_size: int | None = _model("N", "Size of the vocabulary.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
-    cluster: Annotated[
-        str, _cluster("NAME", "h200, h200-flash or h200-ethernet; other options override it.")
-    ] = "h200"
-    gpus: Annotated[
-        str,
-        _cluster(
-            "N,...", "Number of GPUs, or several as in 64,128,256 to show scaling. Default: 64."
-        ),
-    ] = ""
-    gpus_per_node: Annotated[int | None, _cluster("N", "GPUs of a node. Default: 8.")] = None
-    memory: Annotated[
-        str, _cluster("BYTES", "Memory of a GPU, such as 80GB; a step may use 95 % of it.")
-    ] = ""
-    inside: Annotated[
-        str, _cluster("BYTES", "Bandwidth of a GPU inside a node, per second. Default: 360GB.")
-    ] = ""
-    across: Annotated[
-        str, _cluster("BYTES", "Bandwidth of a GPU between nodes, per second. Default: 50GB.")
-    ] = ""
-    latency: Annotated[
-        float | None, _cluster("US", "Latency of an exchange between nodes, in microseconds.")
-    ] = None
-    profile: Annotated[
-        str, _cluster("NAME", "Speed of the kernels: h200, h200-flash or a profile file.")
-    ] = ""
-    jitter: Annotated[
-        float, _cluster("SHARE", "Relative standard deviation of kernel times, such as 0.05.")
-    ] = 0.0
-    link_jitter: Annotated[
-        float, _cluster("SHARE", "Relative standard deviation of exchange times.")
-    ] = 0.0
-    slow: Annotated[
-        list[str] | None,
-        _cluster("GPU=SPEED", "Relative speed of one GPU, such as 3=0.5; may be repeated."),
-    ] = None
-    unknown_speeds: Annotated[
-        bool, _cluster("", "Whether the speeds of slow GPUs are hidden from the planner.")
-    ] = False
+    cluster: str = _cluster(
+        "NAME", "h200, h200-flash or h200-ethernet; other options override it.", "h200"
+    )
+    gpus: str = _cluster(
+        "N,...", "Number of GPUs, or several as in 64,128,256 to show scaling. Default: 64.", ""
+    )
+    gpus_per_node: int | None = _cluster("N", "GPUs of a node. Default: 8.")
+    memory: str = _cluster("BYTES", "Memory of a GPU, such as 80GB; a step may use 95 % of it.", "")
+    inside: str = _cluster(
+        "BYTES", "Bandwidth of a GPU inside a node, per second. Default: 360GB.", ""
+    )
+    across: str = _cluster(
+        "BYTES", "Bandwidth of a GPU between nodes, per second. Default: 50GB.", ""
+    )
+    latency: float | None = _cluster("US", "Latency of an exchange between nodes, in microseconds.")
+    profile: str = _cluster("NAME", "Speed of the kernels: h200, h200-flash or a profile file.", "")
+    jitter: float = _cluster(
+        "SHARE", "Relative standard deviation of kernel times, such as 0.05.", 0.0
+    )
+    link_jitter: float = _cluster("SHARE", "Relative standard deviation of exchange times.", 0.0)
+    slow: list[str] | None = _cluster(
+        "GPU=SPEED", "Relative speed of one GPU, such as 3=0.5; may be repeated."
+    )
+    unknown_speeds: bool = _cluster(
+        "", "Whether the speeds of slow GPUs are hidden from the planner.", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    lengths: Annotated[
-        str,
-        _data(
-            "LENGTHS",
-            "pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N, or documents as"
-            " distca plan reads them.",
-        ),
-    ] = "pretrain"
-    context: Annotated[
-        str, _data("TOKENS", "Tokens of a sequence, and of the longest document.")
-    ] = "128K"
-    sequences: Annotated[
-        int | None,
-        _data("N", "Sequences of a step on the first number of GPUs. Default: 32K tokens per GPU."),
-    ] = None
-    batches: Annotated[int, _data("N", "Batches to average over.")] = 5
-    seed: Annotated[int, _data("N", "Random seed of a distribution.")] = 0
-    end_of_document: Annotated[
-        int | None, _data("ID", "Token id that ends each document in a .npy file.")
-    ] = None
-    mask: Annotated[str, _data("MASK", "Attention mask: causal, full or window:N.")] = "causal"
+    lengths: str = _data(
+        "LENGTHS",
+        "pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N, or documents as"
+        " distca plan reads them.",
+        "pretrain",
+    )
+    context: str = _data("TOKENS", "Tokens of a sequence, and of the longest document.", "128K")
+    sequences: int | None = _data(
+        "N", "Sequences of a step on the first number of GPUs. Default: 32K tokens per GPU."
+    )
+    batches: int = _data("N", "Batches to average over.", 5)
+    seed: int = _data("N", "Random seed of a distribution.", 0)
+    end_of_document: int | None = _data("ID", "Token id that ends each document in a .npy file.")
+    mask: str = _data("MASK", "Attention mask: causal, full or window:N.", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    policy: Annotated[
-        list[str] | None,
-        _strategy(
-            "NAME",
-            f"One of {', '.join(POLICIES)}; may be repeated. Default: {', '.join(COMPARED)}.",
-        ),
-    ] = None
-    placement: Annotated[
-        str, _strategy("NAME", f"Of policy distca: {' or '.join(PLACEMENTS)}. Default: both.")
-    ] = ""
-    sweep: Annotated[bool, _strategy("", "Try all sizes of the mesh, not only those of cp.")] = (
-        False
+    policy: list[str] | None = _strategy(
+        "NAME", f"One of {', '.join(POLICIES)}; may be repeated. Default: {', '.join(COMPARED)}."
     )
-    tp: Annotated[
-        str, _strategy("N,...", "Tensor-parallel sizes. Default: the largest up to 8.")
-    ] = ""
-    pp: Annotated[str, _strategy("N,...", "Numbers of pipeline stages. Default: 1.")] = ""
-    dp: Annotated[str, _strategy("N,...", "Data-parallel sizes. Default: all that fit.")] = ""
-    cp: Annotated[str, _strategy("N,...", "Context-parallel sizes. Default: all that fit.")] = ""
-    micro_batches: Annotated[
-        str, _strategy("N,...", "Micro-batches of a step. Default: all that fit.")
-    ] = ""
-    servers: Annotated[
-        str, _strategy("N,...", "Dedicated servers of policy distca. Default: none.")
-    ] = ""
-    ping_pong: Annotated[bool, _strategy("", "Overlap two half-batches.")] = True
-    tolerance: Annotated[
-        float, _strategy("SHARE", "How far the slowest rank may be above the mean.")
-    ] = 0.02
-    recompute: Annotated[
-        bool, _strategy("", "Recompute all but attention in the backward pass.")
-    ] = True
+    placement: str = _strategy(
+        "NAME", f"Of policy distca: {' or '.join(PLACEMENTS)}. Default: both.", ""
+    )
+    sweep: bool = _strategy("", "Try all sizes of the mesh, not only those of cp.", False)
+    tp: str = _strategy("N,...", "Tensor-parallel sizes. Default: the largest up to 8.", "")
+    pp: str = _strategy("N,...", "Numbers of pipeline stages. Default: 1.", "")
+    dp: str = _strategy("N,...", "Data-parallel sizes. Default: all that fit.", "")
+    cp: str = _strategy("N,...", "Context-parallel sizes. Default: all that fit.", "")
+    micro_batches: str = _strategy("N,...", "Micro-batches of a step. Default: all that fit.", "")
+    servers: str = _strategy("N,...", "Dedicated servers of policy distca. Default: none.", "")
+    ping_pong: bool = _strategy("", "Overlap two half-batches.", True)
+    tolerance: float = _strategy("SHARE", "How far the slowest rank may be above the mean.", 0.02)
+    recompute: bool = _strategy("", "Recompute all but attention in the backward pass.", True)
 
 
 # The fields of the last base come first.
@@ -147,7 +112,7 @@ SECTIONS: dict[str, type] = {
     "model": ModelOptions,
     "cluster": ClusterOptions,
     "data": DataOptions,
-    "ways": StrategyOptions,
+    "strategies": StrategyOptions,
 }
 
 

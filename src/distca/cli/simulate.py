@@ -1,30 +1,34 @@
 """``distca simulate``: predicts the time of a training step on a cluster, by policy."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
+from rich.console import Console
 
-from distca.cli.command import OUTPUT, Json, console, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.cli.settings import Settings, read_settings
+from distca.report.progress import progress
+from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
+from distca.report.simulation_plots import draw_simulation
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from distca.cli.scenarios import Study
-    from distca.sim.scenario import Scenario
-    from distca.sim.sweep import Show, SweepResult
+    from distca.sim.scenario import Scenario, Strategy
+    from distca.sim.simulate import Summary
+    from distca.sim.sweep import SweepResult
     from distca.sim.verdict import Verdict
 
 PICTURES = (".png", ".svg", ".pdf")
-_output = partial(option, OUTPUT)
+FIGURES = (  # of a Summary, in the record of a strategy
+    "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
+)  # fmt: skip
+REASONS = ("helps", "speed_up", "because", "attention", "busiest", "needed_bytes_per_s")
+_output = partial(option, panel=OUTPUT)
 
 
 def _use_file(context: typer.Context, path: Path | None) -> Path | None:
@@ -36,54 +40,39 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class SimulateCommand(Settings):
-    """Predicts a training step on a cluster, by policy, and whether disaggregation pays off.
+    """Predicts the training step of each policy on a cluster, and whether disaggregation helps.
 
     For a first look: distca simulate --gpus 64 --context 256K
     """
 
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG.toml",
-            help="File with the same settings; options override it.",
-            callback=_use_file,
-            is_eager=True,
-        ),
-    ] = None
-    as_json: Json = False
-    trace: Annotated[
-        Path | None,
-        _output(
-            "FILE",
-            "Write a timeline of one step for ui.perfetto.dev: the best disaggregated"
-            " strategy and the best of the others.",
-        ),
-    ] = None
-    plot: Annotated[
-        Path | None,
-        _output(
-            "FILE", "Draw times, idle shares, traffic and memory into this .png, .svg or .pdf file."
-        ),
-    ] = None
+    config: Path | None = argument(
+        "CONFIG.toml",
+        "File with the same settings; options override it.",
+        default=None,
+        callback=_use_file,
+        is_eager=True,
+    )
+    as_json: bool = json_switch()
+    trace: Path | None = _output(
+        "FILE",
+        "Write a timeline of one step for ui.perfetto.dev: the best disaggregated"
+        " strategy and the best of the others.",
+    )
+    plot: Path | None = _output(
+        "FILE", "Draw times, idle shares, traffic and memory into this .png, .svg or .pdf file."
+    )
 
     def run(self) -> None:
-        from distca.cli.outcomes import run_record, scenario_record
         from distca.cli.scenarios import Study
-        from distca.report.simulation import verdict
 
         self._check_paths()
         study, screen = Study.of(self), console()
         runs = _simulate(study, screen, quiet=self.as_json)
-        record = scenario_record(study.scenarios[0], study.batches)
-        record["runs"] = [run_record(run.scenario, run.found, run.verdict) for run in runs]
-        for run in record["runs"]:
-            run["verdict"]["text"] = verdict(run)
+        record = _study_record(study) | {"runs": [run.record() for run in runs]}
         written = []
         if self.trace is not None:
             written.append(_write_trace(runs[-1], self.trace))
         if self.plot is not None:
-            from distca.report.simulation_plots import draw_simulation
-
             draw_simulation(record, self.plot)
             written.append(str(self.plot))
         if self.as_json:
@@ -110,9 +99,65 @@ class _Run:
     found: "list[SweepResult]"
     verdict: "Verdict"
 
+    def record(self) -> dict[str, Any]:
+        scenario, other = self.scenario, self.verdict.other
+        record: dict[str, Any] = {
+            "gpus": scenario.cluster.gpus,
+            "sequences": scenario.sequences,
+            "tokens": scenario.tokens,
+            "limit_bytes": scenario.cluster.usable_bytes,
+            "strategies": [_strategy_record(one, other) for one in self.found],
+            "verdict": _verdict_record(self.verdict) | {"known": scenario.cluster.known},
+        }
+        record["verdict"]["text"] = verdict_text(record)
+        return record
 
-def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
-    from distca.cli.outcomes import limit_bytes
+
+def _study_record(study: "Study") -> dict[str, Any]:
+    """Returns what is the same for all numbers of GPUs."""
+    record = asdict(study.scenarios[0]) | {"batches": study.batches}
+    del record["sequences"]
+    if not isinstance(record["lengths"], str):
+        record["lengths"] = f"{len(record['lengths'])} documents"
+    return record
+
+
+def _strategy_record(result: "SweepResult", other: "Summary | None") -> dict[str, Any]:
+    """Returns the figures of a strategy.
+
+    other: the strategy over which its speed-up is stated.
+    """
+    if result.summary is None:
+        return {"policy": result.name, "error": result.refused}
+    found, strategy = result.summary, result.summary.strategy
+    return {
+        "policy": result.name,
+        "disaggregated": strategy.disaggregated,
+        "sizes": asdict(strategy.parallel) | {"micro_batches": strategy.micro_batches},
+        "sizes_text": strategy.sizes,
+        "tried": result.tried,
+        "speed_up": None if other is None else other.step_s / found.step_s,
+        "memory_bytes": found.memory.total,
+        "memory_gib": found.memory.table(),
+        "fits": result.fits,
+        **{name: getattr(found, name) for name in FIGURES},
+    }
+
+
+def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
+    record: dict[str, Any] = {name: getattr(verdict, name) for name in REASONS}
+    for side in ("ours", "other"):
+        one = getattr(verdict, side)
+        record[side] = one and {
+            "policy": one.strategy.name,
+            "sizes": one.strategy.sizes,
+            "idle": one.idle,
+            "exposed": one.exposed,
+        }
+    return record
+
+
+def _simulate(study: "Study", screen: Console, quiet: bool) -> list[_Run]:
     from distca.sim.sweep import best, candidates
     from distca.sim.verdict import verdict
 
@@ -122,10 +167,16 @@ def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
         for strategy in study.strategies
     )
     runs = []
-    with _progress(screen, total, quiet) as show:
+    done = count(1)
+    quiet |= not screen.is_terminal  # elsewhere only results are printed
+    with progress(console(quiet), "simulated", total) as update:
+
+        def show(strategy: "Strategy") -> None:
+            update(next(done), f"{strategy.name}, {strategy.sizes}")
+
         for scenario in study.scenarios:
             batches, sizes = list(scenario.batches(study.batches)), study.sizes_of(scenario)
-            limit = limit_bytes(scenario)
+            limit = scenario.cluster.usable_bytes
             found = [
                 best(scenario, strategy, sizes, batches, limit_bytes=limit, show=show)
                 for strategy in study.strategies
@@ -135,19 +186,6 @@ def _simulate(study: "Study", screen: "Console", quiet: bool) -> list[_Run]:
     if all(one.summary is None for one in known):
         raise ValueError(known[0].refused)
     return runs
-
-
-@contextmanager
-def _progress(screen: "Console", total: int, quiet: bool) -> "Iterator[Show]":
-    """Shows a bar on a terminal; elsewhere only results are printed."""
-    if quiet or not screen.is_terminal:
-        yield lambda strategy: None
-        return
-    from distca.report.progress import progress
-
-    done = count(1)
-    with progress(screen, "simulated", total) as update:
-        yield lambda strategy: update(next(done), f"{strategy.name}, {strategy.sizes}")
 
 
 def _write_trace(run: _Run, path: Path) -> str:
@@ -164,9 +202,7 @@ def _write_trace(run: _Run, path: Path) -> str:
     return f"{path} (the first {MAX_RANKS} of {ranks} ranks)" if ranks > MAX_RANKS else str(path)
 
 
-def _show(record: dict[str, Any], screen: "Console", written: list[str]) -> None:
-    from distca.report.simulation import CAPTION, heading, simulation_table
-
+def _show(record: dict[str, Any], screen: Console, written: list[str]) -> None:
     first, *others = heading(record)
     screen.print(first, style="bold")
     screen.print("\n".join(others))
@@ -178,7 +214,7 @@ def _show(record: dict[str, Any], screen: "Console", written: list[str]) -> None
     for run in record["runs"]:
         if text := run["verdict"]["text"]:
             where = f"{run['gpus']:,} GPUs: " if several else ""
-            style = "bold green" if run["verdict"]["pays"] else "bold"
+            style = "bold green" if run["verdict"]["helps"] else "bold"
             screen.print(f"{where}{text}", style=style)
     if written:
         screen.print(f"\nwritten: {', '.join(written)}", soft_wrap=True)

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from distca.data.lengths import FORMS, distribution, names_distribution, take
+from distca.data.lengths import FORMS, Lengths, distribution, names_distribution, take
 from distca.data.readers import LONGEST, read_json, read_lengths
 from distca.planning.placement import Placement
 
@@ -50,16 +50,21 @@ def read_placement(
                 f'{path} holds no lengths: write {{"ranks": [[length, ...], ...]}},'
                 ' {"lengths": [...]} or a list of lengths'
             )
-    try:
-        lengths = read_lengths(path if path.exists() else source, end_of_document=end_of_document)
-    except ValueError as error:
-        if path.exists():
-            raise
-        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+    lengths = read_documents(source, end_of_document)
     num_ranks = _needed(ranks, source)
     if context is not None:
         lengths = take(lengths, num_ranks * parse_tokens(context))
     return Placement.in_order(lengths, num_ranks)
+
+
+def read_documents(source: str, end_of_document: int | None) -> Lengths:
+    """Returns the lengths of documents in files; an unknown source may be a distribution too."""
+    try:
+        return read_lengths(source, end_of_document=end_of_document)
+    except ValueError as error:
+        if Path(source).exists():
+            raise
+        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
 
 
 def parse_tokens(text: str) -> int:
@@ -96,12 +101,12 @@ def _check_ranks(ranks: Any, path: Path) -> list[list[Any]]:
     """Checks the outer shape and the size of numbers; ``Placement.from_ranks`` checks the rest."""
     if not isinstance(ranks, list) or not all(isinstance(entries, list) for entries in ranks):
         raise ValueError(f'"ranks" in {path} must be a list with one list of documents per rank')
-    for worker, entries in enumerate(ranks):
+    for rank, entries in enumerate(ranks):
         for entry in entries:
             for number in entry.values() if isinstance(entry, dict) else [entry]:
                 if isinstance(number, int) and abs(number) >= LONGEST:
                     raise ValueError(
-                        f"{path}: rank {worker} holds {number}: a document has fewer than {LONGEST}"
+                        f"{path}: rank {rank} holds {number}: a document has fewer than {LONGEST}"
                         " tokens"
                     )
     return ranks

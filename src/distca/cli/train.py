@@ -6,12 +6,32 @@ import signal
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
-from typer import Argument
 
-from distca.cli.command import OUTPUT, Json, console, exit_if_stopped, option, rank_command
+from distca.cli.command import (
+    OUTPUT,
+    argument,
+    console,
+    exit_if_stopped,
+    json_switch,
+    option,
+    rank_command,
+)
+from distca.report import units
+from distca.report.curves import draw_comparison
+from distca.report.progress import progress
+from distca.report.tables import facts
+from distca.report.training import (
+    comparison,
+    comparison_table,
+    outcome,
+    step_line,
+    summary,
+    verdict,
+)
+from distca.runtime import launch
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +57,7 @@ NEXT_COMMAND = (
     "distca train --set 'data.sources=[\"my/*.jsonl\"]' --set train.steps=2000"
     " --set train.checkpoint_every=200 --out runs/mine"
 )
-_run, _output = partial(option, "Run"), partial(option, OUTPUT)
+_run, _output = partial(option, panel="Run"), partial(option, panel=OUTPUT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,55 +70,42 @@ class TrainCommand:
     For a first look: distca train --compare
     """
 
-    config: Annotated[
-        Path | None,
-        Argument(
-            metavar="CONFIG.toml",
-            help="Configuration of the run. Default: a small model on the text of Python's"
-            " standard library.",
-        ),
-    ] = None
-    settings: Annotated[
-        list[str] | None,
-        _run(
-            "A.B=C",
-            "Override a value of the config, as in train.steps=50; may be repeated.",
-            "--set",
-        ),
-    ] = None
-    ranks: Annotated[
-        int | None, _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
-    ] = None
-    out: Annotated[
-        Path | None,
-        _run("DIR", "Folder for records, logs and checkpoints. Default: runs/latest."),
-    ] = None
-    resume: Annotated[
-        bool | None,
-        _run(
-            "",
-            "Continue from the newest checkpoint in DIR, if there is one (the default), or"
-            " start from the beginning.",
-            "--resume/--fresh",
-        ),
-    ] = None
-    compare: Annotated[
-        bool,
-        _run("", "Train the same steps colocated and disaggregated, and compare.", "--compare"),
-    ] = False
-    trace: Annotated[
-        int | None,
-        _output("STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."),
-    ] = None
-    as_json: Json = False
+    config: Path | None = argument(
+        "CONFIG.toml",
+        "Configuration of the run. Default: a small model on the text of Python's"
+        " standard library.",
+        default=None,
+    )
+    settings: list[str] | None = _run(
+        "A.B=C",
+        "Override a value of the config, as in train.steps=50; may be repeated.",
+        None,
+        "--set",
+    )
+    ranks: int | None = _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    out: Path | None = _run(
+        "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
+    )
+    resume: bool | None = _run(
+        "",
+        "Continue from the newest checkpoint in DIR, if there is one (the default), or"
+        " start from the beginning.",
+        None,
+        "--resume/--fresh",
+    )
+    compare: bool = _run(
+        "", "Train the same steps colocated and disaggregated, and compare.", False, "--compare"
+    )
+    trace: int | None = _output(
+        "STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."
+    )
+    as_json: bool = json_switch()
 
     def run(self) -> None:
-        from distca.runtime.launch import is_launched, is_rank, reporting
-
-        if not is_rank():
+        if not launch.is_rank():
             self._launch()
             return
-        with reporting():
+        with launch.reporting():
             import torch.distributed
 
             config, world = self.read(), int(os.environ["WORLD_SIZE"])
@@ -106,7 +113,7 @@ class TrainCommand:
                 raise ValueError(
                     f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
                 )
-            if not is_launched() and os.environ["RANK"] == "0" and not self.as_json:
+            if not launch.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -119,8 +126,10 @@ class TrainCommand:
 
         if self.compare and self.resume:
             raise ValueError("--compare starts both sides from step 0: leave out --resume")
-        defaults = COMPARE_DEFAULTS if self.compare and self.config is None else ()
-        config = Config.read(self.config, [*defaults, *self._settings])
+        settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
+        settings += self.settings or []
+        settings += [] if self.trace is None else [f"train.trace={self.trace}"]
+        config = Config.read(self.config, settings)
         if self.out is not None:
             config = replace(config, out=str(self.out))
         elif self.compare and config.out == Config.out:
@@ -129,33 +138,15 @@ class TrainCommand:
             config = replace(config, resume=bool(self.resume))
         return config
 
-    @property
-    def _settings(self) -> list[str]:
-        return [
-            *(self.settings or ()),
-            *([] if self.trace is None else [f"train.trace={self.trace}"]),
-        ]
-
     def _launch(self) -> None:
-        from distca.runtime.launch import launch, local_ranks
-
-        config, num_ranks = self.read(), local_ranks(self.ranks)
+        config, num_ranks = self.read(), launch.local_ranks(self.ranks)
         check(config, num_ranks)
         if not self.as_json:
             _announce(config, num_ranks, self.compare)
-        arguments = [
-            "train",
-            *(f"--set={setting}" for setting in self._settings),
-            *([] if self.out is None else [f"--out={self.out}"]),
-            *([] if self.resume is None else ["--resume" if self.resume else "--fresh"]),
-            *(["--compare"] if self.compare else []),
-            *(["--json"] if self.as_json else []),
-            *([] if self.config is None else ["--", str(self.config)]),
-        ]
         try:
-            stop = launch(rank_command(arguments), num_ranks, Path(config.out) / "logs")
+            stop = launch.launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
         finally:
-            console().show_cursor()  # a rank that was killed could not
+            console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
 
@@ -172,8 +163,6 @@ def check(config: "Config", num_ranks: int) -> None:
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     from distca.pipeline.stages import stage_layers
-    from distca.report import units
-    from distca.report.training import facts
     from distca.train import setup
 
     model = setup.model_of(config, setup.tokenizer_of(config))
@@ -217,7 +206,6 @@ def _pipeline(layers: list[int], micro_batches: int) -> str:
 
 
 def _train(config: "Config", as_json: bool) -> None:
-    from distca.report.training import outcome, summary
     from distca.train.step_folders import newest
 
     records = _fit(config, "step", as_json)
@@ -258,9 +246,6 @@ def _compare(config: "Config", as_json: bool) -> None:
 
 
 def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json: bool) -> None:
-    from distca.report.curves import draw_comparison
-    from distca.report.training import comparison, comparison_table, verdict
-
     compared = comparison(runs[0], runs[1], LOSS_TOLERANCE[_precision(config)])
     picture = Path(config.out) / "compare.png"
     draw_comparison(runs[0], runs[1], compared, picture)
@@ -279,21 +264,16 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
 
 def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
     """Trains and returns the records of the steps that were taken; None on ranks other than 0."""
-    from distca.report.progress import progress
-    from distca.report.training import step_line
     from distca.train.trainer import Trainer
 
-    if os.environ["RANK"] != "0":
-        Trainer(config).fit()
-        return None
-    if as_json:
-        return Trainer(config).fit()
-    with progress(console(), title, config.train.steps) as update:
+    first = os.environ["RANK"] == "0"
+    with progress(console(quiet=as_json or not first), title, config.train.steps) as update:
 
         def show(record: dict[str, Any]) -> None:
             update(record["step"] + 1, step_line(record))
 
-        return Trainer(config, show=show).fit()
+        records = Trainer(config, show=show).fit()
+    return records if first else None
 
 
 def _precision(config: "Config") -> str:

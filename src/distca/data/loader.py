@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 
@@ -61,8 +61,6 @@ class Loader:
                 f"a context of {context} tokens in a step of {tokens_per_step}: set a context of"
                 " at least 1 and tokens_per_step >= context"
             )
-        if overlong not in get_args(Overlong):
-            raise ValueError(f'overlong = {overlong!r}: choose "split" or "drop"')
         if not 0 <= seed < 2**63:
             raise ValueError(f"seed = {seed}: it must be a whole number from 0 to below 2^63")
         if not sources:
@@ -86,11 +84,6 @@ class Loader:
         self._counts = [Counts() for _ in self.sources]
         self._orders: list[tuple[int, Ints]] = [(-1, trained) for trained in self._trained]
         self._rest: Document | None = None  # of the document that the last batch cut
-
-    @property
-    def counts(self) -> tuple[Counts, ...]:
-        """A copy of the counts of each source."""
-        return tuple(replace(counts) for counts in self._counts)
 
     @property
     def num_held_out(self) -> int:
@@ -201,7 +194,6 @@ class Loader:
         )
 
     def _furthest_behind(self) -> int:
-        """Returns the source that is furthest behind its share of the tokens so far."""
         tokens = [counts.tokens for counts in self._counts]
         total, weight = sum(tokens), sum(self._weights)
         behind = [w * total - weight * t for w, t in zip(self._weights, tokens, strict=True)]

@@ -1,4 +1,4 @@
-"""Document lengths from files: JSON, text, JSON lines, and tokenised data sets. No torch needed.
+"""Document lengths from files: JSON, text, JSON lines, and tokenized data sets. No torch needed.
 
 =====================  ========================================================================
 ``lengths.json``       a list of lengths, or ``{"lengths": [...]}``
@@ -16,7 +16,7 @@ a folder               all ``.txt`` files below it, in order of their paths
 import glob
 import json
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,17 +54,25 @@ def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> L
             lengths = read_index(path.with_suffix(".idx")).lengths
         case _:
             raise ValueError(f"{path} has an unknown suffix: give {KNOWN}")
-    if not len(lengths):
-        raise ValueError(f"{path} holds no documents: it needs one or more")
+    check_not_empty(lengths, path)
     return lengths
 
 
+def check_not_empty(documents: Sized, path: Path) -> None:
+    if not len(documents):
+        raise ValueError(f"{path} holds no documents: it needs one or more")
+
+
 def read_json(path: Path) -> Any:
-    """Returns the value of a JSON file, or raises ValueError with one sentence."""
+    return parse_json(path.read_bytes(), str(path))
+
+
+def parse_json(text: bytes, where: str) -> Any:
+    """Returns the value of a JSON text; ``where`` names the text in the error message."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(text)
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        raise ValueError(f"{where} is not JSON: {error}") from None
 
 
 def find_files(source: str | Path, known: str) -> list[Path]:
@@ -93,12 +101,14 @@ def find_files(source: str | Path, known: str) -> list[Path]:
     return sorted(files - seconds)
 
 
-def parse_line(line: bytes, where: str) -> Any:
-    """Returns the value of one line of a ``.jsonl`` file."""
-    try:
-        return json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is not JSON: {error}") from None
+def read_lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the number, the offset and the text of each line of a file that is not blank."""
+    offset = 0
+    with path.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield number, offset, line
+            offset += len(line)
 
 
 def _read_json_lengths(path: Path) -> Lengths:
@@ -112,17 +122,17 @@ def _read_json_lengths(path: Path) -> Lengths:
 
 
 def _read_json_lines(path: Path) -> Lengths:
-    values, numbers = [], []
-    with path.open("rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                values.append(_length_of(line, f"line {number} of {path}"))
-                numbers.append(number)
-    return _checked(values, lambda index: f"the document on line {numbers[index]} of {path}")
+    lengths = {
+        number: _length_of(line, f"line {number} of {path}") for number, _, line in read_lines(path)
+    }
+    numbers = list(lengths)
+    return _checked(
+        list(lengths.values()), lambda index: f"the document on line {numbers[index]} of {path}"
+    )
 
 
 def _length_of(line: bytes, where: str) -> Any:
-    match parse_line(line, where):
+    match parse_json(line, where):
         case {"text": str(text)}:
             return len(text.encode("utf-8", errors="surrogatepass"))
         case {"tokens": list(tokens)} | {"input_ids": list(tokens)}:
@@ -220,23 +230,22 @@ def read_index(path: Path) -> Index:
 
 
 def _checked(
-    values: Sequence[Any] | npt.NDArray[np.integer[Any]], where: Callable[[int], str]
+    values: list[Any] | npt.NDArray[np.integer[Any]], where: Callable[[int], str]
 ) -> Lengths:
     """Returns checked lengths; ``where(index)`` names a wrong one in the error message."""
-    if not isinstance(values, np.ndarray):
-        for index, value in enumerate(values):
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise ValueError(
-                    f"{where(index)} is {value!r}: it must be a whole number of tokens"
-                )
-            if not 1 <= value < LONGEST:  # before numpy, whose integers may overflow
-                raise ValueError(_out_of_range(where(index), value))
-        return np.array(values, dtype=np.int64)
-    bad = np.flatnonzero((values < 1) | (values >= LONGEST))
+    row = values if isinstance(values, np.ndarray) else whole_numbers(values, where)
+    bad = np.flatnonzero((row < 1) | (row >= LONGEST))
     if len(bad):
-        raise ValueError(_out_of_range(where(int(bad[0])), int(values[bad[0]])))
-    return values.astype(np.int64)
+        raise ValueError(
+            f"{where(int(bad[0]))} has {int(row[bad[0]])} tokens: a document has at least 1 and"
+            f" fewer than {LONGEST}"
+        )
+    return row.astype(np.int64)
 
 
-def _out_of_range(where: str, length: int) -> str:
-    return f"{where} has {length} tokens: a document has at least 1 and fewer than {LONGEST}"
+def whole_numbers(values: list[Any], where: Callable[[int], str]) -> npt.NDArray[Any]:
+    """Returns whole numbers of JSON as objects, since they may be too large for other arrays."""
+    for index, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f"{where(index)} is {value!r}: it must be a whole number")
+    return np.array(values, dtype=object)

@@ -44,13 +44,12 @@ def choose_held_out(sizes: Sequence[int], held_out: float) -> list[Ints]:
             f"held_out = {held_out} of {total} documents: give a share from 0 to below 1, or a"
             " whole number that leaves documents for training"
         )
-    source = np.repeat(np.arange(len(sizes)), sizes)
-    index = np.concatenate([np.arange(size) for size in sizes])
     scores = np.concatenate(
         [hashes(np.arange(size), _HELD_OUT, number) for number, size in enumerate(sizes)]
     )
-    chosen = np.sort(np.argsort(scores, kind="stable")[: int(count)])
-    return [index[chosen[source[chosen] == number]] for number in range(len(sizes))]
+    is_held = np.zeros(total, np.bool_)
+    is_held[np.argsort(scores, kind="stable")[: int(count)]] = True
+    return [np.flatnonzero(part) for part in np.split(is_held, np.cumsum(sizes)[:-1])]
 
 
 def _scramble(values: Hashes) -> Hashes:

@@ -18,13 +18,13 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from distca.data.documents import Document
 from distca.data.lengths import FORMS, LengthDistribution, distribution, names_distribution
-from distca.data.readers import find_files, parse_line
+from distca.data.readers import check_not_empty, find_files, parse_json, read_lines, whole_numbers
 from distca.data.token_files import check_ids, open_megatron, open_numpy
 from distca.data.tokenizers import Tokenizer
 
@@ -77,48 +77,32 @@ class JsonLines:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.name = str(path)
         self._path, self._tokenizer = path, tokenizer
-        starts, numbers, offset = [], [], 0
-        with path.open("rb") as lines:
-            for number, line in enumerate(lines, 1):
-                if line.strip():
-                    starts.append(offset)
-                    numbers.append(number)
-                offset += len(line)
-        if not starts:
-            raise ValueError(f"{path} holds no documents: it needs one or more")
-        self._starts, self._numbers = np.array(starts, np.int64), np.array(numbers, np.int64)
+        lines = [(number, offset) for number, offset, _ in read_lines(path)]
+        check_not_empty(lines, path)
+        self._lines = np.array(lines, np.int64)  # [documents, 2]: number and offset of a line
 
     def __len__(self) -> int:
-        return len(self._starts)
+        return len(self._lines)
 
     def document(self, index: int) -> Document:
+        number, offset = self._lines[index].tolist()
         with self._path.open("rb") as file:
-            file.seek(int(self._starts[index]))
+            file.seek(offset)
             line = file.readline()
-        return self._read(line, f"line {self._numbers[index]} of {self.name}", index)
-
-    def _read(self, line: bytes, where: str, index: int) -> Document:
-        match parse_line(line, where):
+        where = f"line {number} of {self.name}"
+        match parse_json(line, where):
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return self._tokenizer.document(completion, prompt=prompt, index=index)
             case {"text": str(text)}:
                 return self._tokenizer.document(text, index=index)
             case {"tokens": list(ids)} | {"input_ids": list(ids)}:
-                return self._from_ids(ids, where, index)
+                tokens = whole_numbers(ids, lambda place: f"token {place} of {where}")
+                check_ids(tokens, self._tokenizer.vocab_size, where)
+                return Document.from_tokens(ids, index=index)
         raise ValueError(
             f'{where} is not a document: it needs "text", or "prompt" and "completion" (strings),'
             ' or "tokens" or "input_ids" (a list)'
         )
-
-    def _from_ids(self, ids: list[Any], where: str, index: int) -> Document:
-        for place, token in enumerate(ids):
-            if isinstance(token, bool) or not isinstance(token, int):
-                raise ValueError(
-                    f"token {place} of {where} is {token!r}: it must be a whole number"
-                )
-        # As objects, since a number in JSON may be too large for an array of integers.
-        check_ids(np.array(ids, dtype=object), self._tokenizer.vocab_size, where)
-        return Document.from_tokens(ids, index=index)
 
 
 class Synthetic:
@@ -158,7 +142,6 @@ class Joined:
 
 
 def standard_library(tokenizer: Tokenizer) -> TextFiles:
-    """Returns the text of Python's standard library."""
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     paths = [

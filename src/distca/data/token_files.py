@@ -8,7 +8,7 @@ import numpy.typing as npt
 
 from distca.data.documents import Document
 from distca.data.lengths import Lengths
-from distca.data.readers import open_array, read_index, read_lengths
+from distca.data.readers import check_not_empty, open_array, read_index, read_lengths
 from distca.data.tokenizers import Tokenizer
 
 Row = npt.NDArray[np.integer[Any]]
@@ -62,8 +62,7 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
             f"{path} holds {index.dtype} tokens, {'in' if index.in_order else 'not in'} order:"
             " only whole numbers in the order of the index are supported; write the data set again"
         )
-    if not len(index.lengths):
-        raise ValueError(f"{path} holds no documents: it needs one or more")
+    check_not_empty(index.lengths, path)
     row: Row = np.memmap(path, index.dtype, mode="r")
     return TokenFile(path, row, index.lengths, tokenizer.vocab_size)
 

@@ -1,4 +1,4 @@
-"""Tokenizers: text to token ids and back.
+"""Tokenizers: text to token ids.
 
 ``bytes``              built in: the 256 bytes of UTF-8, then bos 256, eos 257 and pad 258
 ``ids:N``              for files that hold token ids below N instead of text
@@ -6,7 +6,6 @@
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,10 +49,6 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> Tokens:
         """Returns the tokens of the text, without bos and eos."""
 
-    @abstractmethod
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        """Returns the text of ``tokens``, without special tokens."""
-
     def document(self, text: str, *, prompt: str = "", index: int = 0) -> Document:
         """Returns bos, ``prompt`` (without a loss), ``text`` and eos; empty if there is no text."""
         if not prompt and not text:
@@ -78,11 +73,6 @@ class ByteTokenizer(Tokenizer):
         plain = text.encode("utf-8", errors="surrogatepass")
         return np.frombuffer(plain, np.uint8).astype(np.int64)
 
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        ids = np.asarray(tokens, np.int64)
-        plain = ids[ids < self.BOS].astype(np.uint8).tobytes()
-        return plain.decode("utf-8", errors="replace")  # a model may generate half a character
-
 
 class IdTokenizer(Tokenizer):
     """For files that hold token ids; knows only the size of the vocabulary and its eos."""
@@ -92,9 +82,6 @@ class IdTokenizer(Tokenizer):
 
     def encode(self, text: str) -> Tokens:
         raise ValueError(f"the tokenizer {self.name} reads no text: use bytes or a tokenizer.json")
-
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        return " ".join(str(int(token)) for token in tokens)
 
 
 class HuggingFaceTokenizer(Tokenizer):
@@ -135,10 +122,6 @@ class HuggingFaceTokenizer(Tokenizer):
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         # The file's template would add bos a second time.
         return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
-
-    def decode(self, tokens: Sequence[int] | Tokens) -> str:
-        text: str = self._inner.decode([int(token) for token in tokens])
-        return text
 
 
 def open_tokenizer(

@@ -36,7 +36,7 @@ class PlanOptions:
     tile, min_shard: documents are cut at multiples of ``tile`` tokens, into pieces of at least
         ``min_shard`` tokens.
     search_orders: with up to 32 ranks, the scheduler tries this many orders and keeps the plan that
-        moves the fewest bytes; 1 plans fastest and moves a few per cent more.
+        moves the fewest bytes; 1 plans fastest and moves a few percent more.
     """
 
     model: str | ModelShape | None = None

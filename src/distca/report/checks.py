@@ -1,22 +1,21 @@
 """The table of ``distca selftest`` and ``distca check``. The input is their JSON records."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 from rich.text import Text
 
 from distca.report import units
+from distca.report.tables import Record, new_table
 
 
-def checks_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+def checks_table(rows: Sequence[Record]) -> Table:
     """Returns one line for each check.
 
     rows: ``check``, ``passed`` (None: skipped) and ``error`` with ``limit``, ``bytes_per_s`` or
     ``words``.
     """
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
+    table = new_table()
     table.add_column("check", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("figure", overflow="fold")
@@ -31,7 +30,7 @@ def _verdict(passed: bool | None) -> Text:
     return Text("pass", "green") if passed else Text("FAIL", "bold red")
 
 
-def _figure(row: Mapping[str, Any]) -> str:
+def _figure(row: Record) -> str:
     if "bytes_per_s" in row:
         return f"{units.size(row['bytes_per_s'])}/s each way, on every rank"
     if "error" in row:

@@ -1,30 +1,27 @@
 """Tables of profiles. The input is plain records, as ``distca profile --json`` prints them."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from distca.report import units
+from distca.report.tables import Record, new_table
 
 
-def rates_table(record: Mapping[str, Any], direction: str) -> Table:
+def rates_table(record: Record, direction: str) -> Table:
     """Returns the rates of one direction, a row for each number of queries."""
     rates = record[f"{direction}_tflops"]
     unit, scale = _unit(rates)
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.padding = (0, 1, 0, 0)
-    table.add_column(f"{direction}, {unit}", no_wrap=True, justify="right", style="bold")
-    for keys in record["keys"]:
-        table.add_column(_tokens(keys), no_wrap=True, justify="right")
+    titles = (f"{direction}, {unit}", *map(units.tokens, record["keys"]))
+    table = new_table(*titles, compact=True)
+    table.columns[0].style = "bold"
     for queries, row in zip(record["queries"], rates, strict=True):
         cells = ["" if rate is None else f"{rate * scale:.3g}" for rate in row]
-        table.add_row(_tokens(queries), *cells)
+        table.add_row(units.tokens(queries), *cells)
     return table
 
 
-def profile_facts(record: Mapping[str, Any]) -> dict[str, str]:
+def profile_facts(record: Record) -> dict[str, str]:
     """Returns everything that is not in the tables, as names and values."""
     sizes = f"{record['heads']} heads, {record['kv_heads']} kv heads, head size"
     facts = {
@@ -51,8 +48,3 @@ def _unit(rates: Sequence[Sequence[float | None]]) -> tuple[str, float]:
     """Returns TFLOP/s, or GFLOP/s for slow devices such as CPUs, and its scale."""
     most = max(rate for row in rates for rate in row if rate is not None)
     return ("TFLOP/s", 1.0) if most >= 1 else ("GFLOP/s", 1e3)
-
-
-def _tokens(count: int) -> str:
-    """Formats 131072 as 128K."""
-    return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)

@@ -1,17 +1,11 @@
 """Tables of replays, from the records of ``distca bench replay --json``."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from distca.report import units
+from distca.report.tables import Columns, Record, fitting_table
 
-Record = Mapping[str, Any]
-
-# Columns, the most important first: a title of two lines, and the cell of a rank.
-_COLUMNS: dict[str, Callable[[Record], str]] = {
+_COLUMNS: Columns = {
     "\nrank": lambda row: f"{row['rank']}{'*' if row['calibrates'] else ' '}",
     "step\nmeasured": lambda row: _ms(row["measured"]["step"]),
     "\nsimulated": lambda row: _ms(row["simulated"]["step"]),
@@ -30,15 +24,13 @@ CAPTION = (
     "ms of all layers, forward and backward; MB of one layer; fitted: simulated with the factors"
     " that were fitted to the ranks with *, over measured"
 )
-_GAP = 1  # and one more for the box between columns
 
 
 def heading(record: Record) -> str:
-    """Returns a line that says what is replayed."""
     words = [
         f"{units.several(record['ranks'], 'rank')} of tp {record['tp']}",
-        f"{_tokens(record['tokens'])} tokens each",
-        f"{record['lengths']} up to {_tokens(record['context'])}",
+        f"{units.tokens(record['tokens'])} tokens each",
+        f"{record['lengths']} up to {units.tokens(record['context'])}",
         f"{record['placement']} placement",
         "ping-pong" if record["ping_pong"] else "no ping-pong",
     ]
@@ -47,24 +39,13 @@ def heading(record: Record) -> str:
 
 def replay_table(record: Record, width: int) -> Table:
     """Returns a table with a row for each rank and the columns that fit ``width``."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.padding = (0, _GAP, 0, 0)
-    columns, left = [], width
-    for title, show in _COLUMNS.items():
-        cells = [show(row) for row in record["rows"]]
-        needed = max(map(len, [*title.split("\n"), *cells])) + _GAP + 1
-        if needed > left:
-            break
-        left -= needed
-        table.add_column(title, justify="right", no_wrap=True)
-        columns.append(cells)
-    for row, *cells in zip(record["rows"], *columns, strict=True):
+    table, lines = fitting_table(_COLUMNS, record["rows"], width)
+    for row, cells in zip(record["rows"], lines, strict=True):
         table.add_row(*cells, style="dim" if row["calibrates"] else None)
     return table
 
 
 def replay_facts(record: Record) -> dict[str, str]:
-    """Returns a summary as names and values."""
     link = f"{units.size(record['bytes_per_s'])}/s and {record['latency_s'] * 1e6:g} us"
     factors, raw, fitted = (record[name] for name in ("factors", "raw", "calibrated"))
     validated = sum(not row["calibrates"] for row in record["rows"])
@@ -92,8 +73,3 @@ def _ms(seconds: float) -> str:
 
 def _over(row: Record, what: str) -> str:
     return f"{row[what]['step'] / row['measured']['step']:.3f}"
-
-
-def _tokens(count: int) -> str:
-    """Formats 131072 as 128K."""
-    return f"{count >> 10}K" if count >= 1024 and count % 1024 == 0 else str(count)

@@ -1,21 +1,15 @@
 """Tables and sentences about simulations, from the records of ``distca simulate --json``."""
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-from rich.box import SIMPLE_HEAD
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from distca.report import units
-
-NOTHING = "-"
-Record = Mapping[str, Any]
+from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table
 
 
 def heading(record: Record) -> list[str]:
-    """Returns lines that say what is simulated."""
     machines, runs = record["cluster"], record["runs"]
     gpus = ", ".join(units.count(run["gpus"]) for run in runs)
     sequences = ", ".join(units.count(run["sequences"]) for run in runs)
@@ -44,8 +38,9 @@ def _deviations(machines: Record) -> str:
     return ", ".join(words)
 
 
-# Columns, the most important first: a title of two lines, and the cell of a strategy.
-_COLUMNS: dict[str, Callable[[Record], str]] = {
+_COLUMNS: Columns = {
+    "\nGPUs": lambda one: units.count(one["gpus"]),
+    POLICY: lambda one: one["policy"],
     "\nstep": lambda one: units.seconds(one["step_s"]),
     "speed-\nup": lambda one: units.ratio(one["speed_up"]) if one["speed_up"] else NOTHING,
     "pp x dp x\ncp x tp": lambda one: " x ".join(
@@ -58,47 +53,31 @@ _COLUMNS: dict[str, Callable[[Record], str]] = {
     "sent by\na GPU": lambda one: units.size(one["bytes_per_gpu"]),
     "\ntokens/s": lambda one: f"{one['tokens_per_s']:,.0f}",
     "TFLOP/s\na GPU": lambda one: f"{one['tflops_per_gpu']:.0f}",
-    "time to\nplan": lambda one: units.seconds(one["planning_s"]),
+    "time to\nplan": lambda one: units.seconds(one["plan_s"]),
 }
 CAPTION = (
     "speed-up: over the best strategy without disaggregation; idle: fraction of all GPUs' time;"
     " exposed: fraction of the step that faster links between nodes would save"
 )
-_GAP = 1  # and one more for the box between columns
 
 
 def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
     """Returns a table with a section for each number of GPUs and the columns that fit ``width``."""
-    known = [(run, one) for run in runs for one in run["strategies"] if "error" not in one]
-    several = len(runs) > 1
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.padding = (0, _GAP, 0, 0)
-    shown: list[tuple[str, list[str]]] = []
-    if several:
-        shown.append(("\nGPUs", [units.count(run["gpus"]) for run, _ in known]))
-    shown.append(("\npolicy", [one["policy"] for _, one in known]))
-    left = width - sum(_width(title, cells) for title, cells in shown)
-    for title, show in _COLUMNS.items():
-        cells = [show(one) for _, one in known]
-        if _width(title, cells) > left:
-            break
-        left -= _width(title, cells)
-        shown.append((title, cells))
-    for title, _ in shown:
-        table.add_column(title, justify="left" if title == "\npolicy" else "right", no_wrap=True)
-    last = runs[0]
-    rows = zip(*(cells for _, cells in shown), strict=True)
-    for (run, one), row in zip(known, rows, strict=True):
-        if run["gpus"] != last["gpus"]:
-            table.add_section()
+    known = [
+        {**one, "gpus": run["gpus"]}
+        for run in runs
+        for one in run["strategies"]
+        if "error" not in one
+    ]
+    columns = dict(_COLUMNS)
+    if len(runs) == 1:
+        del columns["\nGPUs"]
+    table, lines = fitting_table(columns, known, width)
+    for one, cells, following in zip(known, lines, [*known[1:], None], strict=True):
         style = "red" if not one["fits"] else "cyan" if one["disaggregated"] else None
-        table.add_row(*row, style=style)
-        last = run
+        last = following is not None and following["gpus"] != one["gpus"]
+        table.add_row(*cells, style=style, end_section=last)
     return Group(table, *_remarks(runs))
-
-
-def _width(title: str, cells: Sequence[str]) -> int:
-    return max(map(len, [*title.split("\n"), *cells])) + _GAP + 1
 
 
 def _remarks(runs: Sequence[Record]) -> list[Text]:
@@ -118,22 +97,20 @@ def _remarks(runs: Sequence[Record]) -> list[Text]:
     ]
 
 
-def verdict(run: Record) -> str:
-    """Returns a sentence on whether disaggregation pays; empty if there is nothing to compare."""
+def verdict_text(run: Record) -> str:
+    """Returns a sentence on whether disaggregation helps; empty if there is nothing to compare."""
     result = run["verdict"]
     ours, other = result["ours"], result["other"]
     if ours is None or other is None:
         return _one_sided(run)
     others = f"{other['policy']}, {other['sizes']}"
-    if result["pays"]:
+    if result["helps"]:
         words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as the best of the others"
         gained = f"idle {_share(other['idle'])} -> {_share(ours['idle'])}"
         gained += f", exposed {_share(other['exposed'])} -> {_share(ours['exposed'])}"
         return f"{words} ({others}): {gained}."
-    words = (
-        f"It does not pay here: {ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
-    )
-    return f"{words}. {_reason(result)}."
+    words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
+    return f"Disaggregation does not help here: {words}. {_reason(result)}."
 
 
 def _reason(result: Record) -> str:
@@ -143,7 +120,7 @@ def _reason(result: Record) -> str:
             slow = f"{_share(ours['exposed'])} of its step is exposed communication:"
             if (needed := result["needed_bytes_per_s"]) is None:
                 return f"{slow} faster links between nodes would help the others as much"
-            enough = f"from about {units.size(needed)}/s between nodes it would pay"
+            enough = f"from about {units.size(needed)}/s between nodes it would help"
             return f"{slow} the links are too slow; {enough}"
         case "attention":
             return f"Attention is only {_share(result['attention'])} of the work at this context"
@@ -159,7 +136,7 @@ def _reason(result: Record) -> str:
             )
         case "little":
             busy = _share(1 - other["idle"])
-            return f"{other['policy']} computes {busy} of the time, so little is left to win"
+            return f"{other['policy']} computes {busy} of the time, so little is left to gain"
     return f"It idles {_share(ours['idle'])} of the time too: attention is not what others wait for"
 
 
@@ -177,7 +154,7 @@ def _one_sided(run: Record) -> str:
             f" ({least['policy']}, {least['sizes_text']}); use more GPUs, or try --sweep."
         )
     if run["verdict"]["ours"] is None:
-        return f"It does not pay here: no disaggregated strategy fits into {limit}."
+        return f"Disaggregation does not help here: no disaggregated strategy fits into {limit}."
     best = run["verdict"]["ours"]
     return f"Only disaggregation fits into {limit}: {best['policy']}, {best['sizes']}."
 

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from distca.report import units
-from distca.report.plots import AFTER, BEFORE, BOUND
+from distca.report.figures import AFTER, BEFORE, BOUND, new_figure, style_axes
+from distca.report.tables import Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# Colours by Okabe and Ito, and a marker for each line.
+# Colors by Okabe and Ito, and a marker for each line.
 LINES = ("#E69F00", "#D55E00", "#CC79A7", "#56B4E9", "#0072B2", "#009E73", "#222222")
 MARKS = ("o", "s", "^", "v", "D", "P", "X")
 UNFIT = "#BBBBBB"  # for strategies that do not fit into memory
 
-Record = Mapping[str, Any]
-
 
 def draw_simulation(record: Record, path: str | Path) -> None:
     """Draws all strategies on the largest number of GPUs and, given several, how they scale."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     runs = record["runs"]
     last, several = runs[-1], len(runs) > 1
     strategies = [one for one in last["strategies"] if "error" not in one]
     height = 1.9 + 0.62 * len(strategies) + (3.4 if several else 0)
-    figure = Figure(figsize=(12, max(height, 4.6)), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # needs no display and no global state of pyplot
+    figure = new_figure(12, max(height, 4.6))
     grid = figure.add_gridspec(3 if several else 2, 2, height_ratios=(1, 1, 1.5)[: 2 + several])
     axes = [figure.add_subplot(grid[n // 2, n % 2]) for n in range(4)]
-    _bars(axes[0], strategies, "Step, seconds", lambda one: one["step_s"], lambda one: _step(one))
-    _bars(axes[1], strategies, "Idle, % of all GPUs' time", lambda one: 100 * one["idle"], _percent)
+    _bars(axes[0], strategies, "Step, seconds", "step_s", labels=[_step(s) for s in strategies])
+    idle = [f"{100 * one['idle']:.1f} %" for one in strategies]
+    _bars(axes[1], strategies, "Idle, % of all GPUs' time", "idle", unit=0.01, labels=idle)
     _bytes(axes[2], strategies, "Sent by a GPU in a step", "bytes_per_gpu")
     unit = _bytes(axes[3], strategies, "Memory of a GPU", "memory_bytes")
     limit = last["limit_bytes"] / unit
@@ -61,35 +57,28 @@ def _bars(
     axes: Axes,
     strategies: Sequence[Record],
     title: str,
-    value: Callable[[Record], float],
-    label: Callable[[Record], str],
+    key: str,
+    *,
+    unit: float = 1.0,
+    labels: Sequence[str],
 ) -> None:
     """Draws one bar for each strategy, the first on top."""
-    places = range(len(strategies))
-    colours = [_colour(one) for one in strategies]
-    bars = axes.barh(places, [value(one) for one in strategies], 0.62, color=colours)
-    axes.bar_label(bars, [label(one) for one in strategies], padding=4, fontsize=9)
+    places, values = range(len(strategies)), [one[key] / unit for one in strategies]
+    bars = axes.barh(places, values, 0.62, color=[_color(one) for one in strategies])
+    axes.bar_label(bars, labels, padding=4, fontsize=9)
     axes.set_yticks(
         places, [f"{one['policy']}\n{one['sizes_text']}" for one in strategies], fontsize=8
     )
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.3 * max(map(value, strategies), default=0.0) or 1.0)
-    axes.set_title(title, loc="left", fontweight="bold", fontsize=10)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="x", alpha=0.25)
-    axes.set_axisbelow(True)
+    axes.set_xlim(0, 1.3 * max(values, default=0.0) or 1.0)
+    style_axes(axes, title, size=10, grid="x")
 
 
 def _bytes(axes: Axes, strategies: Sequence[Record], title: str, key: str) -> float:
     """Draws bars in the unit that fits the largest value; returns the unit."""
     unit, name = units.scale(max((float(one[key]) for one in strategies), default=0.0))
-    _bars(
-        axes,
-        strategies,
-        f"{title}, {name}",
-        lambda one: one[key] / unit,
-        lambda w: units.size(w[key]),
-    )
+    labels = [units.size(one[key]) for one in strategies]
+    _bars(axes, strategies, f"{title}, {name}", key, unit=unit, labels=labels)
     return unit
 
 
@@ -117,13 +106,11 @@ def _scaling(axes: Axes, runs: Sequence[Record]) -> None:
     axes.minorticks_off()
     axes.set_ylim(bottom=0)
     axes.set_xlabel("GPUs, with a constant number of tokens per GPU")
-    axes.set_title("Tokens per second and GPU", loc="left", fontweight="bold", fontsize=10)
+    style_axes(axes, "Tokens per second and GPU", size=10)
     axes.legend(frameon=False, ncols=min(len(names), 5), loc="lower left", fontsize=9)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
 
 
-def _colour(one: Record) -> str:
+def _color(one: Record) -> str:
     if not one["fits"]:
         return UNFIT
     return AFTER if one["disaggregated"] else BEFORE
@@ -132,7 +119,3 @@ def _colour(one: Record) -> str:
 def _step(one: Record) -> str:
     gain = f" ({units.ratio(one['speed_up'])})" if one["speed_up"] else ""
     return f"{units.seconds(one['step_s'])}{gain}"
-
-
-def _percent(one: Record) -> str:
-    return f"{100 * one['idle']:.1f} %"

@@ -1,33 +1,21 @@
-"""Training runs as text: facts before a run, a line for each step, and results after it.
+"""Training runs as text: a line for each step, and results after it.
 
 The input is plain records, one for each step, as they are in ``metrics.jsonl``.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
-from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from distca.report import units
+from distca.report.tables import Record, before_after_table
 
 WARM_UP = 2  # steps that do not count for speeds: memory is allocated, kernels are chosen
-Record = Mapping[str, Any]
-
-
-def facts(rows: Mapping[str, str]) -> Table:
-    """Returns names and values in two columns."""
-    table = Table.grid(padding=(0, 2, 0, 0))
-    table.add_column(style="bold", no_wrap=True)
-    table.add_column(overflow="fold")
-    for name, value in rows.items():
-        table.add_row(name, value)
-    return table
 
 
 def step_line(record: Record) -> str:
-    """Returns one step in one line."""
     line = (
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  imbalance {units.ratio(record['imbalance_measured'])}"
@@ -36,7 +24,7 @@ def step_line(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
-    """Summarises a run.
+    """Summarizes a run.
 
     Speeds leave out the warm-up. They are all tokens over all seconds, since steps differ: a median
     would leave out the long ones.
@@ -63,7 +51,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     }
 
 
-def outcome(result: Mapping[str, Any]) -> str:
+def outcome(result: Record) -> str:
     """Returns the end of a run in one sentence.
 
     result: its ``summary``, with steps, metrics and checkpoint.
@@ -102,12 +90,9 @@ def comparison(
     }
 
 
-def comparison_table(compared: Mapping[str, Any]) -> Table:
+def comparison_table(compared: Record) -> Table:
     before, after = compared["colocated"], compared["disaggregated"]
-    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False, header_style="bold")
-    table.add_column("", no_wrap=True)
-    table.add_column("colocated", justify="right", style="yellow", no_wrap=True)
-    table.add_column("disaggregated", justify="right", style="cyan", no_wrap=True)
+    table = before_after_table("", "colocated", "disaggregated")
     for name, key, show in (
         ("tokens/s", "tokens_per_s", "{:,.0f}".format),
         ("imbalance, planned", "imbalance_planned", units.ratio),
@@ -123,7 +108,7 @@ def comparison_table(compared: Mapping[str, Any]) -> Table:
     return table
 
 
-def verdict(compared: Mapping[str, Any]) -> str:
+def verdict(compared: Record) -> str:
     """Returns in one sentence whether the losses of both runs agree."""
     steps = units.several(compared["colocated"]["steps_taken"], "step")
     if compared["losses_agree"]:

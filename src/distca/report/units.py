@@ -37,3 +37,8 @@ def count(value: int) -> str:
 def several(value: int, what: str) -> str:
     """Formats 1 rank, 2 ranks."""
     return f"{count(value)} {what}{'' if value == 1 else 's'}"
+
+
+def tokens(value: int) -> str:
+    """Formats 131072 as 128K."""
+    return f"{value >> 10}K" if value >= 1024 and value % 1024 == 0 else str(value)

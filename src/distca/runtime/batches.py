@@ -61,7 +61,7 @@ class Step:
 class Prefetched:
     step: Step
     loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
-    planning_s: float  # how long planning took, in the background
+    plan_s: float  # how long planning took, in the background
     waited_s: float = 0.0  # how long the training loop waited for this batch
 
 

@@ -24,7 +24,7 @@ from distca.planning.masks import Mask
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
-from distca.planning.policies import PLACEMENTS, policy_of
+from distca.planning.policies import policy_of
 from distca.planning.spans import Floats, Ints
 from distca.sim.cluster import Cluster, Link
 from distca.sim.rates import Attention, Rates
@@ -61,10 +61,7 @@ class Case:
                 " all ranks together must hold the longest document; give a smaller context, or"
                 " more ranks or tokens"
             )
-        if self.placement not in PLACEMENTS:
-            raise ValueError(
-                f"placement {self.placement!r} is unknown: choose {' or '.join(PLACEMENTS)}"
-            )
+        policy_of("distca", self.placement)  # raises ValueError for an unknown placement
 
     def plan(self) -> StepPlan:
         """Draws a batch and plans it; with placement ``given``, documents are packed in order."""

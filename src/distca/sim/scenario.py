@@ -8,7 +8,7 @@ import numpy as np
 from distca.data.lengths import distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
-from distca.planning.policies import POLICIES
+from distca.planning.policies import POLICIES, policy_of
 from distca.planning.spans import Ints
 from distca.sim.cluster import Cluster
 
@@ -76,10 +76,7 @@ class Strategy:
     tolerance: float = 0.02
 
     def __post_init__(self) -> None:
-        if self.policy not in POLICIES:
-            raise ValueError(
-                f"policy {self.policy!r} is unknown: choose one of {', '.join(POLICIES)}"
-            )
+        policy_of(self.policy, self.placement)  # raises ValueError for unknown names
         if self.parallel.servers and self.policy != "distca":
             raise ValueError(f"policy {self.policy} has no dedicated servers: leave them out")
         if self.policy == "colocated" and self.parallel.cp > 1:

@@ -43,7 +43,7 @@ class Outcome:
     tokens: int
     flops: float  # of the model, without recomputation
     memory: Memory  # of the worker that needs most
-    planning_s: float
+    plan_s: float
     planned: Planned
     events: tuple[Event, ...] = ()
 
@@ -94,7 +94,7 @@ class Summary:
     bytes_per_gpu: float
     memory: Memory
     fits: bool  # into the memory of the cluster's GPUs
-    planning_s: float
+    plan_s: float
 
     @classmethod
     def of(cls, scenario: Scenario, strategy: Strategy, batches: Iterable[Batch]) -> Summary:
@@ -117,7 +117,7 @@ class Summary:
             bytes_per_gpu=fmean(o.num_bytes for o in outcomes) / gpus,
             memory=memory,
             fits=memory.total <= scenario.cluster.usable_bytes,
-            planning_s=fmean(o.planning_s for o in outcomes),
+            plan_s=fmean(o.plan_s for o in outcomes),
         )
 
 
@@ -152,7 +152,7 @@ def _disaggregated(
     )
     began = time.perf_counter()
     step = planned or planner.plan(lengths)
-    planning_s = time.perf_counter() - began
+    plan_s = time.perf_counter() - began
 
     def run(rates: Rates) -> Streams:
         streams = _streams(rates.cluster, speed, record, seed)
@@ -168,7 +168,7 @@ def _disaggregated(
         tokens=int(lengths.sum()),
         flops=_flops(scenario, lengths),
         memory=_ticks_memory(rates, step),
-        planning_s=planning_s,
+        plan_s=plan_s,
         planned=step,
         events=tuple(streams.events or ()),
     )
@@ -188,7 +188,7 @@ def _packed(
     packed = planned or pack(
         rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask
     )
-    planning_s = time.perf_counter() - began
+    plan_s = time.perf_counter() - began
 
     def run(rates: Rates) -> tuple[PackedStep, float]:
         step = PackedStep(rates, packed, seed=seed)
@@ -204,7 +204,7 @@ def _packed(
         tokens=int(lengths.sum()),
         flops=_flops(scenario, lengths),
         memory=_packed_memory(rates, packed),
-        planning_s=planning_s,
+        plan_s=plan_s,
         planned=packed,
         events=tuple(events(PackedStep(rates, packed, seed=seed).run(), p.cp)) if record else (),
     )

@@ -1,4 +1,4 @@
-"""Whether disaggregation pays: its best strategy against the best of the others, and why not."""
+"""Whether disaggregation helps: its best strategy against the best of the others, and why not."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Summary, simulate
 from distca.sim.sweep import SweepResult
 
-PAYS = 1.02  # the smallest speed-up that pays; less is within the error of a simulation
+MIN_SPEED_UP = 1.02  # the smallest speed-up that counts; less is within the error of a simulation
 LITTLE_ATTENTION = 0.15  # the fraction of the work below which balancing attention gains little
 IDLE = 0.1  # the fraction of all GPUs' time above which being idle is a reason
 EVEN = 1.05  # attention of the busiest worker over the mean, up to which there is balance already
@@ -23,14 +23,14 @@ BANDWIDTH_FACTOR = 1.05  # the precision of the search for a bandwidth
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether disaggregation pays, and why not."""
+    """Whether disaggregation helps, and why not."""
 
     ours: Summary | None  # the fastest strategy with disaggregation that fits into memory
     other: Summary | None  # the fastest one without
     attention: float = 0.0  # the fraction of attention in the work
     busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
-    because: str = ""  # why it does not pay: one of the reasons in ``verdict``
-    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would pay
+    because: str = ""  # why it does not help: one of the reasons in ``verdict``
+    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would help
 
     @property
     def speed_up(self) -> float | None:
@@ -39,8 +39,8 @@ class Verdict:
         return self.other.step_s / self.ours.step_s
 
     @property
-    def pays(self) -> bool | None:
-        return None if self.speed_up is None else self.speed_up > PAYS
+    def helps(self) -> bool | None:
+        return None if self.speed_up is None else self.speed_up > MIN_SPEED_UP
 
 
 def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) -> Verdict:
@@ -55,11 +55,11 @@ def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) ->
         attention=attention_share(scenario, ours.strategy, batch),
         busiest=busiest(scenario, other.strategy, batch),
     )
-    if result.pays:
+    if result.helps:
         return result
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
-    if other.step_s / free_s > PAYS:
+    if other.step_s / free_s > MIN_SPEED_UP:
         needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batch)
     reasons = {
         "links": needed is not None or ours.exposed > IDLE,
@@ -108,20 +108,20 @@ def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 def needed_bandwidth(
     scenario: Scenario, ours: Strategy, other: Strategy, batch: Batch
 ) -> float | None:
-    """Returns the bandwidth between nodes from which it would pay; None above that inside."""
+    """Returns the bandwidth between nodes from which it would help; None above that inside."""
 
     plans = {strategy: simulate(scenario, strategy, batch).planned for strategy in (ours, other)}
 
-    def pays(bytes_per_s: float) -> bool:
+    def helps(bytes_per_s: float) -> bool:
         link = Link(bytes_per_s, scenario.cluster.across.latency_s)
         faster = replace(scenario, cluster=replace(scenario.cluster, across=link))
         a, b = (simulate(faster, one, batch, planned=plan).step_s for one, plan in plans.items())
-        return b / a > PAYS
+        return b / a > MIN_SPEED_UP
 
     low, high = scenario.cluster.across.bytes_per_s, scenario.cluster.inside.bytes_per_s
-    if low >= high or not pays(high):
+    if low >= high or not helps(high):
         return None
     while high / low > BANDWIDTH_FACTOR:
         middle = float(np.sqrt(low * high))
-        low, high = (low, middle) if pays(middle) else (middle, high)
+        low, high = (low, middle) if helps(middle) else (middle, high)
     return high

@@ -200,7 +200,7 @@ class Trainer:
             "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
             "bytes": plan.num_bytes,
             "exposed_s": float(exposures.max()),
-            "planning_s": fetched.planning_s,
+            "plan_s": fetched.plan_s,
             "planning_waited_s": float(waits.max()),
             "memory_bytes": int(bytes_.max()),
             "stopped": bool(stops.max()),

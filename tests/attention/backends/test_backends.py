@@ -101,7 +101,7 @@ def test_twice_the_same_bits(backend: Backend, mask: str) -> None:
 @pytest.mark.parametrize("backend", CPU)
 @pytest.mark.parametrize("mask", ["causal", "full", "window:4"])
 def test_tasks_do_not_leak(backend: Backend, mask: str) -> None:
-    """Other numbers in the middle task change no bit of its neighbours, not even from NaN."""
+    """Other numbers in the middle task change no bit of its neighbors, not even from NaN."""
     case = Case(((6, 9), (6, 9), (6, 9)), mask)
     inputs = inputs_of(case, torch.float32)
     clean, clean_grads = run(backend, case, inputs)

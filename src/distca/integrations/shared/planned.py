@@ -31,7 +31,6 @@ from distca.attention.core import CoreAttention
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.background import DaemonExecutor, run_now
 from distca.integrations.shared.groups import PlanGroups
-from distca.integrations.shared.handshake import BatchHandshake
 from distca.planning.api import plan
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
@@ -96,6 +95,15 @@ class PlannedBatch:
 
 
 BatchFuture = Future[PlannedBatch | None]
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank tells the others about its next batch."""
+
+    documents: tuple[Entry, ...]
+    done: bool = False  # this rank has no batch left, and these documents are a filler
+    error: str = ""  # why this rank cannot take part
 
 
 class PlannedAttention:
@@ -165,8 +173,8 @@ class PlannedAttention:
         groups = self._peers()
         if groups is None:
             return run_now(lambda: self._plan_local(documents, done, error))
-        message = BatchHandshake(tuple(documents), done, error)
-        return self._executor.submit(lambda: self._plan_shared(groups, message))
+        mine = RankBatch(tuple(documents), done, error)
+        return self._executor.submit(lambda: self._plan_shared(groups, mine))
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
@@ -223,11 +231,11 @@ class PlannedAttention:
             raise ValueError(error)
         return None if done else self.local(documents)
 
-    def _plan_shared(self, groups: PlanGroups, message: BatchHandshake) -> PlannedBatch | None:
-        messages = gather_or_raise(groups.planning, message)
-        if all(one.done for one in messages):
+    def _plan_shared(self, groups: PlanGroups, mine: RankBatch) -> PlannedBatch | None:
+        batches = gather_or_raise(groups.planning, mine)
+        if all(one.done for one in batches):
             return None
-        options, ranks = self._options, [one.documents for one in messages]
+        options, ranks = self._options, [one.documents for one in batches]
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
         batch = PlannedBatch(ranks, groups.planning.rank, options, self._scheduler, local=False)
@@ -252,7 +260,8 @@ class PlannedAttention:
         world = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         if world is None or dist.get_world_size(world) == 1:
             return None
-        if self._groups is None or self._groups.world is not world:  # a world was made since
+        # The default process group may have been destroyed and initialized again.
+        if self._groups is None or self._groups.world is not world:
             self._groups = PlanGroups.make(world, self._group, self._timeout)
             self._cores = {key: core for key, core in self._cores.items() if key[0]}
         return None if self._groups.planning.num_ranks == 1 else self._groups

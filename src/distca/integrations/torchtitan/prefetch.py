@@ -70,7 +70,6 @@ class PlannedDataLoader(BaseDataLoader):  # type: ignore[misc]
         self._loader.load_state_dict(state_dict)
 
     def __getattr__(self, name: str) -> Any:
-        """Returns an attribute of the loader that this one reads from."""
         if name == "_loader":  # not set yet while this object is copied
             raise AttributeError(name)
         return getattr(self._loader, name)

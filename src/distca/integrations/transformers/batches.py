@@ -29,7 +29,6 @@ PADDED = (
 
 
 def lengths_of(batch: Mapping[str, Any]) -> list[int]:
-    """Returns the lengths of the documents in a batch of a loader."""
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and not bool(mask.all()):
         raise ValueError(f"the batch {PADDED}")

@@ -121,7 +121,6 @@ class _Record:
     def __init__(self, names: Mapping[nn.Module, str], num_tokens: int) -> None:
         self._names, self._num_tokens = names, num_tokens
         self._calls: dict[str, int] = {}
-        self._open: list[tuple[nn.Module, list[Tensor]]] = []
         self.into: dict[Key, list[Tensor]] = {}
         self.out_of: dict[Key, list[Tensor]] = {}
 
@@ -129,20 +128,14 @@ class _Record:
     def watching(self) -> Iterator[None]:
         with ExitStack() as hooks:
             for module in self._names:
-                hooks.enter_context(module.register_forward_pre_hook(self._begin, with_kwargs=True))
-                hooks.enter_context(module.register_forward_hook(self._end))
+                hooks.enter_context(module.register_forward_hook(self._end, with_kwargs=True))
             yield
 
-    def _begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._open.append((module, self._rows((args, kwargs))))
-
-    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
-        opened, rows = self._open.pop()
-        assert opened is module, "modules end in the reverse order of their starts"
+    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         name = self._names[module]
         key = (name, self._calls.setdefault(name, 0))
         self._calls[name] += 1
-        self.into[key], self.out_of[key] = rows, self._rows(output)
+        self.into[key], self.out_of[key] = self._rows((args, kwargs)), self._rows(output)
 
     def _rows(self, values: Any) -> list[Tensor]:
         """Returns [T, ...] of each tensor that has tokens on its first axis, or on its second after

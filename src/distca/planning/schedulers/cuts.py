@@ -46,7 +46,7 @@ class Target(NamedTuple):
     held: Sequence[Span] = ()  # disjoint spans of the document's keys that it has already
 
 
-class Source(NamedTuple):
+class KeySource(NamedTuple):
     """A worker that holds some keys of the document."""
 
     worker: int
@@ -95,7 +95,7 @@ def best_cut(
     shard: CuttableShard,
     keep: int,
     targets: Sequence[Target],
-    sources: Sequence[Source],
+    sources: Sequence[KeySource],
     shape: ModelShape,
     traffic_limit: int,
 ) -> Cut | None:
@@ -187,7 +187,7 @@ def _traffic(
     shard: CuttableShard,
     candidates: Candidates,
     targets: Sequence[Target],
-    sources: Sequence[Source],
+    sources: Sequence[KeySource],
     shape: ModelShape,
 ) -> CandidateTraffic:
     """Adds up what candidates move: q and missing keys to the servers, o back home."""

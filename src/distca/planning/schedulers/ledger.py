@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Piece, Source, Target
+from distca.planning.schedulers.cuts import KeySource, Piece, Target
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
 from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
 from distca.planning.tasks import Tasks
@@ -138,17 +138,17 @@ class Ledger:
             held=self.keys.holders(self.shards.document[shard]).get(server, ()),
         )
 
-    def sources(self, shard: int) -> list[Source]:
+    def sources(self, shard: int) -> list[KeySource]:
         """Describes the shard's home and the other owners of the document that send the most."""
         shards, home, own = self.shards, self.shards.home[shard], self.shards.span[shard]
         others = [
-            Source(rank, span, int(self.sent[rank]), shards.same_node(rank, home))
+            KeySource(rank, span, int(self.sent[rank]), shards.same_node(rank, home))
             for rank, spans in shards.owners(shards.document[shard]).items()
             for span in spans
             if (rank, span) != (home, own)
         ]
         busiest = sorted(others, key=lambda source: -source.sent)[: NUM_SOURCES - 1]
-        return [Source(home, own, int(self.sent[home]), same_node=True), *busiest]
+        return [KeySource(home, own, int(self.sent[home]), same_node=True), *busiest]
 
     def move(self, shard: int, pieces: list[Piece]) -> None:
         """Moves pieces of a shard to their servers; the rest of the shard stays at home."""

@@ -9,13 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.report import units
+from distca.report.figures import AFTER, BEFORE, BOUND, new_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which differ for colour-blind people and in greyscale too.
-BEFORE, AFTER, BOUND = "#E69F00", "#0072B2", "#222222"
 MOST_BARS = 32  # ranks drawn as separate bars; more become one outline
 MOST_CELLS = 128  # of the traffic matrix along one side; more ranks share cells
 MOST_NUMBERS = 8  # ranks up to which each cell shows its number
@@ -30,11 +29,7 @@ def draw_plan(record: dict[str, Any], traffic: Ints, path: str | Path) -> None:
     record: ``load_before`` and ``load_after`` [2, ranks] over the mean, ``bound`` and ``summary``.
     traffic: [sender, receiver] bytes of one layer's forward.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(13, 6), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)  # no display, and no global state of pyplot
+    figure = new_figure(13, 6)
     grid = figure.add_gridspec(2, 2, width_ratios=(1.25, 1))
     top = 1.08 * max(record["load_before"].max(), record["load_after"].max(), record["bound"])
     for way, name in enumerate(("forward", "backward")):
@@ -42,10 +37,10 @@ def draw_plan(record: dict[str, Any], traffic: Ints, path: str | Path) -> None:
         drawn = _draw_load(
             axes, record["load_before"][way], record["load_after"][way], record["bound"]
         )
+        style_axes(axes, "" if way else "Attention per rank", grid="y")
         axes.set_ylim(0, top)
         axes.set_ylabel(f"{name}, load / mean")
         if way == 0:
-            axes.set_title("Attention per rank", loc="left", fontweight="bold")
             axes.legend(
                 handles=drawn,
                 loc="lower right",
@@ -88,9 +83,6 @@ def _draw_load(axes: Axes, before: Floats, after: Floats, bound: float) -> list[
     drawn.append(limit)
     axes.set_xlim(-0.6, len(ranks) - 0.4)
     axes.set_xticks(_ticks(len(ranks)))
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.25)
-    axes.set_axisbelow(True)
     return drawn
 
 
@@ -105,7 +97,7 @@ def _draw_traffic(figure: Figure, axes: Axes, traffic: Ints) -> None:
     shown, top = cells / unit, float(cells.max()) / unit
     side = len(cells) * per_cell - 0.5
     image = axes.imshow(
-        np.ma.masked_equal(shown, 0),  # no traffic stays white, so the colours start darker
+        np.ma.masked_equal(shown, 0),  # no traffic stays white, so the colors start darker
         cmap=ListedColormap(colormaps["Blues"](np.linspace(0.2, 1.0, 256))),
         vmin=0,
         vmax=top or 1.0,
@@ -125,8 +117,8 @@ def _draw_traffic(figure: Figure, axes: Axes, traffic: Ints) -> None:
     if ranks <= MOST_NUMBERS:
         for sender, receiver in np.argwhere(cells > 0).tolist():
             value = float(shown[sender, receiver])
-            colour = "white" if value > top / 2 else "black"
-            axes.text(receiver, sender, f"{value:.2g}", ha="center", va="center", color=colour)
+            color = "white" if value > top / 2 else "black"
+            axes.text(receiver, sender, f"{value:.2g}", ha="center", va="center", color=color)
     if top:
         figure.colorbar(image, ax=axes, label=name, shrink=0.8)
     else:

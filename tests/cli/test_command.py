@@ -1,0 +1,29 @@
+"""Commands as dataclasses: a rank is started with the command line of its launcher's command."""
+
+from pathlib import Path
+
+import pytest
+import typer
+
+from distca.cli.command import Command, for_typer, rank_command
+from distca.cli.profile import ProfileCommand
+from distca.cli.selftest import SelftestCommand
+from distca.cli.train import TrainCommand
+
+COMMANDS: list[Command] = [
+    TrainCommand(),
+    TrainCommand(config=Path("-x.toml"), settings=["a.b=[1, 2]", "c=d e"], resume=False, trace=0),
+    TrainCommand(
+        settings=["x=1"], ranks=2, out=Path("-o"), resume=True, compare=True, as_json=True
+    ),
+    ProfileCommand(model="150m", backend="-b", quick=True),
+    SelftestCommand(out=Path("a b"), as_json=True),
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_the_command_of_a_rank_is_that_of_its_launcher(command: Command) -> None:
+    line = rank_command("name", command)
+    app = typer.Typer()
+    app.command()(for_typer(type(command)))
+    assert app(line[line.index("name") + 1 :], standalone_mode=False) == command
