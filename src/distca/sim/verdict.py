@@ -1,7 +1,8 @@
-"""Whether disaggregation pays: its best strategy against the best of the others, and why not."""
+"""Whether disaggregation pays off: its best strategy against the best of the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import stdev
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Summary, simulate
 from distca.sim.sweep import SweepResult
 
-PAYS = 1.02  # the smallest speed-up that pays; less is within the error of a simulation
+ERROR = 0.02  # speed-ups this close to 1 are within the error of a simulation
 LITTLE_ATTENTION = 0.15  # the fraction of the work below which balancing attention gains little
 IDLE = 0.1  # the fraction of all GPUs' time above which being idle is a reason
 EVEN = 1.05  # attention of the busiest worker over the mean, up to which there is balance already
@@ -23,14 +24,14 @@ BANDWIDTH_FACTOR = 1.05  # the precision of the search for a bandwidth
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether disaggregation pays, and why not."""
+    """Whether disaggregation pays off, and why not."""
 
     ours: Summary | None  # the fastest strategy with disaggregation that fits into memory
     other: Summary | None  # the fastest one without
     attention: float = 0.0  # the fraction of attention in the work
     busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
-    because: str = ""  # why it does not pay: one of the reasons in ``verdict``
-    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would pay
+    because: str = ""  # why it does not pay off: one of the reasons in ``verdict``
+    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it pays off
 
     @property
     def speed_up(self) -> float | None:
@@ -39,8 +40,30 @@ class Verdict:
         return self.other.step_s / self.ours.step_s
 
     @property
-    def pays(self) -> bool | None:
-        return None if self.speed_up is None else self.speed_up > PAYS
+    def batch_speed_ups(self) -> tuple[float, ...]:
+        """The speed-up on each batch; both strategies were simulated on the same batches."""
+        if self.ours is None or self.other is None:
+            return ()
+        pairs = zip(self.other.batch_step_s, self.ours.batch_step_s, strict=True)
+        return tuple(other_s / ours_s for other_s, ours_s in pairs)
+
+    @property
+    def noise(self) -> float:
+        """The error of the speed-up: two standard errors of its mean over batches, or ``ERROR``."""
+        each = self.batch_speed_ups
+        return max(2 * stdev(each) / len(each) ** 0.5 if len(each) > 1 else 0.0, ERROR)
+
+    @property
+    def gain(self) -> str:
+        """``faster``, ``slower``, or ``even`` where the speed-up is within its noise.
+
+        It is judged with the two digits that are shown, so equal figures get equal verdicts. Empty
+        if there is nothing to compare.
+        """
+        if self.speed_up is None:
+            return ""
+        difference, noise = round(self.speed_up - 1, 2), round(self.noise, 2)
+        return "even" if abs(difference) <= noise else "faster" if difference > 0 else "slower"
 
 
 def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) -> Verdict:
@@ -55,11 +78,11 @@ def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) ->
         attention=attention_share(scenario, ours.strategy, batch),
         busiest=busiest(scenario, other.strategy, batch),
     )
-    if result.pays:
+    if result.gain == "faster":
         return result
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
-    if other.step_s / free_s > PAYS:
+    if other.step_s / free_s > 1 + ERROR:
         needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batch)
     reasons = {
         "links": needed is not None or ours.exposed > IDLE,
@@ -108,20 +131,20 @@ def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 def needed_bandwidth(
     scenario: Scenario, ours: Strategy, other: Strategy, batch: Batch
 ) -> float | None:
-    """Returns the bandwidth between nodes from which it would pay; None above that inside."""
+    """Returns the bandwidth between nodes from which it pays off; None above that inside."""
 
     plans = {strategy: simulate(scenario, strategy, batch).planned for strategy in (ours, other)}
 
-    def pays(bytes_per_s: float) -> bool:
+    def pays_off(bytes_per_s: float) -> bool:
         link = Link(bytes_per_s, scenario.cluster.across.latency_s)
         faster = replace(scenario, cluster=replace(scenario.cluster, across=link))
         a, b = (simulate(faster, one, batch, planned=plan).step_s for one, plan in plans.items())
-        return b / a > PAYS
+        return b / a > 1 + ERROR
 
     low, high = scenario.cluster.across.bytes_per_s, scenario.cluster.inside.bytes_per_s
-    if low >= high or not pays(high):
+    if low >= high or not pays_off(high):
         return None
     while high / low > BANDWIDTH_FACTOR:
         middle = float(np.sqrt(low * high))
-        low, high = (low, middle) if pays(middle) else (middle, high)
+        low, high = (low, middle) if pays_off(middle) else (middle, high)
     return high
