@@ -39,16 +39,10 @@ class Scenario:
         return self.context * self.sequences
 
     def batches(self, count: int) -> Iterator[Batch]:
-        """Yields global batches; documents are cut at the end of a sequence.
-
-        Each batch of a distribution is drawn with a seed of its own, from ``seed`` upwards, so the
-        spread over batches is also the spread over seeds.
-        """
+        """Yields global batches; documents are cut at the end of a sequence."""
         needed = self.tokens * count
         if isinstance(self.lengths, str):
-            drawn = distribution(self.lengths, self.context)
-            seeds = range(self.seed, self.seed + count)
-            lengths = np.concatenate([drawn.batch(self.tokens, seed) for seed in seeds])
+            lengths = distribution(self.lengths, self.context).batch(needed, self.seed)
         else:
             lengths = self.lengths
         if lengths.sum() < needed:
