@@ -11,6 +11,7 @@ from distca.cli import main
 from distca.cli.scenarios import Study
 from distca.cli.settings import Settings
 from distca.cli.simulate import SimulateCommand
+from distca.cli.sources import parse_bandwidth, parse_bytes
 from distca.report.simulation import simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
 
@@ -142,7 +143,7 @@ def test_options_go_over_a_file_and_a_file_over_defaults(
     run("flat.toml", "--context=32K")
     (settings,) = commands
     assert (settings.model, settings.gpus, settings.context) == ("llama-34b", "16,32", "32K")
-    assert (settings.slow, settings.ping_pong, settings.seed) == (["3=0.5"], False, 0)
+    assert (settings.slow, settings.ping_pong, settings.seed) == (["3=0.5"], False, "0")
     study = Study.of(settings)
     assert [one.cluster.gpus for one in study.scenarios] == [16, 32]
     assert [one.sequences for one in study.scenarios] == [16, 32]  # 32K tokens a GPU
@@ -205,11 +206,15 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"helps": True}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
+        ({"gain": "faster"}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
+        ({"gain": "even"}, "distca is 1.30 x as fast as wlb, dp 8, within the noise of 0.31."),
         ({"because": "attention"}, "Attention is only 6.0% of the work at this context."),
         ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
         ({"because": "links"}, "faster links between nodes would help the others as much."),
-        ({"because": "links", "needed_bytes_per_s": 2e10}, "from about 20.0 GB/s between nodes"),
+        (
+            {"because": "links", "needed_bytes_per_s": 2e10},
+            "from about 20.0 GB/s (160 Gb/s) between nodes",
+        ),
         ({"because": "slow"}, "whose speeds the planner does not know."),
         ({"because": "slow", "known": True}, "for whose linear layers all others wait."),
         ({"because": "little"}, "wlb computes 95% of the time, so little is left to gain."),
@@ -218,14 +223,15 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
 )
 def test_verdicts_are_plain_sentences(said: dict[str, Any], words: str) -> None:
     record = {
-        "helps": False, "speed_up": 1.3, "because": "", "attention": 0.06, "busiest": 1.03,
+        "gain": "slower", "speed_up": 1.3, "noise": 0.31, "because": "",
+        "attention": 0.06, "busiest": 1.03,
         "needed_bytes_per_s": None, "known": False,
         "ours": {"policy": "distca", "sizes": "cp 8", "idle": 0.02, "exposed": 0.01},
         "other": {"policy": "wlb", "sizes": "dp 8", "idle": 0.05, "exposed": 0.0},
     }  # fmt: skip
     sentence = verdict_text({"verdict": record | said})
     assert words in sentence
-    assert sentence.startswith("Disaggregation does not help here: ") == ("helps" not in said)
+    assert sentence.startswith("Disaggregation does not help here: ") == ("gain" not in said)
 
 
 @pytest.mark.parametrize(
@@ -256,7 +262,7 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--gpus=0"], "0 GPUs, 8 in a node: give 1 or more of each"),
         (["--tp=3"], "64 GPUs and 16 sequences do not divide by tp 3, pp 1"),
         (["--memory=x"], "'x' is not a number of bytes"),
-        (["--across=x"], "--across x: write the bytes that a link carries in a second"),
+        (["--across=x"], "--across: 'x' is not a bandwidth: write bytes, as in 50GB/s, or bits"),
         (["--latency=-1"], "--latency -1: give 0 or more"),
         (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash or a file"),
         (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
@@ -290,3 +296,45 @@ def refused(run: Any, *args: str) -> str:
     assert err.startswith("distca: ")
     assert err.count("\n") == 1
     return str(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_per_s"),
+    [
+        ("50GB", 50e9),
+        ("50GB/s", 50e9),
+        ("50 GBps", 50e9),
+        ("400Gb", 50e9),
+        ("400Gb/s", 50e9),
+        ("400Gbit/s", 50e9),
+        ("400Gbps", 50e9),
+        ("1Tb/s", 125e9),
+        ("1GiB/s", 2.0**30),
+        ("50000000000", 50e9),
+    ],
+)
+def test_bits_and_bytes_are_told_apart(text: str, bytes_per_s: float) -> None:
+    assert parse_bandwidth(text) == bytes_per_s
+
+
+@pytest.mark.parametrize("text", ["50gb", "gbps", "-1GB", "50GX/s", "50GB/h"])
+def test_what_may_be_bits_or_bytes_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="is not a bandwidth: write bytes, as in 50GB/s, or bits"):
+        parse_bandwidth(text)
+
+
+def test_memory_in_bits_is_refused() -> None:
+    with pytest.raises(ValueError, match="'80Gb' is not a number of bytes: write 40GB"):
+        parse_bytes("80Gb")
+
+
+def test_several_seeds_are_drawn_together_and_the_spread_is_shown(run: Any) -> None:
+    out, _ = run(*SMALL, "--policy=colocated", "--policy=distca", "--placement=given",
+                 "--batches=2", "--seed=0,1", "--json")  # fmt: skip
+    record = json.loads(out)
+    assert record["seeds"] == [0, 1]
+    for strategy in record["runs"][0]["strategies"]:
+        assert len(strategy["batch_speed_ups"]) == 4
+    out, _ = run(*SMALL, "--policy=colocated", "--batches=2", "--seed=0,1")
+    assert "mean of 4 steps of 2 seeds" in " ".join(out.split())
+    assert "1.00-1.00" in out

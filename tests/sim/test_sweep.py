@@ -7,11 +7,11 @@ from math import inf
 import pytest
 
 from distca.pipeline.mesh import MeshShape
-from distca.planning.models import ModelShape
+from distca.planning.models import MODELS, ModelShape
 from distca.sim.cluster import cluster
 from distca.sim.lower_bounds import min_bytes, min_step_s
 from distca.sim.scenario import Batch, Scenario, Strategy
-from distca.sim.simulate import Outcome, simulate
+from distca.sim.simulate import Outcome, Summary, simulate
 from distca.sim.sweep import Sizes, best, candidates, tensor_sizes
 
 SMALL = ModelShape("small", 4, 2, 128, layers=3, hidden=512, ffn=2048, vocab_size=32000)
@@ -133,6 +133,37 @@ def test_where_nothing_fits_the_smallest_need_is_told(name: str) -> None:
     assert not found.fits
     assert found.summary is not None
     assert least <= found.summary.memory.total <= 1.3 * least
+
+
+@pytest.mark.parametrize("lengths", ["pretrain", "prolong"])
+@pytest.mark.parametrize("seed", [0, 1])
+@EACH
+def test_the_search_finds_what_trying_everything_finds(name: str, lengths: str, seed: int) -> None:
+    scenario = replace(SCENARIO, lengths=lengths, seed=seed)
+    batches, sizes = list(scenario.batches(3)), Sizes(pp=(1,))
+    every = [
+        Summary.of(scenario, strategy, batches)
+        for strategy in candidates(scenario, TEMPLATES[name], sizes)
+    ]
+    needs = sorted(one.memory.total for one in every)
+    for limit in (inf, needs[len(needs) // 2], needs[0]):
+        found = best(scenario, TEMPLATES[name], sizes, batches, limit_bytes=limit).summary
+        assert found is not None
+        assert found.step_s == min(one.step_s for one in every if one.memory.total <= limit)
+
+
+@pytest.mark.parametrize("policy", ["head-tail-cp", "wlb"])
+def test_sizes_that_are_slow_on_the_first_batch_may_be_best_on_all(policy: str) -> None:
+    scenario = Scenario(MODELS["llama3-8b"], cluster("h200"), 524288, 4, "prolong")
+    template, batches = Strategy(policy, MeshShape()), list(scenario.batches(3))
+    sizes = Sizes(tp=(8,), pp=(1,))
+    found = best(scenario, template, sizes, batches, limit_bytes=inf).summary
+    assert found is not None
+    every = {
+        strategy: Summary.of(scenario, strategy, batches).step_s
+        for strategy in candidates(scenario, template, sizes)
+    }
+    assert found.step_s == min(every.values())
 
 
 def test_all_batches_count() -> None:

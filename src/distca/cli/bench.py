@@ -72,7 +72,7 @@ class ReplayCommand:
         "Tensor-parallel GPUs of a rank, of which one is replayed. Default: 8, or 1 on the CPU.",
     )
     layers: int = _rank("N", "Layers to run.", 2)
-    across: str = _rank("BYTES", "Bandwidth of the rank's link per second and direction.", "50GB")
+    across: str = _rank("BANDWIDTH", "Of the rank's link: 50GB/s or 400Gb/s.", "50GB/s")
     latency: float = _rank("US", "Latency of each exchange in microseconds.", 20.0)
     backend: str = _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
 
@@ -119,7 +119,7 @@ def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> 
     """
     import torch
 
-    from distca.cli.sources import parse_bytes, parse_tokens
+    from distca.cli.sources import parse_bandwidth, parse_tokens
     from distca.measure.profiling import device_name
     from distca.measure.replay import backend_of, layers_of, share_of
     from distca.model.sizes import model_config
@@ -129,7 +129,7 @@ def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> 
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     config = share_of(model_config(chosen["model"]), chosen["tp"], chosen["layers"])
     backend = backend_of(config, device, dtype, chosen["backend"])
-    link = Link(parse_bytes(chosen["across"]), chosen["latency"] / 1e6)
+    link = Link(parse_bandwidth(chosen["across"]), chosen["latency"] / 1e6)
     sizes = {name: parse_tokens(chosen[name]) for name in ("context", "tokens")}
     of_case = {name: chosen[name] for name in OF_CASE} | sizes
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))

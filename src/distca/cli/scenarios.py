@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from distca.cli.settings import COMPARED, Settings
-from distca.cli.sources import parse_bytes, parse_tokens, read_documents
+from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
 from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.profile import Profile
@@ -15,7 +15,7 @@ from distca.planning.models import MODELS, ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import PLACEMENTS, policy_of
 from distca.sim.cluster import Cluster, Link, cluster
-from distca.sim.scenario import Scenario, Strategy
+from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
 
 TOKENS_PER_GPU = 32768  # in a step, unless the number of sequences is given
@@ -29,7 +29,8 @@ class Study:
     strategies: tuple[Strategy, ...]  # without sizes
     sizes: Sizes  # those to try
     sweep: bool
-    batches: int
+    batches: int  # of each seed
+    seeds: tuple[int, ...]
 
     @classmethod
     def of(cls, settings: Settings) -> Study:
@@ -37,7 +38,8 @@ class Study:
         _check_profile(machines.profile)
         context, lengths = _documents(settings)
         _at_least("--batches", settings.batches, 1)
-        _at_least("--seed", settings.seed, 0)
+        seeds = _counts("seed", settings.seed)
+        _at_least("--seed", min(seeds, default=-1), 0)
         Mask.parse(settings.mask)
         gpus = _counts("gpus", settings.gpus) or (machines.gpus,)
         scenarios = tuple(
@@ -49,7 +51,7 @@ class Study:
                 lengths=lengths,
                 mask=settings.mask,
                 recompute=settings.recompute,
-                seed=settings.seed,
+                seed=seeds[0],
             )
             for count in gpus
         )
@@ -58,7 +60,12 @@ class Study:
                for name in ("tp", "pp", "dp", "cp", "micro_batches")},
             servers=_counts("servers", settings.servers) or (0,),
         )  # fmt: skip
-        return cls(scenarios, _strategies(settings), sizes, settings.sweep, settings.batches)
+        return cls(scenarios, _strategies(settings), sizes, settings.sweep, settings.batches, seeds)
+
+    def batches_of(self, scenario: Scenario) -> list[Batch]:
+        """Returns the batches of all seeds."""
+        drawn = (replace(scenario, seed=seed).batches(self.batches) for seed in self.seeds)
+        return [batch for batches in drawn for batch in batches]
 
     def sizes_of(self, scenario: Scenario) -> Sizes:
         if self.sweep:
@@ -175,11 +182,9 @@ def _counts(name: str, text: str) -> tuple[int, ...]:
 
 def _bandwidth(flag: str, text: str) -> float | None:
     try:
-        return float(parse_bytes(text.removesuffix("/s"))) if text else None
-    except ValueError:
-        raise ValueError(
-            f"{flag} {text}: write the bytes that a link carries in a second, such as 50GB"
-        ) from None
+        return parse_bandwidth(text) if text else None
+    except ValueError as error:
+        raise ValueError(f"{flag}: {error}") from None
 
 
 def _at_least(flag: str, value: float, least: int) -> None:

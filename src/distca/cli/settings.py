@@ -45,10 +45,10 @@ class ClusterOptions:
     gpus_per_node: int | None = _cluster("N", "GPUs of a node. Default: 8.")
     memory: str = _cluster("BYTES", "Memory of a GPU, such as 80GB; a step may use 95 % of it.", "")
     inside: str = _cluster(
-        "BYTES", "Bandwidth of a GPU inside a node, per second. Default: 360GB.", ""
+        "BANDWIDTH", "Of a GPU inside its node, as bytes or bits. Default: 360GB/s.", ""
     )
     across: str = _cluster(
-        "BYTES", "Bandwidth of a GPU between nodes, per second. Default: 50GB.", ""
+        "BANDWIDTH", "Of a GPU between nodes: 50GB/s (the default) or 400Gb/s.", ""
     )
     latency: float | None = _cluster("US", "Latency of an exchange between nodes, in microseconds.")
     profile: str = _cluster("NAME", "Speed of the kernels: h200, h200-flash or a profile file.", "")
@@ -77,7 +77,7 @@ class DataOptions:
         "N", "Sequences of a step on the first number of GPUs. Default: 32K tokens per GPU."
     )
     batches: int = _data("N", "Batches to average over.", 5)
-    seed: int = _data("N", "Random seed of a distribution.", 0)
+    seed: str = _data("N,...", "Random seeds of a distribution; each draws BATCHES steps.", "0")
     end_of_document: int | None = _data("ID", "Token id that ends each document in a .npy file.")
     mask: str = _data("MASK", "Attention mask: causal, full or window:N.", "causal")
 

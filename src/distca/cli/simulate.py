@@ -27,7 +27,7 @@ PICTURES = (".png", ".svg", ".pdf")
 FIGURES = (  # of a Summary, in the record of a strategy
     "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
 )  # fmt: skip
-REASONS = ("helps", "speed_up", "because", "attention", "busiest", "needed_bytes_per_s")
+REASONS = ("gain", "speed_up", "noise", "because", "attention", "busiest", "needed_bytes_per_s")
 _output = partial(option, panel=OUTPUT)
 
 
@@ -115,8 +115,8 @@ class _Run:
 
 def _study_record(study: "Study") -> dict[str, Any]:
     """Returns what is the same for all numbers of GPUs."""
-    record = asdict(study.scenarios[0]) | {"batches": study.batches}
-    del record["sequences"]
+    record = asdict(study.scenarios[0]) | {"batches": study.batches, "seeds": study.seeds}
+    del record["sequences"], record["seed"]
     if not isinstance(record["lengths"], str):
         record["lengths"] = f"{len(record['lengths'])} documents"
     return record
@@ -127,6 +127,8 @@ def _strategy_record(result: "SweepResult", other: "Summary | None") -> dict[str
 
     other: the strategy over which its speed-up is stated.
     """
+    from distca.sim.verdict import batch_speed_ups
+
     if result.summary is None:
         return {"policy": result.name, "error": result.refused}
     found, strategy = result.summary, result.summary.strategy
@@ -137,6 +139,7 @@ def _strategy_record(result: "SweepResult", other: "Summary | None") -> dict[str
         "sizes_text": strategy.sizes,
         "tried": result.tried,
         "speed_up": None if other is None else other.step_s / found.step_s,
+        "batch_speed_ups": [] if other is None else batch_speed_ups(other, found),
         "memory_bytes": found.memory.total,
         "memory_gib": found.memory.table(),
         "fits": result.fits,
@@ -175,7 +178,7 @@ def _simulate(study: "Study", screen: Console, quiet: bool) -> list[_Run]:
             update(next(done), f"{strategy.name}, {strategy.sizes}")
 
         for scenario in study.scenarios:
-            batches, sizes = list(scenario.batches(study.batches)), study.sizes_of(scenario)
+            batches, sizes = study.batches_of(scenario), study.sizes_of(scenario)
             limit = scenario.cluster.usable_bytes
             found = [
                 best(scenario, strategy, sizes, batches, limit_bytes=limit, show=show)
@@ -214,7 +217,7 @@ def _show(record: dict[str, Any], screen: Console, written: list[str]) -> None:
     for run in record["runs"]:
         if text := run["verdict"]["text"]:
             where = f"{run['gpus']:,} GPUs: " if several else ""
-            style = "bold green" if run["verdict"]["helps"] else "bold"
+            style = "bold green" if run["verdict"]["gain"] == "faster" else "bold"
             screen.print(f"{where}{text}", style=style)
     if written:
         screen.print(f"\nwritten: {', '.join(written)}", soft_wrap=True)

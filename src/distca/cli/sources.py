@@ -10,6 +10,8 @@ from distca.planning.placement import Placement
 
 DEFAULT_CONTEXT = "128K"
 _TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_BITS = re.compile(r"[KMGT]i?b$")  # Gb, which is not GB
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kKMGT]i?)?)(?:(B|b|bit)(?:/s|ps)?)?")
 _BYTES = {"": 1, "B": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("B", 1000), ("iB", 1024))
@@ -77,10 +79,22 @@ def parse_tokens(text: str) -> int:
 
 def parse_bytes(text: str) -> int:
     """Parses 40GB (40e9 bytes) or 40GiB (40 x 2^30 bytes)."""
-    number = _parse(text, _BYTES)
+    number = None if _BITS.search(text) else _parse(text, _BYTES)
     if number is None or not 1 <= number < 1 << 62:
         raise ValueError(f"{text!r} is not a number of bytes: write 40GB, 512MB or 40GiB")
     return number
+
+
+def parse_bandwidth(text: str) -> float:
+    """Parses bytes per second: 50GB, 50GB/s, 400Gb, 400Gbit/s and 400Gbps are the same."""
+    found = _BANDWIDTH.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(
+            f"{text!r} is not a bandwidth: write bytes, as in 50GB/s, or bits, as in 400Gb/s or"
+            " 400Gbps"
+        )
+    number, prefix, unit = found.groups()
+    return parse_bytes(f"{number}{prefix}B") / (1 if unit in (None, "B") else 8)
 
 
 def _parse(text: str, units: dict[str, int]) -> int | None:

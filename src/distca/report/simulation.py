@@ -16,14 +16,19 @@ def heading(record: Record) -> list[str]:
     lines = [
         f"{record['model']['name']} on {gpus} GPUs ({machines['name']}:"
         f" {machines['gpus_per_node']} in a node, {units.size(machines['memory_bytes'])} each,"
-        f" {units.size(machines['inside']['bytes_per_s'])}/s inside,"
-        f" {units.size(machines['across']['bytes_per_s'])}/s across nodes)",
+        f" {units.bandwidth(machines['inside']['bytes_per_s'])} inside,"
+        f" {units.bandwidth(machines['across']['bytes_per_s'])} across nodes)",
         f"{sequences} sequences of {units.count(record['context'])} tokens a step,"
-        f" {record['lengths']}, {record['mask']}; mean of"
-        f" {units.several(record['batches'], 'step')}; kernels {machines['profile']}",
+        f" {record['lengths']}, {record['mask']}; mean of {_steps(record)}; kernels"
+        f" {machines['profile']}",
     ]
     lines += [f"deviations: {words}"] if (words := _deviations(machines)) else []
     return lines
+
+
+def _steps(record: Record) -> str:
+    steps = units.several(record["batches"] * len(record["seeds"]), "step")
+    return steps if len(record["seeds"]) == 1 else f"{steps} of {len(record['seeds'])} seeds"
 
 
 def _deviations(machines: Record) -> str:
@@ -43,6 +48,7 @@ _COLUMNS: Columns = {
     POLICY: lambda one: one["policy"],
     "\nstep": lambda one: units.seconds(one["step_s"]),
     "speed-\nup": lambda one: units.ratio(one["speed_up"]) if one["speed_up"] else NOTHING,
+    "over\nsteps": lambda one: _spread(one["batch_speed_ups"]),
     "pp x dp x\ncp x tp": lambda one: " x ".join(
         str(one["sizes"][axis]) for axis in ("pp", "dp", "cp", "tp")
     ),
@@ -56,7 +62,8 @@ _COLUMNS: Columns = {
     "time to\nplan": lambda one: units.seconds(one["plan_s"]),
 }
 CAPTION = (
-    "speed-up: over the best strategy without disaggregation; idle: fraction of all GPUs' time;"
+    "speed-up: over the best strategy without disaggregation, mean and range over the steps;"
+    " idle: fraction of all GPUs' time;"
     " exposed: fraction of the step that faster links between nodes would save"
 )
 
@@ -72,6 +79,8 @@ def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
     columns = dict(_COLUMNS)
     if len(runs) == 1:
         del columns["\nGPUs"]
+    if not any(len(one["batch_speed_ups"]) > 1 for one in known):
+        del columns["over\nsteps"]
     table, lines = fitting_table(columns, known, width)
     for one, cells, following in zip(known, lines, [*known[1:], None], strict=True):
         style = "red" if not one["fits"] else "cyan" if one["disaggregated"] else None
@@ -104,13 +113,20 @@ def verdict_text(run: Record) -> str:
     if ours is None or other is None:
         return _one_sided(run)
     others = f"{other['policy']}, {other['sizes']}"
-    if result["helps"]:
+    if result["gain"] == "faster":
         words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as the best of the others"
         gained = f"idle {_share(other['idle'])} -> {_share(ours['idle'])}"
         gained += f", exposed {_share(other['exposed'])} -> {_share(ours['exposed'])}"
         return f"{words} ({others}): {gained}."
     words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
+    if result["gain"] == "even":
+        noise = f"within the noise of {result['noise']:.2f}"
+        return f"Disaggregation makes no difference here: {words}, {noise}. {_reason(result)}."
     return f"Disaggregation does not help here: {words}. {_reason(result)}."
+
+
+def _spread(speed_ups: Sequence[float]) -> str:
+    return f"{min(speed_ups):.2f}-{max(speed_ups):.2f}" if speed_ups else NOTHING
 
 
 def _reason(result: Record) -> str:
@@ -120,7 +136,7 @@ def _reason(result: Record) -> str:
             slow = f"{_share(ours['exposed'])} of its step is exposed communication:"
             if (needed := result["needed_bytes_per_s"]) is None:
                 return f"{slow} faster links between nodes would help the others as much"
-            enough = f"from about {units.size(needed)}/s between nodes it would help"
+            enough = f"from about {units.bandwidth(needed)} between nodes it would help"
             return f"{slow} the links are too slow; {enough}"
         case "attention":
             return f"Attention is only {_share(result['attention'])} of the work at this context"

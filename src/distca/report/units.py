@@ -12,6 +12,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.{digits}f} {_PREFIXES[power]}"
 
 
+def bandwidth(bytes_per_s: float) -> str:
+    """Formats bytes and bits per second: 50.0 GB/s (400 Gb/s)."""
+    return f"{size(bytes_per_s)}/s ({size(bytes_per_s * 8).replace('B', 'b')}/s)"
+
+
 def scale(largest: float) -> tuple[float, str]:
     """Returns the unit of an axis up to ``largest`` bytes, as a divisor and a name."""
     power = 3  # GB, unless that is too coarse or too fine

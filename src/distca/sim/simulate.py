@@ -87,6 +87,7 @@ class Summary:
 
     strategy: Strategy
     step_s: float
+    batch_step_s: tuple[float, ...]  # of each batch
     tokens_per_s: float
     tflops_per_gpu: float
     idle: float
@@ -110,6 +111,7 @@ class Summary:
         return cls(
             strategy=strategy,
             step_s=step_s,
+            batch_step_s=tuple(o.step_s for o in outcomes),
             tokens_per_s=fmean(o.tokens for o in outcomes) / step_s,
             tflops_per_gpu=fmean(o.flops for o in outcomes) / step_s / gpus / 1e12,
             idle=sum(o.idle * o.step_s for o in outcomes) / sum(o.step_s for o in outcomes),

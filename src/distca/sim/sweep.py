@@ -1,15 +1,20 @@
 """Finds the best sizes of a policy on given batches under a memory limit.
 
 1. ``candidates`` lists the strategies of a policy, one for each combination of sizes.
-2. ``best`` drops those that cannot fit and simulates the others on one batch, the most promising
-   first. Strategies that cannot be faster than one already simulated, or hardly can, are skipped.
-3. The fastest few are then simulated on all batches.
+2. ``best`` searches them best first. The time of a strategy is at least that of the batches
+   simulated so far plus the lower bounds of the others. The strategy that can still be fastest is
+   simulated on its next batch, until one has been simulated on all batches: no other can be faster.
+
+Without disaggregation, the winner is therefore the fastest of all candidates on these batches.
+With it, strategies that differ from a simulated one only in what saves memory are left out as well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
@@ -22,9 +27,6 @@ from distca.sim.simulate import Outcome, Summary, simulate
 STAGES = (1, 2, 4, 8)
 MICRO_BATCHES_PER_STAGE = (1, 2, 4)  # in a disaggregated pipeline
 MAX_MICRO_BATCHES = 8  # of a disaggregated step without a pipeline, where they only save memory
-# After one batch, strategies within CLOSE times the best, at most FINALISTS, run on all batches, by
-# whether they are disaggregated. Without disaggregation the balance depends on the batch.
-CLOSE, FINALISTS = {True: 1.01, False: 1.15}, {True: 3, False: 12}
 FAR = 1.3  # a pipeline this many times slower than the best is not tried with other micro-batches
 HIDDEN = 0.05  # with less of a step exposed, gathering weights less often gains nothing
 TENSOR_PARALLEL = 8  # the most in published comparisons
@@ -146,16 +148,13 @@ def best(
     if not strategies:
         return SweepResult(template.name, 0, refused=_none_applies(scenario, template, sizes))
     search = _Search(scenario, batches, limit_bytes)
-    for strategy in sorted(strategies, key=lambda one: (search.min_step_s(one), one.micro_batches)):
-        show(strategy)
-        search.consider(strategy)
-    if not search.tried:
-        search.try_smallest(strategies)
-    winner = search.winner(CLOSE[template.disaggregated], FINALISTS[template.disaggregated])
+    search.run(strategies, show)
+    winner = search.winner or search.smallest(strategies)
     if winner is None:
-        return SweepResult(template.name, len(search.tried), refused=search.refused)
-    fits = winner.memory.total <= limit_bytes
-    return SweepResult(winner.strategy.name, len(search.tried), winner, fits)
+        return SweepResult(template.name, search.num_tried, refused=search.refused)
+    return SweepResult(
+        winner.strategy.name, search.num_tried, winner, fits=search.winner is not None
+    )
 
 
 def _none_applies(scenario: Scenario, template: Strategy, sizes: Sizes) -> str:
@@ -174,82 +173,101 @@ def _none_applies(scenario: Scenario, template: Strategy, sizes: Sizes) -> str:
 
 
 class _Search:
-    """Simulates strategies on the first batch, and then the best of them on all batches."""
+    """A best-first search over strategies.
+
+    winner: the fastest strategy that fits into memory on all batches; None if none does.
+    num_tried: strategies that were simulated on at least one batch.
+    refused: the simulator's last error.
+    """
 
     def __init__(self, scenario: Scenario, batches: Sequence[Batch], limit_bytes: float) -> None:
         self._scenario, self._batches, self._limit = scenario, batches, limit_bytes
-        self.tried: list[tuple[Strategy, Outcome]] = []
-        self.refused = ""  # the simulator's last error
+        self._outcomes: dict[Strategy, list[Outcome]] = {}
+        self.winner: Summary | None = None
+        self.refused = ""
 
     @property
-    def fitting(self) -> list[tuple[Strategy, Outcome]]:
-        """The strategies that fit into memory, fastest first."""
-        fit = [one for one in self.tried if one[1].memory.total <= self._limit]
-        return sorted(fit, key=lambda one: one[1].step_s)
+    def num_tried(self) -> int:
+        return len(self._outcomes)
 
-    def min_step_s(self, strategy: Strategy) -> float:
-        return min_step_s(self._scenario, strategy, self._batches[0])
+    def run(self, strategies: Sequence[Strategy], show: Show) -> None:
+        bounds = {one: self._bounds_s(one) for one in strategies}
+        queue = [
+            (sum(bounds[one]), one.micro_batches, number)
+            for number, one in enumerate(strategies)
+            if min_bytes(self._scenario, one) <= self._limit
+        ]
+        heapify(queue)
+        shown: set[int] = set()
+        while queue and self.winner is None:
+            _, _, number = heappop(queue)
+            strategy = strategies[number]
+            if number not in shown:
+                shown.add(number)
+                show(strategy)
+                if self._left_out(strategy):
+                    continue
+            outcomes = self._outcomes.get(strategy, [])
+            if len(outcomes) == len(self._batches):
+                self.winner = Summary.mean(self._scenario, strategy, outcomes)
+            elif (outcome := self._simulate_next(strategy)) and outcome.memory.total <= self._limit:
+                outcomes = self._outcomes[strategy]
+                known_s = sum(outcome.step_s for outcome in outcomes)
+                left_s = sum(bounds[strategy][len(outcomes) :])
+                heappush(queue, (known_s + left_s, strategy.micro_batches, number))
+        for number in set(range(len(strategies))) - shown:
+            show(strategies[number])
 
-    def consider(self, strategy: Strategy) -> None:
-        """Simulates a strategy unless it cannot fit, or cannot be faster than one that does."""
-        if min_bytes(self._scenario, strategy) > self._limit:
-            return
-        fitting, bound_s = self.fitting, self.min_step_s(strategy)
-        for other, outcome in fitting:
-            far = outcome.step_s > FAR * fitting[0][1].step_s
-            if (
-                outcome.step_s < bound_s
-                or _only_saves_memory(strategy, other)
-                or (far and _same_pipeline(strategy, other))
-                or (outcome.exposed < HIDDEN and _fewer_gathers(strategy, other))
-            ):
-                return
-        self._try(strategy)
+    def _bounds_s(self, strategy: Strategy) -> list[float]:
+        return [min_step_s(self._scenario, strategy, batch) for batch in self._batches]
 
-    def try_smallest(self, strategies: Sequence[Strategy]) -> None:
-        """Simulates the strategy with the smallest need of memory that can run at all."""
-        for strategy in sorted(strategies, key=lambda one: min_bytes(self._scenario, one)):
-            if not self.tried:
-                self._try(strategy)
-
-    def _try(self, strategy: Strategy) -> None:
-        planned = None
-        if self.tried and _same_plans(strategy, self.tried[-1][0]):
-            planned = self.tried[-1][1].planned
+    def _simulate_next(self, strategy: Strategy) -> Outcome | None:
+        """Simulates a strategy on its next batch; returns None if it cannot run."""
+        done = self._outcomes.get(strategy, [])
+        number = len(done)
+        siblings = (
+            outcomes[number].planned
+            for other, outcomes in self._outcomes.items()
+            if len(outcomes) > number and _same_plans(strategy, other)
+        )
         try:
-            outcome = simulate(self._scenario, strategy, self._batches[0], planned=planned)
-        except ValueError as error:
-            self.refused = str(error)
-        else:
-            self.tried.append((strategy, outcome))
-
-    def winner(self, close: float, most: int) -> Summary | None:
-        """Returns the fastest on all batches; if none fits, the one that needs least memory."""
-        finalists: list[Summary] = []
-        for strategy, outcome in self.fitting:
-            late = outcome.step_s > close * self.fitting[0][1].step_s
-            if finalists and (late or len(finalists) == most):
-                break
-            summary = self._mean(strategy, outcome)
-            if summary is not None and summary.memory.total <= self._limit:
-                finalists.append(summary)
-        if finalists:
-            return min(finalists, key=lambda one: one.step_s)
-        by_memory = sorted(self.tried, key=lambda one: one[1].memory.total)
-        summaries = (self._mean(strategy, outcome) for strategy, outcome in by_memory)
-        return next((summary for summary in summaries if summary is not None), None)
-
-    def _mean(self, strategy: Strategy, first: Outcome) -> Summary | None:
-        """Simulates the other batches; returns None if the strategy cannot run one of them."""
-        try:
-            others = [
-                simulate(self._scenario, strategy, batch, seed=number)
-                for number, batch in enumerate(self._batches[1:], 1)
-            ]
+            outcome = simulate(
+                self._scenario,
+                strategy,
+                self._batches[number],
+                planned=next(siblings, None),
+                seed=number,
+            )
         except ValueError as error:
             self.refused = str(error)
             return None
-        return Summary.mean(self._scenario, strategy, [first, *others])
+        self._outcomes[strategy] = [*done, outcome]
+        return outcome
+
+    def _left_out(self, strategy: Strategy) -> bool:
+        """Returns whether a disaggregated strategy hardly can be faster than a simulated one."""
+        if not strategy.disaggregated:
+            return False
+        known = [
+            (other, outcomes[0])
+            for other, outcomes in self._outcomes.items()
+            if outcomes[0].memory.total <= self._limit
+        ]
+        fastest_s = min((outcome.step_s for _, outcome in known), default=inf)
+        return any(
+            _only_saves_memory(strategy, other)
+            or (outcome.step_s > FAR * fastest_s and _same_pipeline(strategy, other))
+            or (outcome.exposed < HIDDEN and _fewer_gathers(strategy, other))
+            for other, outcome in known
+        )
+
+    def smallest(self, strategies: Sequence[Strategy]) -> Summary | None:
+        """Simulates the strategy with the smallest need of memory that can run all batches."""
+        for strategy in sorted(strategies, key=lambda one: min_bytes(self._scenario, one)):
+            left = len(self._batches) - len(self._outcomes.get(strategy, []))
+            if all(self._simulate_next(strategy) for _ in range(left)):
+                return Summary.mean(self._scenario, strategy, self._outcomes[strategy])
+        return None
 
 
 def _same_plans(strategy: Strategy, other: Strategy) -> bool:

@@ -1,7 +1,9 @@
-"""Whether disaggregation helps: its best strategy against the best of the others, and why not."""
+"""Whether disaggregation helps: its best strategy against the best of the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import sqrt
+from statistics import stdev
 
 import numpy as np
 
@@ -14,7 +16,7 @@ from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Summary, simulate
 from distca.sim.sweep import SweepResult
 
-MIN_SPEED_UP = 1.02  # the smallest speed-up that counts; less is within the error of a simulation
+ERROR = 0.02  # speed-ups this close to 1 are within the error of a simulation
 LITTLE_ATTENTION = 0.15  # the fraction of the work below which balancing attention gains little
 IDLE = 0.1  # the fraction of all GPUs' time above which being idle is a reason
 EVEN = 1.05  # attention of the busiest worker over the mean, up to which there is balance already
@@ -30,7 +32,7 @@ class Verdict:
     attention: float = 0.0  # the fraction of attention in the work
     busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
     because: str = ""  # why it does not help: one of the reasons in ``verdict``
-    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it would help
+    needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it helps
 
     @property
     def speed_up(self) -> float | None:
@@ -39,8 +41,30 @@ class Verdict:
         return self.other.step_s / self.ours.step_s
 
     @property
-    def helps(self) -> bool | None:
-        return None if self.speed_up is None else self.speed_up > MIN_SPEED_UP
+    def noise(self) -> float:
+        """The error of the speed-up: two standard errors of its mean over batches, or ``ERROR``."""
+        if self.ours is None or self.other is None or len(self.ours.batch_step_s) < 2:
+            return ERROR
+        each = batch_speed_ups(self.other, self.ours)
+        return max(2 * stdev(each) / sqrt(len(each)), ERROR)
+
+    @property
+    def gain(self) -> str:
+        """``faster``, ``slower``, or ``even`` where the speed-up is within its noise.
+
+        It is judged with the two digits that are shown, so equal figures get equal verdicts. Empty
+        if there is nothing to compare.
+        """
+        if self.speed_up is None:
+            return ""
+        difference, noise = round(self.speed_up - 1, 2), round(self.noise, 2)
+        return "even" if abs(difference) <= noise else "faster" if difference > 0 else "slower"
+
+
+def batch_speed_ups(other: Summary, ours: Summary) -> list[float]:
+    """Returns the speed-up over another strategy on each batch; both ran on the same batches."""
+    pairs = zip(other.batch_step_s, ours.batch_step_s, strict=True)
+    return [other_s / ours_s for other_s, ours_s in pairs]
 
 
 def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) -> Verdict:
@@ -55,11 +79,11 @@ def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) ->
         attention=attention_share(scenario, ours.strategy, batch),
         busiest=busiest(scenario, other.strategy, batch),
     )
-    if result.helps:
+    if result.gain == "faster":
         return result
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
-    if other.step_s / free_s > MIN_SPEED_UP:
+    if other.step_s / free_s > 1 + ERROR:
         needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batch)
     reasons = {
         "links": needed is not None or ours.exposed > IDLE,
@@ -108,7 +132,7 @@ def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 def needed_bandwidth(
     scenario: Scenario, ours: Strategy, other: Strategy, batch: Batch
 ) -> float | None:
-    """Returns the bandwidth between nodes from which it would help; None above that inside."""
+    """Returns the bandwidth between nodes from which it helps; None above that inside."""
 
     plans = {strategy: simulate(scenario, strategy, batch).planned for strategy in (ours, other)}
 
@@ -116,7 +140,7 @@ def needed_bandwidth(
         link = Link(bytes_per_s, scenario.cluster.across.latency_s)
         faster = replace(scenario, cluster=replace(scenario.cluster, across=link))
         a, b = (simulate(faster, one, batch, planned=plan).step_s for one, plan in plans.items())
-        return b / a > MIN_SPEED_UP
+        return b / a > 1 + ERROR
 
     low, high = scenario.cluster.across.bytes_per_s, scenario.cluster.inside.bytes_per_s
     if low >= high or not helps(high):
