@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -52,7 +52,7 @@ class Placement:
 
     @classmethod
     def from_shards(
-        cls, lengths: Ints | None, shards: Sequence[Shard], num_workers: int
+        cls, lengths: Ints | None, shards: Sequence[Shard] | Ints, num_workers: int
     ) -> Placement:
         """Builds a placement from shards, whose order on each worker is kept.
 
@@ -73,25 +73,28 @@ class Placement:
         shard; shards with the same ``d`` belong to the same document. Documents are numbered in
         order of appearance.
         """
-        number: dict[int | tuple[int, int], int] = {}
-        shards: list[Shard] = []
-        for worker, entries in enumerate(ranks):
-            if not isinstance(entries, Iterable) or isinstance(entries, str | bytes | Mapping):
-                raise ValueError(f"rank {worker} is {entries!r}: it must be a list of documents")
-            for index, entry in enumerate(entries):
-                where = f"entry {index} of rank {worker}"
-                if isinstance(entry, Mapping):
-                    name, start, stop = _read_shard(entry, where)
-                    document = number.setdefault(name, len(number))
-                else:
-                    start, stop = 0, _read_int(entry, where)
-                    if stop < 1:
-                        raise ValueError(f"{where} is a document of {stop} tokens: it needs >= 1")
-                    document = number.setdefault((worker, index), len(number))
-                shards.append(Shard(worker, document, start, stop))
-        if not ranks:
+        if len(ranks) == 0:
             raise ValueError("there are no ranks at all: give one list of documents for each rank")
-        return cls.from_shards(None, shards, len(ranks))
+        tables: list[Ints] = []
+        numbers: dict[int, int] = {}  # of documents that are given as shards
+        count = 0  # documents so far
+        for worker, given in enumerate(ranks):
+            if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
+                raise ValueError(f"rank {worker} is {given!r}: it must be a list of documents")
+            entries = list(given)
+            table = np.zeros((len(entries), 4), np.int64)
+            if _are_lengths(entries):
+                table[:, 1], table[:, 3] = np.arange(count, count + len(entries)), as_ints(entries)
+                count += len(entries)
+            else:
+                for index, entry in enumerate(entries):
+                    name, *span = _read_entry(entry, f"entry {index} of rank {worker}")
+                    document = count if name is None else numbers.setdefault(name, count)
+                    count = max(count, document + 1)
+                    table[index, 1:] = document, *span
+            table[:, 0] = worker
+            tables.append(table)
+        return cls.from_shards(None, np.concatenate(tables), len(ranks))
 
     @classmethod
     def in_order(cls, lengths: Ints, num_workers: int) -> Placement:
@@ -178,7 +181,19 @@ class Placement:
             raise ValueError(f"{wrong}: every token must be placed exactly once")
 
 
-def _read_shard(entry: Mapping[str, int], where: str) -> tuple[int, int, int]:
+def _are_lengths(entries: Sequence[Entry]) -> bool:
+    """Returns whether all entries are lengths, which need not be read one by one."""
+    integers = set(map(type, entries)) <= {int, np.int32, np.int64}
+    return integers and bool(entries) and min(cast("Sequence[int]", entries)) >= 1
+
+
+def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int]:
+    """Returns the name of a document, None if it is whole, and the span of its tokens."""
+    if not isinstance(entry, Mapping):
+        length = _read_int(entry, where)
+        if length < 1:
+            raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
+        return None, 0, length
     if set(entry) != {"document", "start", "stop"}:
         raise ValueError(f"{where} is {dict(entry)}: a shard has document, start and stop")
     document, start, stop = (

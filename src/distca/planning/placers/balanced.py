@@ -9,8 +9,8 @@ documents, which bring tokens but little attention:
    density x its tokens, equals the worker's capacity less density x the worker's tokens.
 3. Put slices and medium documents, the largest net load first, on the worker with the most net
    headroom.
-4. Check whether the short documents can fill up the workers; if not, try the next density.
-5. Put the short documents, the longest first, on the worker with the most headroom beyond what its
+4. Check whether the short documents can fill up the workers; if not, try another density.
+5. Put the short documents, the densest first, on the worker with the most headroom beyond what its
    remaining tokens are expected to bring.
 6. Even out the token counts to one tile by moving heads of documents, which have little attention.
 
@@ -18,14 +18,15 @@ A slice that ends at position m needs m keys, wherever they live, so a document 
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
 """
 
-import heapq
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
 from distca.planning.devices import Devices
-from distca.planning.placement import Placement, Shard
+from distca.planning.placement import Placement
+from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
@@ -40,6 +41,9 @@ DENSITY_STEP = 1.04  # from one density to the next
 NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 FILL_SLACK = 0.002  # share of the mean load that may be missing: short documents are not a fluid
+STRIDE = 4  # between the densities that are looked at first
+NUM_ABOVE = 8  # densities that are tried from the first one on that works
+NUM_NO_CLOSER = 3  # attempts in a row that come no closer to the bound, after which no more follow
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
 NEAR_MISS = 3.0  # in tolerances: an imbalance up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
@@ -75,31 +79,49 @@ def _search(problem: Problem) -> tuple[float, Placement] | None:
     nearest: tuple[float, Placement] | None = None
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
+        no_closer = 0  # attempts in a row
         for dealt in _attempts(documents, capacity, problem.grain):
-            _deal_short(documents, dealt)
-            _even_tokens(dealt, problem.grain)
-            placement = Placement.from_shards(documents.lengths, dealt.shards, len(capacity))
+            table = fill_up(documents, dealt, problem.grain)
+            placement = Placement.from_shards(documents.lengths, table, len(capacity))
             imbalance = _imbalance(placement, problem, workers)
+            no_closer += 1
             if nearest is None or imbalance < nearest[0]:
-                nearest = imbalance, placement
+                nearest, no_closer = (imbalance, placement), 0
             if imbalance <= 1.0 + problem.tolerance:
                 return nearest
+            if no_closer == NUM_NO_CLOSER:
+                break
         if nearest is None or nearest[0] > 1.0 + NEAR_MISS * problem.tolerance:
             break
     return nearest
 
 
 def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Iterator[DealtShards]:
-    """Yields long documents on workers for each density, at last where a little headroom misses."""
-    not_enough: list[tuple[float, float]] = []
-    for density in _densities(documents, capacity):
-        dealt, missing = _deal_long(documents, capacity, density, grain)
-        if missing > 0.0:
-            not_enough.append((missing, density))
-        else:
-            yield dealt
-    for _, density in sorted(entry for entry in not_enough if entry[0] < np.inf)[:NUM_MISSING]:
-        yield _deal_long(documents, capacity, density, grain)[0]
+    """Yields long documents on workers for densities at which the headroom suffices, in ascending
+    order, and at last for those at which the least headroom is missing.
+
+    The headroom that is missing falls with the density and then rises again. So every ``STRIDE``-th
+    density is looked at first, and then the neighbors of the first one that works, or of the one
+    that comes closest.
+    """
+    densities = list(_densities(documents, capacity))
+
+    @cache
+    def deal(index: int) -> tuple[DealtShards, float]:
+        return _deal_long(documents, capacity, densities[index], grain)
+
+    def missing(index: int) -> float:
+        return deal(index)[1]
+
+    indices = range(len(densities))
+    coarse = indices[::STRIDE]
+    works = next((index for index in coarse if missing(index) == 0.0), None)
+    center = min(coarse, key=missing, default=0) if works is None else works
+    above = STRIDE if works is None else NUM_ABOVE
+    near = indices[max(center - STRIDE + 1, 0) : center + above]
+    yield from (deal(index)[0] for index in near if missing(index) == 0.0)
+    not_enough = [index for index in near if 0.0 < missing(index) < np.inf]
+    yield from (deal(index)[0] for index in sorted(not_enough, key=missing)[:NUM_MISSING])
 
 
 def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> float:
@@ -179,86 +201,3 @@ def _missing_headroom(documents: DocumentLoads, dealt: DealtShards) -> float:
     worst = float(np.max(needed - np.cumsum(headroom[tightest])))
     missing = worst * len(headroom) / float(documents.whole.sum())
     return missing if missing > FILL_SLACK else 0.0
-
-
-def _deal_short(documents: DocumentLoads, dealt: DealtShards) -> None:
-    """Puts short documents, the longest first, on the worker with the most net headroom.
-
-    The density is that of the documents still to come. It is computed again for each round of as
-    many documents as there are workers.
-    """
-    workers = len(dealt.headroom)
-    order = dealt.short[np.argsort(-documents.lengths[dealt.short], kind="stable")]
-    lengths, loads = documents.lengths[order], documents.whole[order]
-    tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
-    for first in range(0, len(order), workers):
-        chunk = slice(first, min(first + workers, len(order)))
-        last = chunk.stop - 1
-        density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        by_headroom = dealt.net_headrooms(density)
-        rows = (order[chunk].tolist(), lengths[chunk].tolist(), loads[chunk].tolist())
-        for document, length, load in zip(*rows, strict=True):
-            while by_headroom and dealt.tokens_left[by_headroom[0][1]] < length:
-                heapq.heappop(by_headroom)
-            if by_headroom:
-                negative, worker = by_headroom[0]
-                heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
-            else:  # the document is longer than what any worker has left
-                worker = int(np.argmax(dealt.tokens_left))
-            dealt.put(Shard(worker, document, 0, length), load)
-
-
-def _even_tokens(dealt: DealtShards, grain: Grain) -> None:
-    """Moves heads of documents, in whole tiles, until token counts differ by one tile at most."""
-    surplus = _surplus_tiles(dealt, grain.tile)
-    takers = [[int(-tiles), worker] for worker, tiles in enumerate(surplus) if tiles < 0]
-    givers = [index for index, shard in enumerate(dealt.shards) if surplus[shard.worker] > 0]
-    givers.sort(key=lambda index: dealt.shards[index].start - dealt.shards[index].stop)
-    # Heads of whole documents are cut first, such that at least the minimum remains of a document.
-    # Then any shard is cut that starts at a tile.
-    for minimum in (grain.min_shard, 1):
-        for index in givers:
-            worker, document, start, stop = dealt.shards[index]
-            available = (stop - start - minimum) // grain.tile if start % grain.tile == 0 else 0
-            count = int(min(surplus[worker], available))
-            if count <= 0 or (start > 0 and minimum > 1):
-                continue
-            surplus[worker] -= count
-            while count > 0:
-                taker = takers[-1]
-                moved = min(count, taker[0])
-                cut = start + moved * grain.tile
-                dealt.shards.append(Shard(taker[1], document, start, cut))
-                start, count, taker[0] = cut, count - moved, taker[0] - moved
-                if taker[0] == 0:
-                    takers.pop()
-            dealt.shards[index] = Shard(worker, document, start, stop)
-    if surplus.max(initial=0.0) > 0:
-        _move_single_tiles(dealt, grain.tile)
-
-
-def _surplus_tiles(dealt: DealtShards, tile: int) -> Floats:
-    """[workers] Returns whole numbers of tiles that workers should give away; they sum to zero."""
-    exact = -np.asarray(dealt.tokens_left) / tile
-    tiles: Floats = np.floor(exact)
-    largest_remainders = np.argsort(-(exact - tiles), kind="stable")
-    tiles[largest_remainders[: round(-float(tiles.sum()))]] += 1
-    return tiles
-
-
-def _move_single_tiles(dealt: DealtShards, tile: int) -> None:
-    """Evens out workers whose shards are too short to be cut: one tile or shard at a time."""
-    held: list[list[Shard]] = [[] for _ in dealt.tokens_left]
-    for shard in dealt.shards:
-        held[shard.worker].append(shard)
-    counts = [sum(shard.stop - shard.start for shard in shards) for shards in held]
-    while max(counts) - min(counts) > tile:
-        high, low = counts.index(max(counts)), counts.index(min(counts))
-        shard = held[high].pop()
-        cut = min(shard.start + tile, shard.stop)
-        held[low].append(shard._replace(worker=low, stop=cut))
-        if cut < shard.stop:
-            held[high].append(shard._replace(start=cut))
-        counts[high] -= cut - shard.start
-        counts[low] += cut - shard.start
-    dealt.shards = [shard for shards in held for shard in shards]

@@ -155,11 +155,10 @@ class DealtShards:
         zeros = [0.0] * len(capacity)
         return cls(capacity.tolist(), [tokens] * len(capacity), zeros, zeros.copy(), [], short)
 
-    def put(self, shard: Shard, load: float) -> None:
-        """Adds a shard to its worker."""
-        self.headroom[shard.worker] -= load
-        self.tokens_left[shard.worker] -= shard.stop - shard.start
-        self.shards.append(shard)
+    def take(self, worker: int, tokens: int, load: float) -> None:
+        """Takes tokens and load from what a worker can still take."""
+        self.headroom[worker] -= load
+        self.tokens_left[worker] -= tokens
 
     def net_headrooms(self, density: float) -> WorkerHeap:
         """Returns the workers, the one with the most net headroom first.
@@ -192,7 +191,8 @@ def deal_slices(
             upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
             for one in lower:
                 heapq.heappush(queue, _heaviest_first(one))
-        dealt.put(Shard(worker, upper.document, upper.start, upper.stop), upper.load)
+        dealt.shards.append(Shard(worker, upper.document, upper.start, upper.stop))
+        dealt.take(worker, upper.size, upper.load)
         dealt.sent_keys[worker] += upper.num_above * upper.size
         dealt.received_keys[worker] += upper.start
         heapq.heappush(workers, (upper.net - headroom, worker))

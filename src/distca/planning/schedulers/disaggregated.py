@@ -42,7 +42,8 @@ SEARCH_ORDERS = (
     SearchOrder(senders_first=2.0, max_adopted=0.0),
     *(SearchOrder(senders_first=0.0, max_adopted=0.25, seed=seed) for seed in range(1, 5)),
 )
-FEW_RANKS = 32  # up to which all orders are tried; with more ranks, differences average out
+# Up to so many ranks and shards all orders are tried; with more, differences average out.
+FEW_RANKS, FEW_SHARDS = 32, 16384
 
 
 def disaggregated(problem: Problem) -> Assignment:
@@ -73,14 +74,17 @@ def schedule(
     candidates = [_try_order(shards, first, expected_load)]
     # If the first order misses the bound or moves nothing, the others are no better.
     missed, moved = candidates[0].quality
-    if problem.devices.num_ranks <= FEW_RANKS and missed == 0.0 and moved > 0:
+    few = problem.devices.num_ranks <= FEW_RANKS and len(shards.load) <= FEW_SHARDS
+    if few and missed == 0.0 and moved > 0:
         expected_load = candidates[0].expected_load
         candidates += [_try_order(shards, order, expected_load) for order in others]
-    return min(candidates, key=lambda candidate: candidate.quality).tasks
+    best = min(candidates, key=lambda candidate: candidate.quality)
+    return best.ledger.tasks() if best.tasks is None else best.tasks
 
 
 class _Candidate(NamedTuple):
-    tasks: Tasks
+    ledger: Ledger
+    tasks: Tasks | None  # if the ledger's own tasks had to be repaired
     quality: tuple[float, int]  # imbalance above the bound; peak traffic x total traffic
     expected_load: int  # from which the mean was taken
 
@@ -98,9 +102,9 @@ def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> 
         ledger = _move_tasks(shards, order, expected_load)
         loads = ledger.loads
         imbalance = problem.devices.imbalance(loads.per_rank)
-        unchanged = bool(tries) and imbalance == tries[-1][0]
+        no_better = bool(tries) and imbalance >= tries[-1][0]
         tries.append((imbalance, ledger, expected_load))
-        if imbalance <= bound or unchanged:
+        if imbalance <= bound or no_better:
             break
         # If a rank kept a surplus, capacities were too small for pieces to fit. If none did, the
         # estimate, and with it every capacity, was too large.
@@ -108,10 +112,10 @@ def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> 
         margin = MARGIN if capacity_was_small else -MARGIN
         expected_load = int(int(loads.per_rank.sum()) * (1.0 + margin))
     imbalance, ledger, expected_load = min(tries, key=lambda attempt: attempt[0])
-    tasks, moved = ledger.tasks(), ledger.peak_traffic * ledger.total_traffic
+    moved, tasks = ledger.peak_traffic * ledger.total_traffic, None
     if imbalance > bound:
-        tasks, imbalance = repair(problem, shards.cost, tasks)
-    return _Candidate(tasks, (max(imbalance - bound, 0.0), moved), expected_load)
+        tasks, imbalance = repair(problem, shards.cost, ledger.tasks())
+    return _Candidate(ledger, tasks, (max(imbalance - bound, 0.0), moved), expected_load)
 
 
 def _move_tasks(shards: PlacedShards, order: SearchOrder, expected_load: int) -> Ledger:

@@ -112,6 +112,8 @@ class Ledger:
         token_bytes = 2 * shape.q_bytes + shape.kv_bytes
         self.free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
         self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
+        self._server = placement.worker.copy()  # [shards] of those that were not cut
+        self._moved = np.zeros(len(placement.worker), bool)  # [shards] whole or in pieces
 
     @property
     def peak_traffic(self) -> int:
@@ -124,7 +126,12 @@ class Ledger:
 
     def is_cut(self, shard: int) -> bool:
         """Returns whether the shard, or some of its queries, was moved."""
-        return shard in self._pieces
+        return bool(self._moved[shard])
+
+    def uncut(self, worker: int) -> Ints:
+        """Returns the shards of a worker of which nothing was moved, the heaviest first."""
+        shards = self.shards.heaviest_first[worker]
+        return shards[~self._moved[shards]]
 
     def target(self, shard: int, headroom: Headroom) -> Target:
         """Describes a server that may take a piece of the shard."""
@@ -140,7 +147,7 @@ class Ledger:
 
     def sources(self, shard: int) -> list[KeySource]:
         """Describes the shard's home and the other owners of the document that send the most."""
-        shards, home, own = self.shards, self.shards.home[shard], self.shards.span[shard]
+        shards, home, own = self.shards, self.shards.home[shard], self.shards.span(shard)
         others = [
             KeySource(rank, span, int(self.sent[rank]), shards.same_node(rank, home))
             for rank, spans in shards.owners(shards.document[shard]).items()
@@ -165,12 +172,35 @@ class Ledger:
             self.loads.add(piece.server, piece.load)
         if not kept and len(shards.owners(document)) > 1:
             self._stop_fetching(shard)
-        self._pieces[shard] = [*pieces, *kept]
+        self._pieces[shard], self._moved[shard] = [*pieces, *kept], True
         self.loads.add(home, sum(piece.load for piece in kept) - int(shards.load[shard]))
+
+    def move_documents(self, documents: Ints, server: Ints) -> None:
+        """Moves many shards at once that are whole documents, each to its server."""
+        placement, shape = self.problem.placement, self.problem.shape
+        home, tokens = placement.worker[documents], placement.stop[documents]
+        for source, target, token_bytes in (
+            (home, server, shape.q_bytes + shape.kv_bytes),  # q, k and v
+            (server, home, shape.q_bytes),  # o
+        ):
+            np.add.at(self.sent, source, tokens * token_bytes)
+            np.add.at(self.received, target, tokens * token_bytes)
+        np.subtract.at(self.free_bytes, server, self.memory_of_documents(documents))
+        change = np.zeros(self.problem.devices.num_ranks, np.int64)
+        np.add.at(change, server, self.shards.load[documents])
+        np.subtract.at(change, home, self.shards.load[documents])
+        for rank in np.flatnonzero(change).tolist():
+            self.loads.add(rank, int(change[rank]))
+        self._server[documents], self._moved[documents] = server, True
+
+    def memory_of_documents(self, documents: Ints) -> Ints:
+        """[documents] Returns what shards that are whole documents take on another server."""
+        shape = self.problem.shape
+        return self.problem.placement.stop[documents] * (2 * shape.q_bytes + shape.kv_bytes)
 
     def _rest(self, shard: int, pieces: list[Piece]) -> list[Piece]:
         """Returns what is left of a shard as pieces at home."""
-        home, (position, stop) = self.shards.home[shard], self.shards.span[shard]
+        home, (position, stop) = self.shards.home[shard], self.shards.span(shard)
         spans = []
         for piece in [*sorted(pieces), Piece(stop, stop, home, 0)]:
             if position < piece.start:
@@ -184,7 +214,7 @@ class Ledger:
     def _stop_fetching(self, shard: int) -> None:
         """Removes the keys that home fetched for a shard of which it computes nothing any more."""
         home, document = self.shards.home[shard], self.shards.document[shard]
-        need = self.shards.keys_needed(document, self.shards.span[shard])
+        need = self.shards.keys_needed(document, self.shards.span(shard))
         for owner, spans in self.shards.owners(document).items():
             if owner != home:
                 fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
@@ -205,6 +235,6 @@ class Ledger:
             for piece in pieces
         ]
         uncut = np.delete(np.arange(len(p.document)), list(self._pieces))
-        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], p.worker[uncut]])
+        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self._server[uncut]])
         rows = np.concatenate([whole, as_ints(cut).reshape(-1, 4).T], axis=1)
         return Tasks.build(p, self.problem.reach, rows)

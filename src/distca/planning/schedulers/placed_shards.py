@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import pairwise
 
 import numpy as np
 
@@ -11,7 +10,7 @@ from distca.planning import masks
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import Problem
 from distca.planning.schedulers.cuttable import CuttableShard
-from distca.planning.spans import Ints, Span
+from distca.planning.spans import Bools, Ints, Span
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -28,10 +27,10 @@ class PlacedShards:
     problem: Problem
     cost: TaskCost
     load: Ints  # [shards] without cuts
+    is_document: Bools  # [shards] whether the shard is a whole document
     home: list[int]  # [shards]
     document: list[int]  # [shards]
-    span: list[Span]  # [shards]
-    heaviest_first: list[list[int]]  # [workers] the shards of each worker
+    heaviest_first: list[Ints]  # [workers] the shards of each worker
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
     _lengths: list[int]  # [documents]
@@ -53,16 +52,20 @@ class PlacedShards:
             problem=problem,
             cost=cost,
             load=load,
+            is_document=placement.stop - placement.start == placement.lengths[placement.document],
             home=placement.worker.tolist(),
             document=placement.document.tolist(),
-            span=list(zip(placement.start.tolist(), placement.stop.tolist(), strict=True)),
-            heaviest_first=[by_load[a:b].tolist() for a, b in pairwise(ends.tolist())],
+            heaviest_first=np.split(by_load, ends[1:-1]),
             traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
             _lengths=placement.lengths.tolist(),
             _reach=problem.reach.tolist(),
             _ends=np.searchsorted(placement.spans.group, documents).tolist(),
         )
+
+    def span(self, shard: int) -> Span:
+        placement = self.problem.placement
+        return int(placement.start[shard]), int(placement.stop[shard])
 
     def same_node(self, rank: int, other: int) -> bool:
         """Returns whether two ranks share a node; always False if there is only one node."""
@@ -75,7 +78,7 @@ class PlacedShards:
             document = self.document[shard]
             length, reach = self._lengths[document], self._reach[document]
             self._cuttable[shard] = CuttableShard.of(
-                self.span[shard], length, reach, self.cost, self.problem.grain
+                self.span(shard), length, reach, self.cost, self.problem.grain
             )
         return self._cuttable[shard]
 
@@ -89,7 +92,7 @@ class PlacedShards:
             owners: KeySpans = {}
             first, last = self._ends[document : document + 2]
             for shard in self.problem.placement.by_document[first:last].tolist():
-                owners.setdefault(self.home[shard], []).append(self.span[shard])
+                owners.setdefault(self.home[shard], []).append(self.span(shard))
             self._owners[document] = owners
         return self._owners[document]
 

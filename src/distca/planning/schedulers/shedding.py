@@ -2,12 +2,12 @@
 
 import bisect
 from collections.abc import Iterator, Sequence
-from itertools import islice
 
 import numpy as np
 
 from distca.planning.schedulers.cuts import Cut, best_cut
 from distca.planning.schedulers.ledger import Headroom, Ledger
+from distca.planning.schedulers.short_documents import shed_documents
 from distca.planning.spans import as_ints
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
@@ -33,7 +33,7 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[i
     """
     heaviest_first = ledger.shards.heaviest_first
     above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
-    ranks = [rank for rank in above if rank < len(heaviest_first) and heaviest_first[rank]]
+    ranks = [rank for rank in above if rank < len(heaviest_first) and len(heaviest_first[rank])]
     if seed:
         yield from np.random.default_rng(seed).permutation(ranks).tolist()
         return
@@ -58,17 +58,18 @@ def _estimate_sent(ledger: Ledger, rank: int) -> float:
     full = [headroom.load for headroom in _fewest(ledger.loads.headrooms, surplus)][:-1]
     loads = as_ints([*full, surplus - sum(full)])
     shape = ledger.problem.shape
-    stops = shards.cuttable(shards.heaviest_first[rank][0]).cheapest_stop(loads, shape)
+    heaviest = int(shards.heaviest_first[rank][0])
+    stops = shards.cuttable(heaviest).cheapest_stop(loads, shape)
     q, kv = shape.q_bytes, shape.kv_bytes
     return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent[rank])
 
 
 def shed(ledger: Ledger, rank: int) -> None:
     """Moves the surplus of a rank, out of one of its heaviest shards if possible."""
-    shards = ledger.shards
     while ledger.loads.surplus(rank):
-        uncut = (shard for shard in shards.heaviest_first[rank] if not ledger.is_cut(shard))
-        heaviest = list(islice(uncut, NUM_SHARDS))
+        if shed_documents(ledger, rank):
+            continue
+        heaviest = ledger.uncut(rank)[:NUM_SHARDS].tolist()
         cuts: list[tuple[int, float, int, Cut]] = []
         for shard in heaviest:
             for keep in _loads_to_keep(ledger, shard):
@@ -89,7 +90,7 @@ def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
     keep = load - ledger.loads.surplus(shards.home[shard])
     if keep < 0:
         return []
-    fetches_keys = shards.span[shard][0] > 0
+    fetches_keys = shards.span(shard)[0] > 0
     fits_whole = bool(headrooms) and load <= headrooms[-1].load
     return [keep, 0] if fetches_keys and fits_whole else [keep]
 

@@ -14,6 +14,7 @@ from distca.planning.problem import DoesNotFitError
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.shedding import find_cut
+from distca.planning.schedulers.short_documents import deal_documents
 from distca.planning.spans import num_shared
 
 
@@ -24,15 +25,16 @@ def empty_idle_workers(ledger: Ledger) -> None:
     """
     shards, problem = ledger.shards, ledger.problem
     idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
+    deal_documents(ledger, idle)
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
-        if _move_whole(ledger, shard):
+        if ledger.is_cut(shard) or _move_whole(ledger, shard):
             continue
         cut = find_cut(ledger, shard, keep=0)
         if cut is not None:
             ledger.move(shard, cut.pieces)
         elif not _move_whole(ledger, shard, above_bound=True):
             raise DoesNotFitError(
-                f"tokens {shards.span[shard]} of document {shards.document[shard]} live on rank"
+                f"tokens {shards.span(shard)} of document {shards.document[shard]} live on rank"
                 f" {shards.home[shard]}, which does not serve, and no server has the memory for"
                 " them: give the servers more memory, or more servers"
             )
@@ -50,11 +52,11 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     else:
         servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
         servers += [headroom.server for headroom in loads.headrooms[-1:]]
-    memory_bytes = shards.memory_bytes(document, shards.span[shard])
+    memory_bytes = shards.memory_bytes(document, shards.span(shard))
     for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
         has_headroom = above_bound or load <= loads.headroom(server)
         if has_headroom and memory_bytes <= ledger.free_bytes[server]:
-            ledger.move(shard, [Piece(*shards.span[shard], server, load)])
+            ledger.move(shard, [Piece(*shards.span(shard), server, load)])
             return True
     return False
 
@@ -77,13 +79,13 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
         before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
         gain -= shedding_bytes(after) - shedding_bytes(before)
-        memory_bytes = shards.memory_bytes(shards.document[shard], shards.span[shard])
+        memory_bytes = shards.memory_bytes(shards.document[shard], shards.span(shard))
         if (
             gain > 0
             and _can_adopt(ledger, rank, load, max_adopted)
             and memory_bytes <= ledger.free_bytes[rank]
         ):
-            ledger.move(shard, [Piece(*shards.span[shard], rank, load)])
+            ledger.move(shard, [Piece(*shards.span(shard), rank, load)])
 
 
 class _Move(NamedTuple):
@@ -101,7 +103,7 @@ def _possible_moves(ledger: Ledger) -> list[_Move]:
     fetches = (problem.placement.start > 0) & serves
     moves = []
     for shard in np.flatnonzero(fetches).tolist():
-        document, (start, stop) = shards.document[shard], shards.span[shard]
+        document, (start, stop) = shards.document[shard], shards.span(shard)
         first, last = need = shards.keys_needed(document, (start, stop))
         owned = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
         fetched = last - first - owned.pop(shards.home[shard])
@@ -118,7 +120,7 @@ def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool
     shards, capacity = ledger.shards, ledger.loads.capacity[rank]
     if load <= ledger.loads.headroom(rank):
         return True
-    heaviest = shards.heaviest_first[rank][0]
+    heaviest = int(shards.heaviest_first[rank][0])
     others = int(ledger.loads.per_rank[rank]) - int(shards.load[heaviest]) + load
     return not ledger.is_cut(heaviest) and load <= max_adopted * capacity and others <= capacity
 

@@ -1,0 +1,73 @@
+"""Short documents leave their home in groups, because moving thousands one by one takes seconds.
+
+A group is a run of whole documents of one worker that one server takes. It is found with cumulative
+sums, so the number of steps depends on the servers and not on the documents.
+"""
+
+import numpy as np
+
+from distca.planning.schedulers.ledger import Ledger
+from distca.planning.spans import Ints, as_ints, cumulative
+
+# A surplus of more than this many times the heaviest shard that is left is shed in groups.
+MANY = 4
+LIGHT = 1 / 256  # load of a document, relative to a server's mean headroom, that is dealt in groups
+
+
+def shed_documents(ledger: Ledger, rank: int) -> bool:
+    """Moves a surplus of many short documents, the heaviest first, to the largest headrooms.
+
+    The heaviest documents move the fewest bytes for their load. Servers of the same node come
+    first. Returns whether anything was moved: what is left is less than the next document or larger
+    than all headrooms.
+    """
+    shards, loads = ledger.shards, ledger.loads
+    surplus = loads.surplus(rank)
+    uncut = ledger.uncut(rank)
+    if not len(uncut) or surplus <= MANY * int(shards.load[uncut[0]]):
+        return False
+    documents = uncut[shards.is_document[uncut]]
+    servers = sorted(
+        (not shards.same_node(headroom.server, rank), -headroom.load, headroom.server)
+        for headroom in loads.headrooms
+    )
+    load = cumulative(shards.load[documents])
+    memory = cumulative(ledger.memory_of_documents(documents))
+    ends, first = [0], 0
+    for _, negative_headroom, server in servers:
+        left = min(-negative_headroom, surplus - int(load[first]))
+        by_load = load.searchsorted(load[first] + left, side="right")
+        by_memory = memory.searchsorted(memory[first] + ledger.free_bytes[server], side="right")
+        first = max(int(min(by_load, by_memory)) - 1, first)
+        ends.append(first)
+    server_of = np.repeat(as_ints([server for *_, server in servers]), np.diff(ends))
+    ledger.move_documents(documents[:first], server_of)
+    return first > 0
+
+
+def deal_documents(ledger: Ledger, idle: Ints) -> None:
+    """Moves the short documents among shards of idle workers, to all servers by their headroom.
+
+    Documents stay in order, so that every server gets long and short ones alike. A server whose
+    memory does not suffice for its share takes none: the caller moves what is left.
+
+    idle: shards of workers that do not serve.
+    """
+    shards, loads = ledger.shards, ledger.loads
+    headrooms = loads.headrooms
+    if not headrooms:
+        return
+    total_headroom = sum(headroom.load for headroom in headrooms)
+    light = shards.load[idle] <= LIGHT * total_headroom / len(headrooms)
+    documents = idle[shards.is_document[idle] & light]
+    load = cumulative(shards.load[documents])
+    shares = np.cumsum([headroom.load for headroom in headrooms]) / total_headroom
+    ends = load.searchsorted(shares * min(int(load[-1]), total_headroom), side="right") - 1
+    server = np.repeat(
+        as_ints([headroom.server for headroom in headrooms]), np.diff(ends, prepend=0)
+    )
+    documents = documents[: len(server)]
+    needed = np.zeros(len(ledger.free_bytes), np.int64)
+    np.add.at(needed, server, ledger.memory_of_documents(documents))
+    fits = (needed <= ledger.free_bytes)[server]
+    ledger.move_documents(documents[fits], server[fits])
