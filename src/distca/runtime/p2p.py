@@ -1,8 +1,12 @@
 """Point-to-point communication between pipeline stages: activations forward, gradients backward.
 
-Each rank communicates with the rank at its position in the stage before and in the stage after. A
-rank does not wait for what it sends before the step ends, so it can start the next tick while the
-neighbouring stage is still busy.
+Each rank communicates with the rank at its position in the stage before and in the stage after.
+
+[Note: matched transfers] What a tick produces is passed on at its end. All stages start the sends
+and the receives of a tick together, so nothing is ever under way that the other side has not asked
+for. An NCCL send occupies the device until it is received. If it waited for a later tick, a rank
+whose host waits for its device (to load a kernel, or to allocate) would never reach that tick's
+attention, in which the receiver waits for it: a deadlock.
 """
 
 from collections.abc import Sequence
@@ -12,39 +16,40 @@ from torch import Tensor
 
 from distca.runtime.mesh import RankContext
 
-NEXT, PREVIOUS = +1, -1
 
+class StageTransfer:
+    """The tensors that one rank sends and receives at the end of a tick."""
 
-class StageP2P:
-    """Sends and receives the tensors of one step, one tensor for each half of a micro-batch."""
+    def __init__(
+        self,
+        context: RankContext,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        direction: int,
+    ) -> None:
+        """Starts to pass on tensors.
 
-    def __init__(self, context: RankContext) -> None:
-        self._context = context
-        self._sent: list[tuple[dist.Work, Tensor]] = []  # keeps tensors alive until they are sent
+        outgoing: one tensor for each half, or none.
+        incoming: tensors to be filled by the stage on the other side, or none.
+        direction: +1 towards the last stage, -1 towards the first one.
+        """
+        assert context.stage is not None
+        group = context.pipeline_group
+        self._outgoing = [tensor.detach().contiguous() for tensor in outgoing]  # alive until sent
+        self._incoming = list(incoming)
+        operations = [
+            dist.P2POp(dist.isend, tensor, context.rank_in_stage(context.stage + direction), group)
+            for tensor in self._outgoing
+        ]
+        operations += [
+            dist.P2POp(dist.irecv, tensor, context.rank_in_stage(context.stage - direction), group)
+            for tensor in self._incoming
+        ]
+        self._works = dist.batch_isend_irecv(operations) if operations else []
 
-    def send(self, tensors: Sequence[Tensor], side: int) -> None:
-        """Starts to send tensors to the NEXT or the PREVIOUS stage."""
-        for tensor in tensors:
-            data = tensor.detach().contiguous()
-            work = dist.isend(data, self._neighbour(side), group=self._context.pipeline_group)
-            assert work is not None
-            self._sent.append((work, data))
-
-    def recv(self, tensors: list[Tensor], side: int) -> list[Tensor]:
-        """Fills tensors with those that the stage on a side sends."""
-        group = self._context.pipeline_group
-        works = [dist.irecv(tensor, self._neighbour(side), group=group) for tensor in tensors]
-        for work in works:
-            assert work is not None
-            work.wait()
-        return tensors
-
-    def wait(self) -> None:
-        """Waits until everything is sent."""
-        for work, _ in self._sent:
-            work.wait()
-        self._sent.clear()
-
-    def _neighbour(self, side: int) -> int:
-        assert self._context.stage is not None
-        return self._context.rank_in_stage(self._context.stage + side)
+    def wait(self) -> list[Tensor]:
+        """Waits until everything is sent and received; returns what was received."""
+        while self._works:
+            self._works.pop().wait()
+        self._outgoing.clear()
+        return self._incoming

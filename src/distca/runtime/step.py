@@ -29,12 +29,12 @@ from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
-from distca.pipeline.schedule import FORWARD, Phase, Tick
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.tick_program import TickProgram
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
-from distca.runtime.p2p import NEXT, PREVIOUS, StageP2P
+from distca.runtime.p2p import StageTransfer
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
 
@@ -135,7 +135,8 @@ class _StepRun:
         self._runner, self._model, self._step, self._plan = runner, model, step, step.plan
         self._stage = runner.context.stage
         self._in_flight: dict[int, _InFlight] = {}
-        self._p2p = StageP2P(runner.context)
+        self._transfer: StageTransfer | None = None  # of the last tick
+        self._arrivals: dict[tuple[Phase, int], StageTransfer] = {}
         self._ticks = self._handshake(prepared)
 
     def run(self) -> None:
@@ -144,10 +145,11 @@ class _StepRun:
         ):
             cell = "serves" if self._stage is None else tick.cell(self._stage)
             with record_function(f"tick {number} {tick.phase}: {cell}"):
-                self._run_tick(tick, slots)
+                self._pass_on(tick, self._run_tick(tick, slots))
             if self._runner.observe is not None:
                 self._runner.observe(number, tick)
-        self._p2p.wait()
+        if self._transfer is not None:
+            self._transfer.wait()
 
     def mean_loss(self, losses: Sequence[Loss]) -> Tensor:
         """Returns one scalar for all halves, from which their backwards run interleaved."""
@@ -172,20 +174,53 @@ class _StepRun:
         assert prepared is not None  # otherwise there was an error
         return prepared
 
-    def _run_tick(self, tick: Tick, slots: Sequence[PreparedSlot]) -> None:
-        """Runs this stage's micro-batch, if it has one, and serves in the remaining slots."""
-        own = 0
+    def _run_tick(self, tick: Tick, slots: Sequence[PreparedSlot]) -> list[Tensor]:
+        """Runs this stage's micro-batch, if it has one, and serves in the remaining slots.
+
+        Returns the activations for the next stage, or the gradients for the previous one.
+        """
+        own, produced = 0, []
         if self._stage is not None and (m := tick.micro_batches[self._stage]) is not None:
             if tick.phase == FORWARD:
                 start, stop = self._plan.stages[self._stage]
                 own = stop - start
-                self._forward(m, slots)
+                produced = self._forward(m, slots)
             else:
                 own = self._plan.backward_slots[self._stage]
-                self._backward(m)
+                produced = self._backward(m)
         _serve(slots[own:], tick.phase)
+        return produced
 
-    def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> None:
+    def _pass_on(self, tick: Tick, produced: list[Tensor]) -> None:
+        """Starts to send what a tick has produced, and to receive what a neighbor has."""
+        if self._stage is None:
+            return
+        direction = 1 if tick.phase == FORWARD else -1
+        source = self._stage - direction
+        m = tick.micro_batches[source] if 0 <= source < len(tick.micro_batches) else None
+        incoming = [] if m is None else self._empty(tick.phase, m, source)
+        if self._transfer is not None:
+            self._transfer.wait()
+        self._transfer = StageTransfer(self._runner.context, produced, incoming, direction)
+        if m is not None and incoming:
+            self._arrivals[tick.phase, m] = self._transfer
+
+    def _empty(self, phase: Phase, micro_batch: int, source: int) -> list[Tensor]:
+        """Allocates what the stage ``source`` sends: activations, gradients of them, or nothing."""
+        if phase == BACKWARD:
+            outputs = self._in_flight[micro_batch].outputs
+            sent = outputs if self._plan.sends_gradient(source) else ()
+            return [torch.empty_like(half.x) for half in sent]
+        assert self._model is not None
+        context, hidden = self._runner.context, self._model.config.hidden
+        tokens = (
+            int(half.placement.tokens[context.worker]) // context.parallel.tp
+            for half in self._plan.micro_batches[micro_batch]
+        )
+        dtype, device = self._runner.dtype, context.device
+        return [torch.empty(count, hidden, dtype=dtype, device=device) for count in tokens]
+
+    def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> list[Tensor]:
         assert self._model is not None
         first_layer = self._model.start
 
@@ -194,12 +229,12 @@ class _StepRun:
 
         inputs = self._inputs(micro_batch)
         outputs = self._model(inputs, dispatch, recompute=self._runner.recompute)
-        if outputs[0].loss is not None:
-            self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
-        else:
-            self._p2p.send([half.x for half in outputs], NEXT)
         if self._plan.schedule.has_backward:
             self._in_flight[micro_batch] = _InFlight(inputs, outputs)
+        if outputs[0].loss is None:
+            return [half.x for half in outputs]
+        self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
+        return []
 
     def _inputs(self, micro_batch: int) -> list[Arriving]:
         """Returns the inputs of this stage: token ids, or activations of the previous stage."""
@@ -213,18 +248,14 @@ class _StepRun:
             inputs.append(Arriving(tokens, positions, labels=labels))
         if not self._stage:
             return inputs
-        hidden, tp, dtype = self._model.config.hidden, context.parallel.tp, self._runner.dtype
-        received = self._p2p.recv(
-            [torch.empty(len(i.x) // tp, hidden, dtype=dtype, device=device) for i in inputs],
-            PREVIOUS,
-        )
+        received = self._arrivals.pop((FORWARD, micro_batch)).wait()
         with_gradient = self._plan.schedule.has_backward and self._plan.sends_gradient(self._stage)
         return [
             half._replace(x=x.requires_grad_(with_gradient))
             for half, x in zip(inputs, received, strict=True)
         ]
 
-    def _backward(self, micro_batch: int) -> None:
+    def _backward(self, micro_batch: int) -> list[Tensor]:
         assert self._model is not None
         assert self._stage is not None
         inputs, outputs = self._in_flight.pop(micro_batch)
@@ -236,11 +267,12 @@ class _StepRun:
         else:
             roots = [half.x for half in outputs]
             if self._plan.sends_gradient(self._stage + 1):
-                gradients = self._p2p.recv([torch.empty_like(x) for x in roots], NEXT)
+                gradients = self._arrivals.pop((BACKWARD, micro_batch)).wait()
         if any(root.requires_grad for root in roots):
             torch.autograd.backward(roots, gradients)
-        if self._plan.sends_gradient(self._stage):
-            self._p2p.send([_gradient(half.x) for half in inputs], PREVIOUS)
+        if not self._plan.sends_gradient(self._stage):
+            return []
+        return [_gradient(half.x) for half in inputs]
 
 
 def _gradient(x: Tensor) -> Tensor:
