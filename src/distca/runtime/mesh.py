@@ -114,7 +114,7 @@ def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
     checkpoint_group = dist.new_group(list(range(workers)), backend="gloo")
     assert attention_group is not None
     assert attention_control is not None
-    return RankContext(
+    context = RankContext(
         parallel=parallel,
         rank=rank,
         device=device,
@@ -125,3 +125,22 @@ def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
         checkpoint_group=checkpoint_group if rank < workers else None,
         tied_group=tied_group,
     )
+    if device.type == "cuda":
+        _connect(context)
+    return context
+
+
+def _connect(context: RankContext) -> None:
+    """Creates the NCCL communicators of this rank's groups, each by a first collective.
+
+    NCCL creates a communicator at its first use, in which all its ranks must take part. The first
+    transfers between pipeline stages are not such a use: only two stages have something to pass on.
+    """
+    one = torch.ones((), device=context.device)
+    groups = [context.attention_group, context.tied_group]
+    if context.mesh is not None:
+        groups += [context.mesh.get_group(axis) for axis in ("pp", "shard", "tp")]
+    for group in groups:
+        if group is not None:
+            dist.all_reduce(one, group=group)
+    torch.cuda.synchronize(context.device)
