@@ -11,7 +11,7 @@ from distca.planning.spans import Ints, as_ints, cumulative
 
 # A surplus of more than this many times the heaviest shard that is left is shed in groups.
 MANY = 4
-LIGHT = 1 / 256  # load of a document, relative to a server's mean headroom, that is dealt in groups
+LIGHT = 1 / 64  # load of a document, relative to a server's mean headroom, dealt in groups
 
 
 def shed_documents(ledger: Ledger, rank: int) -> bool:

@@ -1,0 +1,96 @@
+"""Batches of thousands of short documents: the work of planning does not grow with their number.
+
+Work is counted in Python calls, since seconds depend on the machine. numpy's operations on arrays
+are one call each, so a bound on calls is a bound on what is done for each document separately.
+"""
+
+import cProfile
+import pstats
+from math import log2
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from distca.planning.api import place_and_plan
+from distca.planning.checks import verify
+from distca.planning.plan import Plan
+from distca.planning.policies import policy_of
+
+COSTS = ("pairs", "analytic", "h200")
+CALLS, CALLS_PER_RANK = 100_000, 20_000  # one by one, 8,601 documents took 22,800,000 calls
+Ranks = list[list[int]]
+
+
+def planned(ranks: Ranks, placement: str, cost: str, **options: object) -> tuple[Plan, int]:
+    """Returns the plan, and the number of calls that it took."""
+    profile = cProfile.Profile()
+    profile.enable()
+    plan = place_and_plan(
+        ranks, policy_of("distca", placement), model="llama3-8b", cost=cost, **options
+    )
+    profile.disable()
+    return plan, pstats.Stats(profile).total_calls  # type: ignore[attr-defined]
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> list[int]:
+    """A rank's documents: runs of equal or similar ones, far below, about and above a tile."""
+    found: list[int] = []
+    for _ in range(draw(st.integers(0, 3))):
+        length = draw(st.sampled_from([1, 7, 20, 64, 128, 250, 900, 3000, 30_000]))
+        count = draw(st.integers(1, max(min(2000, 150_000 // length), 1)))
+        spread = draw(st.sampled_from([1, 3]))
+        found += [length + index % spread for index in range(count)]
+    return found
+
+
+@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@given(
+    ranks=st.lists(documents(), min_size=2, max_size=8).filter(any),
+    placement=st.sampled_from(["given", "balanced"]),
+    cost=st.sampled_from(COSTS),
+    servers=st.sampled_from([0, 0, 2]),
+)
+def test_any_mixture_is_planned_in_few_calls_and_computes_every_query_once(
+    ranks: Ranks, placement: str, cost: str, servers: int
+) -> None:
+    plan, calls = planned(ranks, placement, cost, servers=servers)
+    verify(plan)
+    assert calls <= CALLS + CALLS_PER_RANK * (len(ranks) + servers)
+
+
+@pytest.mark.parametrize("placement", ["given", "balanced"])
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[64] * 2048, [20] * 6553],
+        [[1] * 100_000, *([] for _ in range(7))],
+        [[20 + (7 * n + rank) % 231 for n in range(970)] for rank in range(8)],
+        [[60_000] + [120] * 500, *([20 + n % 231 for n in range(970)] for _ in range(7))],
+    ],
+    ids=["64s and 20s", "ones on one rank", "chat", "one long document"],
+)
+def test_the_bound_is_kept(ranks: Ranks, placement: str, cost: str) -> None:
+    plan, calls = planned(ranks, placement, cost)
+    assert plan.imbalance <= 1.02
+    assert plan.shortfall == ""
+    assert calls <= CALLS + CALLS_PER_RANK * len(ranks)
+
+
+def test_calls_do_not_grow_with_documents() -> None:
+    few, many = (
+        planned([[64] * (2 * count), [20] * (3 * count)], "given", "h200")[1]
+        for count in (500, 20_000)
+    )
+    assert many < few * log2(40)
+
+
+def test_documents_leave_for_the_largest_headroom_the_heaviest_first() -> None:
+    ranks = [[300] * 40 + [100] * 200, [100] * 10, [100] * 60]
+    plan, _ = planned(ranks, "given", "pairs")
+    moved = plan.forward.only(plan.forward.home != plan.forward.server)
+    lengths = plan.placement.lengths[moved.document]
+    assert set(lengths[moved.server == 1].tolist()) == {300}
+    assert plan.imbalance <= 1.02
