@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from data.megatron import write_data_set, write_index
 
-from distca.data.documents import IGNORE
-from distca.data.sources import NUM_SYNTHETIC, Source, open_source
+from distca.data.documents import IGNORE, Source
+from distca.data.sources import NUM_SYNTHETIC, open_source
 from distca.data.tokenizers import ByteTokenizer, open_tokenizer
 
 BYTES = ByteTokenizer(add_eos=False)

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from distca.data.documents import Document
+from distca.data.documents import Document, Source
 from distca.data.lengths import Lengths
 from distca.data.readers import check_not_empty, open_array, read_index, read_lengths
 from distca.data.tokenizers import Tokenizer
@@ -14,44 +14,39 @@ from distca.data.tokenizers import Tokenizer
 Row = npt.NDArray[np.integer[Any]]
 
 
-class TokenFile:
-    """An array of token ids on disk that is divided into documents of the given lengths."""
+def _token_file(path: Path, row: Row, lengths: Lengths, vocab_size: int) -> Source:
+    """Returns an array of token ids on disk, divided into documents of the given lengths."""
+    stops = np.cumsum(lengths)
+    if stops[-1] != len(row):
+        raise ValueError(
+            f"{path} holds {len(row)} tokens but its documents {int(stops[-1])}: lengths"
+            " and tokens must be from the same data set"
+        )
 
-    def __init__(self, path: Path, row: Row, lengths: Lengths, vocab_size: int) -> None:
-        self.name = str(path)
-        self._row, self._vocab_size = row, vocab_size
-        self._stops = np.cumsum(lengths)
-        if self._stops[-1] != len(row):
-            raise ValueError(
-                f"{path} holds {len(row)} tokens but its documents {int(self._stops[-1])}: lengths"
-                " and tokens must be from the same data set"
-            )
-
-    def __len__(self) -> int:
-        return len(self._stops)
-
-    def document(self, index: int) -> Document:
-        start = int(self._stops[index - 1]) if index else 0
-        tokens = np.asarray(self._row[start : int(self._stops[index])], dtype=np.int64)
-        check_ids(tokens, self._vocab_size, f"document {index} of {self.name}")
+    def document(index: int) -> Document:
+        start = int(stops[index - 1]) if index else 0
+        tokens = np.asarray(row[start : int(stops[index])], dtype=np.int64)
+        check_ids(tokens, vocab_size, f"document {index} of {path}")
         return Document.from_tokens(tokens, index=index)
 
+    return Source(str(path), len(stops), document)
 
-def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = None) -> TokenFile:
+
+def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = None) -> Source:
     """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = open_array(path), path.with_suffix(".lengths.npy")
     if end_of_document is None and beside.is_file():
-        return TokenFile(path, row, read_lengths(beside), tokenizer.vocab_size)
+        return _token_file(path, row, read_lengths(beside), tokenizer.vocab_size)
     end = tokenizer.eos if end_of_document is None else end_of_document
     if end is None:
         raise ValueError(
             f"{path} does not say where its documents end: write their lengths to {beside.name}"
             " next to it, or give the id that ends them"
         )
-    return TokenFile(path, row, read_lengths(path, end_of_document=end), tokenizer.vocab_size)
+    return _token_file(path, row, read_lengths(path, end_of_document=end), tokenizer.vocab_size)
 
 
-def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
+def open_megatron(path: Path, tokenizer: Tokenizer) -> Source:
     """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
     path = path.with_suffix(".bin")
     index = read_index(path.with_suffix(".idx"))
@@ -64,7 +59,7 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
         )
     check_not_empty(index.lengths, path)
     row: Row = np.memmap(path, index.dtype, mode="r")
-    return TokenFile(path, row, index.lengths, tokenizer.vocab_size)
+    return _token_file(path, row, index.lengths, tokenizer.vocab_size)
 
 
 def check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
