@@ -14,6 +14,7 @@ from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import PLACEMENTS, policy_of
+from distca.schema import choose
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
@@ -75,17 +76,13 @@ class Study:
 
 def model_of(settings: Settings) -> ModelShape:
     """Returns a model by name, with other sizes where they are given."""
-    if settings.model not in MODELS:
-        raise ValueError(
-            f"model {settings.model!r} is unknown: choose one of {', '.join(MODELS)}, and change"
-            " its sizes as needed"
-        )
+    known = choose(MODELS, settings.model, "model", ", and change its sizes as needed")
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
     changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
     words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]
-    return replace(MODELS[settings.model], name=", ".join(words), **changed)
+    return replace(known, name=", ".join(words), **changed)
 
 
 def cluster_of(settings: Settings) -> Cluster:
