@@ -1,7 +1,7 @@
 """One rank of many, replayed and simulated: the same work, the same bytes, the same time."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -246,7 +246,7 @@ def test_calibration_finds_the_factors_and_is_held_to_others() -> None:
     assert (found.raw.mean, found.raw.worst) == pytest.approx((np.mean(off), max(off)))
     usual = [row.measured.step for row in found.rows if row.why == "random"]
     assert found.step_s == pytest.approx(np.mean(usual))
-    assert found.to_json()["rows"][0]["measured"].keys() == {"step", "exposed", "attention"}
+    assert asdict(found)["rows"][0]["measured"].keys() == {"step", "exposed", "attention"}
 
 
 def test_what_says_nothing_calibrates_nothing() -> None:

@@ -14,7 +14,7 @@ from sim.oracle import Attended, OracleTransfer, Pass, play, programs_of
 from distca.pipeline.schedule import BACKWARD, FORWARD
 from distca.sim.rates import Attention
 from distca.sim.streams import Streams, Transfer
-from distca.sim.tick import Weights, run_tick
+from distca.sim.ticks import Weights, run_tick
 
 
 def ran(one: Pass, ranks: int = 2, **options: bool) -> Streams:

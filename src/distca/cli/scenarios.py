@@ -9,13 +9,13 @@ from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
 from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
-from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import PLACEMENTS, policy_of
 from distca.schema import choose
 from distca.sim.cluster import Cluster, Link, cluster
+from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
 
@@ -36,7 +36,7 @@ class Study:
     @classmethod
     def of(cls, settings: Settings) -> Study:
         model, machines = model_of(settings), cluster_of(settings)
-        _check_profile(machines.profile)
+        _ = Rates(model, machines, MeshShape()).profile  # reports a missing one at once
         context, lengths = _documents(settings)
         _at_least("--batches", settings.batches, 1)
         seeds = _counts("seed", settings.seed)
@@ -143,16 +143,6 @@ def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:
             " number of sequences that is whole for every number of GPUs"
         )
     return given * gpus // first
-
-
-def _check_profile(name: str) -> None:
-    """Reports a missing profile before anything is simulated."""
-    try:
-        Profile.read(name)
-    except OSError:
-        raise ValueError(
-            f"profile {name!r} does not exist: give h200, h200-flash or a file of distca profile"
-        ) from None
 
 
 def _speeds(slow: Iterable[str]) -> dict[int, float]:

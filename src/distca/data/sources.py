@@ -18,13 +18,14 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from distca.data import readers
 from distca.data.documents import Document, Source
-from distca.data.lengths import FORMS, LengthDistribution, distribution, names_distribution
-from distca.data.readers import check_not_empty, find_files, parse_json, read_lines, whole_numbers
-from distca.data.token_files import check_ids, open_megatron, open_numpy
+from distca.data.lengths import FORMS, LengthDistribution, Lengths, distribution, names_distribution
 from distca.data.tokenizers import Tokenizer
 
 KNOWN = (
@@ -57,8 +58,8 @@ def _text_files(name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> Sourc
 
 def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
     """Returns a source with one document per line, of which only the starts are kept in memory."""
-    found = [(number, offset) for number, offset, _ in read_lines(path)]
-    check_not_empty(found, path)
+    found = [(number, offset) for number, offset, _ in readers.read_lines(path)]
+    readers.check_not_empty(found, path)
     lines = np.array(found, np.int64)  # [documents, 2]: number and offset of a line
 
     def document(index: int) -> Document:
@@ -67,14 +68,14 @@ def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
             file.seek(offset)
             line = file.readline()
         where = f"line {number} of {path}"
-        match parse_json(line, where):
+        match readers.parse_json(line, where):
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return tokenizer.document(completion, prompt=prompt, index=index)
             case {"text": str(text)}:
                 return tokenizer.document(text, index=index)
             case {"tokens": list(ids)} | {"input_ids": list(ids)}:
-                tokens = whole_numbers(ids, lambda place: f"token {place} of {where}")
-                check_ids(tokens, tokenizer.vocab_size, where)
+                tokens = readers.whole_numbers(ids, lambda place: f"token {place} of {where}")
+                _check_ids(tokens, tokenizer.vocab_size, where)
                 return Document.from_tokens(ids, index=index)
         raise ValueError(
             f'{where} is not a document: it needs "text", or "prompt" and "completion" (strings),'
@@ -82,6 +83,58 @@ def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
         )
 
     return Source(str(path), len(lines), document)
+
+
+def _token_file(
+    path: Path, row: npt.NDArray[np.integer[Any]], lengths: Lengths, vocab_size: int
+) -> Source:
+    """Returns an array of token ids on disk, divided into documents of the given lengths."""
+    stops = np.cumsum(lengths)
+    if stops[-1] != len(row):
+        raise ValueError(
+            f"{path} holds {len(row)} tokens but its documents {int(stops[-1])}: lengths"
+            " and tokens must be from the same data set"
+        )
+
+    def document(index: int) -> Document:
+        start = int(stops[index - 1]) if index else 0
+        tokens = np.asarray(row[start : int(stops[index])], dtype=np.int64)
+        _check_ids(tokens, vocab_size, f"document {index} of {path}")
+        return Document.from_tokens(tokens, index=index)
+
+    return Source(str(path), len(stops), document)
+
+
+def _numpy_tokens(path: Path, tokenizer: Tokenizer, end_of_document: int | None) -> Source:
+    """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
+    row, beside = readers.open_array(path), path.with_suffix(".lengths.npy")
+    if end_of_document is None and beside.is_file():
+        return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size)
+    end = tokenizer.eos if end_of_document is None else end_of_document
+    if end is None:
+        raise ValueError(
+            f"{path} does not say where its documents end: write their lengths to {beside.name}"
+            " next to it, or give the id that ends them"
+        )
+    return _token_file(
+        path, row, readers.read_lengths(path, end_of_document=end), tokenizer.vocab_size
+    )
+
+
+def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
+    """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
+    path = path.with_suffix(".bin")
+    index = readers.read_index(path.with_suffix(".idx"))
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: an .idx needs its .bin next to it")
+    if index.dtype.kind not in "iu" or not index.in_order:
+        raise ValueError(
+            f"{path} holds {index.dtype} tokens, {'in' if index.in_order else 'not in'} order:"
+            " only whole numbers in the order of the index are supported; write the data set again"
+        )
+    readers.check_not_empty(index.lengths, path)
+    tokens = np.memmap(path, index.dtype, mode="r")
+    return _token_file(path, tokens, index.lengths, tokenizer.vocab_size)
 
 
 def _random_tokens(lengths: LengthDistribution, vocab_size: int, seed: int) -> Source:
@@ -148,7 +201,7 @@ def _open(
         return _standard_library(tokenizer)
     if names_distribution(str(where)):
         return _random_tokens(distribution(str(where), context), tokenizer.vocab_size, seed)
-    files = find_files(where, KNOWN)
+    files = readers.find_files(where, KNOWN)
     if not any(file.suffix in _NOT_TEXT for file in files):
         return _text_files(str(where), files, tokenizer)
     sources = [_open_file(file, tokenizer, end) for file in files]
@@ -160,9 +213,18 @@ def _open_file(path: Path, tokenizer: Tokenizer, end: int | None) -> Source:
         case ".jsonl":
             return _json_lines(path, tokenizer)
         case ".npy":
-            return open_numpy(path, tokenizer, end)
+            return _numpy_tokens(path, tokenizer, end)
         case ".bin" | ".idx":
-            return open_megatron(path, tokenizer)
+            return _megatron_tokens(path, tokenizer)
         case ".json":
             raise ValueError(f"{path} is JSON: write one document per line to a .jsonl file")
     return _text_files(str(path), [path], tokenizer)
+
+
+def _check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
+    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(bad):
+        raise ValueError(
+            f"token {int(bad[0])} of {where} is {int(tokens[bad[0]])} but the vocabulary has"
+            f" {vocab_size}: set the tokenizer that the tokens were made with"
+        )

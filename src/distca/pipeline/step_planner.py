@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import count
 
 import numpy as np
@@ -35,7 +35,6 @@ from distca.planning.policies import POLICIES, Policy
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
-PoolKey = tuple[Phase | None, tuple[int | None, ...], int, StageMasks]
 
 
 @dataclass(frozen=True)
@@ -170,11 +169,13 @@ class _Pools:
 
     def __init__(self, planner: StepPlanner, micro_batches: Sequence[Sequence[Half]]) -> None:
         self._planner, self._micro_batches = planner, micro_batches
-        self._plans: dict[PoolKey, Plan] = {}
+        self._plan = cache(self._plan_pool)
 
     def slots(self, tick: Tick) -> Iterator[Slot]:
         """Yields the plans of each attention slot of a tick, one plan for each half."""
         planner = self._planner
+        # Without a pipeline the pool is the same in both directions and needs one plan.
+        planned = tick if planner.parallel.pp > 1 else replace(tick, phase=FORWARD)
         for slot in count():
             layers = [
                 None if micro_batch is None else planner.layer(stage, slot, tick.phase)
@@ -183,15 +184,7 @@ class _Pools:
             masks = tuple(None if layer is None else planner.masks[layer] for layer in layers)
             if not any(masks):
                 return
-            yield tuple(self._plan(tick, half, masks) for half in range(1 + planner.ping_pong))
-
-    def _plan(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
-        # Without a pipeline the pool is the same in both directions and needs one plan.
-        phase = tick.phase if self._planner.parallel.pp > 1 else None
-        key = (phase, tick.micro_batches, half, masks)
-        if key not in self._plans:
-            self._plans[key] = self._plan_pool(tick, half, masks)
-        return self._plans[key]
+            yield tuple(self._plan(planned, half, masks) for half in range(1 + planner.ping_pong))
 
     def _plan_pool(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
         planner, workers = self._planner, self._planner.parallel.workers_per_stage

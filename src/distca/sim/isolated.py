@@ -7,10 +7,9 @@ without communication of weights and gradients, and without an optimizer step.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -115,11 +114,6 @@ class IsolatedRanks:
     def seconds(self, rank: int) -> RankSeconds:
         arrays = (self.step_s, self.exposed_s, self.attention_s)
         return RankSeconds(*(float(each[rank]) for each in arrays))
-
-    @property
-    def worst_over_mean(self) -> float:
-        """Seconds of the slowest rank over the mean."""
-        return float(self.step_s.max() / self.step_s.mean())
 
     def sample(self, count: int, seed: int = 0) -> dict[int, str]:
         """Chooses ranks, with the reason of each: first the extreme ones, then random ones."""
@@ -250,9 +244,6 @@ class Comparison:
     imbalance_before: float  # of attention, as planned
     imbalance: float
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 def compare(
     case: Case, step: StepPlan, sample: Mapping[int, str], measured: Mapping[int, RankSeconds]
@@ -287,7 +278,7 @@ def compare(
         step_s=mean,
         exposed_s=fmean(one.exposed for one in typical),
         worst_over_mean=max(row.measured.step for row in rows) / mean,
-        simulated_worst_over_mean=raw.worst_over_mean,
+        simulated_worst_over_mean=float(raw.step_s.max() / raw.step_s.mean()),
         imbalance_before=step.imbalance_before,
         imbalance=step.imbalance,
     )

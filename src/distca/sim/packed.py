@@ -23,8 +23,7 @@ from distca.planning.spans import Floats, Ints, as_ints
 from distca.sim.one_f_one_b import Timeline, one_f_one_b
 from distca.sim.rates import Rates
 from distca.sim.streams import Event, Streams
-from distca.sim.tick import run_tick
-from distca.sim.ticks import stage_elements
+from distca.sim.ticks import run_tick, stage_elements
 
 # Policies that keep the documents of a sequence together.
 KEEP_SEQUENCES = tuple(

@@ -44,8 +44,8 @@ class Rates:
             return Profile.read(self.cluster.profile)
         except OSError:
             raise ValueError(
-                f"profile {self.cluster.profile!r} is unknown: give h200, h200-flash, or the path"
-                " of a file that distca profile wrote"
+                f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash or a file"
+                " of distca profile"
             ) from None
 
     @cached_property
