@@ -2,7 +2,7 @@
 
 import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -135,8 +135,7 @@ class ProfileCommand:
         record = done.to_json() | {"out": str(self.out)}
         directions: tuple[Direction, ...] = ("forward", "backward")
         for direction in directions:
-            errors = done.errors(direction)
-            record[f"{direction}_errors"] = None if errors is None else asdict(errors)
+            record[f"{direction}_errors"] = done.errors(direction)
         if self.as_json:
             typer.echo(json.dumps(record))
             return

@@ -6,12 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from distca.planning.bounds import traffic_lower_bound
-from distca.planning.checks import (
-    check_memory,
-    check_own_memory,
-    check_representable,
-    shortfall,
-)
+from distca.planning.checks import check_memory, check_own_memory, check_representable, shortfall
 from distca.planning.costs.base import CostModel
 from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions

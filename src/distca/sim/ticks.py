@@ -16,54 +16,30 @@ from distca.sim.rates import Attention, Rates
 from distca.sim.streams import Streams, Transfer
 
 
-class Weights:
-    """Gathers the weights of each seam one seam ahead, and reduces its gradients behind it.
-
-    gathers, reduces: the transfers of each seam, in the order of execution; without ``reduces``,
-        no gradients are reduced.
-    """
-
-    def __init__(
-        self,
-        streams: Streams,
-        gathers: Sequence[Transfer | None],
-        reduces: Sequence[Transfer | None] = (),
-    ) -> None:
-        self._streams, self._gathers, self._reduces = streams, gathers, reduces
-        self._done = [streams.send("weights", gathers[0])]
-
-    def enter(self, seam: int) -> None:
-        """Starts to gather the next seam, and waits for the weights of this one."""
-        if seam + 1 < len(self._gathers):
-            self._done.append(self._streams.send("weights", self._gathers[seam + 1]))
-        self._streams.wait(self._done[seam])
-
-    def leave(self, seam: int) -> None:
-        """Starts to reduce the gradients of a seam."""
-        if self._reduces:
-            self._streams.send("gradients", self._reduces[seam])
-
-
 def run_tick(
     streams: Streams,
     phase: Phase,
     linear_s: Sequence[Sequence[Floats]],
     attention: Sequence[Sequence[Attention]],
-    weights: Weights | None = None,
+    gathers: Sequence[Transfer | None] = (),
+    reduces: Sequence[Transfer | None] = (),
 ) -> None:
     """Runs one tick.
 
     linear_s: seconds of the linear layers, [seams][halves] in the order of execution.
     attention: the attention of each slot, [seams - 1][halves].
-    weights: transfers of weights and gradients; None if no seam has any.
+    gathers, reduces: transfers of the weights of each seam, which are gathered one seam ahead, and
+        of its gradients, which are reduced behind it; empty if there are none in this tick.
     """
     slots, halves = len(attention), len(linear_s[0])
     assert len(linear_s) == slots + 1
     arrival: dict[int, Floats] = {}  # when the transfer in progress of each half is done
+    gathered = [streams.send("weights", one) for one in gathers[:1]]
     for section in TickProgram.of(slots, halves, phase).sections:
         seam = section[0].seam
-        if weights is not None and seam is not None:
-            weights.enter(seam)
+        if gathers and seam is not None:
+            gathered += [streams.send("weights", one) for one in gathers[seam + 1 : seam + 2]]
+            streams.wait(gathered[seam])
         for operation in section:
             half, slot = operation.half, operation.slot
             name = f", {HALF_NAMES[half]}" if halves > 1 else ""
@@ -82,8 +58,8 @@ def run_tick(
                     arrival[half] = streams.send(f"combine{name}", one.combine)
                 case "combine":
                     streams.wait(arrival[half])
-        if weights is not None and seam is not None:
-            weights.leave(seam)
+        if reduces and seam is not None:
+            streams.send("gradients", reduces[seam])
 
 
 def run_ticks(rates: Rates, step: StepPlan, streams: Streams) -> None:
@@ -110,7 +86,6 @@ class _Step:
             streams.wait(streams.send("weights", rates.gather_weights(layer)))
             streams.send("weights", rates.gather_weights(others))
         for number, (tick, slots) in enumerate(zip(ticks, self._step.slots, strict=True), 1):
-            weights = None if once else self._weights(tick)
             if once and number == len(ticks):
                 streams.send("gradients", rates.reduce_gradients(others))
             self._receive(tick)
@@ -119,7 +94,8 @@ class _Step:
                 [self._attention(one, backward=backward) for one in slot] for slot in slots
             ]
             linear_s = self._linear_s(tick, seams=len(attention) + 1)
-            run_tick(streams, tick.phase, linear_s, attention, weights)
+            transfers = ((), ()) if once else self._seam_transfers(tick)
+            run_tick(streams, tick.phase, linear_s, attention, *transfers)
             self._send(tick)
         if once:
             streams.send("gradients", rates.reduce_gradients(layer))
@@ -127,14 +103,13 @@ class _Step:
         workers = np.arange(rates.num_ranks) < rates.parallel.pp * rates.parallel.workers_per_stage
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))
 
-    def _weights(self, tick: Tick) -> Weights:
-        """Gathers weights in every tick, and reduces gradients in every backward tick."""
+    def _seam_transfers(self, tick: Tick) -> tuple[list[Transfer | None], list[Transfer | None]]:
+        """Returns gathers of weights in every tick, and reductions in backward ticks."""
         elements = seam_elements(self._rates)
         if tick.phase == FORWARD:
-            return Weights(self._streams, list(map(self._gather, elements)))
+            return [self._gather(n) for n in elements], []
         elements.reverse()
-        gathers, reduces = (list(map(make, elements)) for make in (self._gather, self._reduce))
-        return Weights(self._streams, gathers, reduces)
+        return [self._gather(n) for n in elements], [self._reduce(n) for n in elements]
 
     def _ranks(self, stage: int) -> slice:
         width = self._rates.parallel.workers_per_stage
