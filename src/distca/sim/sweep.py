@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
 from distca.pipeline.mesh import MeshShape
@@ -78,21 +79,24 @@ def tensor_sizes(model: ModelShape, cluster: Cluster) -> list[int]:
 
 def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Strategy]:
     """Returns ``template`` with every combination of sizes that applies."""
-    model, cluster = scenario.model, scenario.cluster
-    found = []
-    for tp in sizes.tp or tensor_sizes(model, cluster):
-        for pp in sizes.pp or STAGES:
-            for servers in sizes.servers if template.policy == "distca" else (0,):
-                workers, rest = divmod(cluster.gpus - servers, tp * pp)
-                if rest or workers < 1 or servers % tp or pp > model.layers:
-                    continue
-                for cp in _context_sizes(template, workers, sizes):
-                    parallel = MeshShape(pp, workers // cp, cp, tp, servers)
-                    found += [
-                        replace(template, parallel=parallel, micro_batches=count)
-                        for count in _micro_batches(scenario, template, parallel, sizes)
-                    ]
-    return [chosen for strategy in found for chosen in _weight_choices(strategy)]
+    model, cluster, found = scenario.model, scenario.cluster, []
+    for tp, pp, servers in product(
+        sizes.tp or tensor_sizes(model, cluster),
+        sizes.pp or STAGES,
+        sizes.servers if template.policy == "distca" else (0,),
+    ):
+        workers, rest = divmod(cluster.gpus - servers, tp * pp)
+        if rest or workers < 1 or servers % tp or pp > model.layers:
+            continue
+        keeps = (False, True) if template.disaggregated and pp == 1 else (False,)
+        for cp in _context_sizes(template, workers, sizes):
+            mesh = MeshShape(pp, workers // cp, cp, tp, servers)
+            counts = _micro_batches(scenario, template, mesh, sizes)
+            found += [
+                replace(template, parallel=replace(mesh, keep_weights=keep), micro_batches=count)
+                for count, keep in product(counts, keeps)
+            ]
+    return found
 
 
 def _context_sizes(template: Strategy, workers: int, sizes: Sizes) -> Iterable[int]:
@@ -122,16 +126,6 @@ def _micro_batches(
     if template.policy in KEEP_SEQUENCES:
         return [count for count in range(1, sequences // dp + 1) if sequences % (dp * count) == 0]
     return [1 << n for n in range((sequences // dp).bit_length())]
-
-
-def _weight_choices(strategy: Strategy) -> list[Strategy]:
-    """Returns a strategy with and without weights that stay gathered, if there is a choice."""
-    if not strategy.disaggregated or strategy.parallel.pp > 1:
-        return [strategy]
-    return [
-        replace(strategy, parallel=replace(strategy.parallel, keep_weights=keep))
-        for keep in (False, True)
-    ]
 
 
 def best(
