@@ -28,7 +28,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import date
 from importlib.metadata import PackageNotFoundError, version
 from itertools import product
@@ -197,7 +197,7 @@ def replayed(
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     took = {"plan_s": plan_s, "replay_s": time.perf_counter() - began}
-    return took | found.to_json()
+    return took | asdict(found)
 
 
 def in_words(record: Record) -> str:

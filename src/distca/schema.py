@@ -13,6 +13,7 @@ from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
+Entry = TypeVar("Entry")
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
 
 
@@ -73,6 +74,13 @@ def check_known(name: str, known: Iterable[str], path: str) -> None:
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
         raise ValueError(f"{path} is unknown: {hint}")
+
+
+def choose(table: Mapping[str, Entry], name: str, what: str, otherwise: str = "") -> Entry:
+    """Returns an entry of a table; the error lists all names, and what to do ``otherwise``."""
+    if name not in table:
+        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(table)}{otherwise}")
+    return table[name]
 
 
 def _convert(kind: Any, value: Any, path: str) -> Any:

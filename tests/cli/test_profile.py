@@ -12,7 +12,7 @@ import pytest
 from measure.measured import TINY
 
 from distca.cli import main
-from distca.measure import profiling
+from distca.measure.bench import Bench, Scope
 from distca.planning.costs.profile import Profile
 
 
@@ -20,7 +20,7 @@ from distca.planning.costs.profile import Profile
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.setattr(profiling.Scope, "of", lambda *_: TINY)
+    monkeypatch.setattr(Scope, "of", lambda *_: TINY)
 
     def call(*args: str, status: int = 0) -> tuple[str, str]:
         with pytest.raises(SystemExit) as exited:
@@ -63,7 +63,7 @@ def test_machines_get_one_object_and_plans_take_the_file(run: Any) -> None:
 
 
 def test_it_goes_on_and_then_has_all(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, calls = profiling.attention_s, []
+    right, calls = Bench.attention, []
 
     def stop_at_fourth(*args: Any) -> Any:
         calls.append(args)
@@ -71,7 +71,7 @@ def test_it_goes_on_and_then_has_all(run: Any, monkeypatch: pytest.MonkeyPatch) 
             raise KeyboardInterrupt
         return right(*args)
 
-    monkeypatch.setattr(profiling, "attention_s", stop_at_fourth)
+    monkeypatch.setattr(Bench, "attention", stop_at_fourth)
     _, err = run("profile", status=130)
     assert err == "stopped: the same command continues with what is in profile.json\n"
     assert len(Profile.read("profile.json").missing) == 2

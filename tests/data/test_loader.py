@@ -15,7 +15,7 @@ from distca.data.documents import IGNORE, Batch, Document
 from distca.data.loader import Counts, Loader
 from distca.data.shuffle import choose_held_out
 from distca.data.sources import open_source
-from distca.data.tokenizers import ByteTokenizer
+from distca.data.tokenizers import open_tokenizer
 
 
 class Listed:
@@ -268,7 +268,7 @@ def test_a_step_and_a_context_of_another_size_go_on_from_a_state() -> None:
 
 
 def test_text_to_batches() -> None:
-    source = open_source("stdlib", ByteTokenizer(), context=4096)
+    source = open_source("stdlib", open_tokenizer(), context=4096)
     loader = Loader([source], tokens_per_step=1 << 15, context=4096, held_out=0.02)
     batch = loader.next_batch()
     assert batch.num_tokens == 1 << 15

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from data.megatron import write_data_set, write_index
 
-from distca.data.documents import IGNORE
-from distca.data.sources import NUM_SYNTHETIC, Source, open_source
-from distca.data.tokenizers import ByteTokenizer, open_tokenizer
+from distca.data.documents import IGNORE, Source
+from distca.data.sources import NUM_SYNTHETIC, open_source
+from distca.data.tokenizers import open_tokenizer
 
-BYTES = ByteTokenizer(add_eos=False)
+BYTES = open_tokenizer(add_eos=False)
 
 
 def opened(where: str | Path, end: int | None = None) -> Source:
@@ -59,7 +59,7 @@ def test_json_lines(tmp_path: Path) -> None:
 def test_only_completions_are_learnt(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "ab", "completion": "cd", "text": "not this"}\n')
-    document = open_source(path, ByteTokenizer(), context=8).document(0)
+    document = open_source(path, open_tokenizer(), context=8).document(0)
     assert document.tokens.tolist() == [97, 98, 99, 100, 257]
     assert document.labels.tolist() == [IGNORE, 99, 100, 257, IGNORE]
 

@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from distca.measure.profiling import Bench, Scope, measure
+from distca.measure.bench import Bench, Scope
+from distca.measure.profiling import blank, measure
 from distca.model.sizes import model_config
 from distca.planning.costs.profile import Profile
 
@@ -25,11 +26,11 @@ TINY = Scope(
 
 
 def tiny(scope: Scope = TINY) -> Bench:
-    return Bench.of(MODEL, CPU, scope=scope)
+    return Bench(MODEL, CPU, scope=scope)
 
 
 def together(_: dist.ProcessGroup) -> Profile:
     """Of all ranks of the world: the exchange is measured over the default group."""
     bench = tiny()
-    *_, (_, done) = measure(bench, bench.blank("tiny"))
+    *_, (_, done) = measure(bench, blank(bench, "tiny"))
     return done

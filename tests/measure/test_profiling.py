@@ -9,15 +9,15 @@ import torch
 from measure.measured import CPU, MODEL, TINY, tiny, together
 from ranks import RankPool
 
-from distca.measure import timing
-from distca.measure.profiling import Bench, Scope, held_out_calls, measure, missing_figures
+from distca.measure.bench import Bench, Scope, Seconds
+from distca.measure.profiling import blank, held_out_calls, measure, missing_figures
 from distca.model.sizes import model_config
 from distca.planning.costs.profile import Profile
 
 
 def test_every_figure_is_measured() -> None:
     bench = tiny()
-    seen = list(measure(bench, bench.blank("tiny")))
+    seen = list(measure(bench, blank(bench, "tiny")))
     done = seen[-1][1]
     assert len({what for what, _ in seen}) == len(seen) == 5 + 2 + 4
     assert (done.missing, missing_figures(bench, done)) == ([], [])
@@ -34,16 +34,16 @@ def test_an_interrupted_run_goes_on(stop: int, monkeypatch: pytest.MonkeyPatch) 
     """The second measures what the first did not, and leaves the rest as it is."""
     calls: list[tuple[list[int], list[int]]] = []
 
-    def count(*args: Any) -> timing.Seconds:
+    def count(*args: Any) -> Seconds:
         calls.append(args[-2:])
-        return timing.Seconds(1e-3 * len(calls), 2e-3)
+        return Seconds(1e-3 * len(calls), 2e-3)
 
-    monkeypatch.setattr("distca.measure.profiling.attention_s", count)
+    monkeypatch.setattr("distca.measure.bench.Bench.attention", count)
     bench = tiny()
-    begun = bench.blank("tiny")
+    begun = blank(bench, "tiny")
     seen = [begun, *(profile for _, profile in islice(measure(bench, begun), stop))]
     begun = Profile.from_json(seen[-1].to_json())
-    begun.check_continues(bench.blank("tiny"))
+    begun.check_continues(blank(bench, "tiny"))
     left = list(measure(bench, begun))
     assert len(left) == 11 - stop
     assert len(calls) == 9
@@ -55,10 +55,10 @@ def test_an_interrupted_run_goes_on(stop: int, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_rate_is_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = timing.Seconds(1e-3, 5e-3)
-    monkeypatch.setattr("distca.measure.profiling.attention_s", lambda *_: seconds)
+    seconds = Seconds(1e-3, 5e-3)
+    monkeypatch.setattr("distca.measure.bench.Bench.attention", lambda *_: seconds)
     bench = tiny()
-    _, profile = next(measure(bench, bench.blank("tiny")))
+    _, profile = next(measure(bench, blank(bench, "tiny")))
     flops = 4 * (16 * 17 // 2) * 4 * MODEL.heads * MODEL.head_dim  # four tasks of 16 rows
     assert profile.forward_tflops[0][0] == pytest.approx(flops / 1e-3 / 1e12, rel=1e-3)
     assert profile.backward_tflops[0][0] == pytest.approx(2.5 * flops / 5e-3 / 1e12, rel=1e-3)
@@ -67,9 +67,8 @@ def test_a_rate_is_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("quick", [False, True])
 def test_held_out_calls_lie_between_the_measured_shapes(quick: bool) -> None:
     scope = Scope.of(CPU, MODEL, quick)
-    bench = tiny(scope)
-    calls = held_out_calls(bench)
-    assert calls == held_out_calls(bench)
+    calls = held_out_calls(scope)
+    assert calls == held_out_calls(scope)
     assert len(calls) == scope.held_out + scope.mixed
     for call in calls:
         for queries, keys in zip(call.queries, call.keys, strict=True):
@@ -82,7 +81,7 @@ def test_held_out_calls_lie_between_the_measured_shapes(quick: bool) -> None:
 
 def test_a_backend_that_refuses_says_why() -> None:
     with pytest.raises(ValueError, match="flash refuses: it needs a CUDA device"):
-        Bench.of(MODEL, CPU, "flash", scope=TINY)
+        Bench(MODEL, CPU, "flash", scope=TINY)
 
 
 def test_ranks_agree_on_what_they_measured(world: Any) -> None:
@@ -99,7 +98,7 @@ def test_on_a_gpu() -> None:
     device = torch.device("cuda", 0)
     model = model_config("llama3-8b")
     scope = replace(Scope.of(device, model, quick=True), queries=(128, 512), keys=(128, 2048))
-    bench = Bench.of(model, device, scope=replace(scope, linear_tokens=1024, held_out=3, mixed=0))
-    *_, (_, done) = measure(bench, bench.blank("gpu"))
+    bench = Bench(model, device, scope=replace(scope, linear_tokens=1024, held_out=3, mixed=0))
+    *_, (_, done) = measure(bench, blank(bench, "gpu"))
     assert done.dtype == "bfloat16"
     assert done.missing == []

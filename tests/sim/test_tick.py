@@ -14,7 +14,7 @@ from sim.oracle import Attended, OracleTransfer, Pass, play, programs_of
 from distca.pipeline.schedule import BACKWARD, FORWARD
 from distca.sim.rates import Attention
 from distca.sim.streams import Streams, Transfer
-from distca.sim.tick import Weights, run_tick
+from distca.sim.ticks import run_tick
 
 
 def ran(one: Pass, ranks: int = 2, **options: bool) -> Streams:
@@ -30,11 +30,8 @@ def ran(one: Pass, ranks: int = 2, **options: bool) -> Streams:
          for a in halves]
         for halves in one.attention
     ]  # fmt: skip
-    weights = None
-    if one.gathering:
-        gathering, reducing = ([same(t) for t in ts] for ts in (one.gathering, one.reducing))
-        weights = Weights(streams, gathering, reducing)
-    run_tick(streams, FORWARD, parts, slots, weights)
+    transfers = ([same(t) for t in ts] for ts in (one.gathering, one.reducing))
+    run_tick(streams, FORWARD, parts, slots, *transfers)
     return streams
 
 

@@ -145,7 +145,7 @@ def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> 
     sample = chosen["sample"], chosen["rounds"]
     with progress(screen, "rank", min(chosen["sample"], case.ranks)) as update:
         found = replay_ranks(case, step, model, dtype, backend, *sample, update)
-    record |= found.to_json()
+    record |= asdict(found)
     screen.print()
     screen.print(replay_table(record, screen.width))
     screen.print(f"\n{CAPTION}\n", style="dim")

@@ -2,7 +2,7 @@
 
 import json
 import signal
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from distca.runtime import launch
 if TYPE_CHECKING:
     import torch
 
-    from distca.measure.profiling import Bench
+    from distca.measure.bench import Bench
     from distca.planning.costs.profile import Direction, Profile
 
 LOGS = Path("runs/profile/logs")
@@ -67,30 +67,32 @@ class ProfileCommand:
         return 1 if alone else launch.local_ranks(self.ranks)
 
     def _bench(self, device: "torch.device") -> "Bench":
-        from distca.measure.profiling import Bench, Scope
+        from distca.measure.bench import Bench, Scope
         from distca.model.sizes import model_config
 
         config = model_config(self.model or (GPU_MODEL if device.type == "cuda" else CPU_MODEL))
         scope = Scope.of(device, config, self.quick)
-        return Bench.of(config, device, self.backend, scope=scope)
+        return Bench(config, device, self.backend, scope=scope)
 
     def _begin(self, bench: "Bench") -> "Profile":
         """Returns the unfinished profile in the file, if it is of this device, or a blank one."""
+        from distca.measure.profiling import blank
         from distca.planning.costs.profile import Profile
 
-        blank = bench.blank(self.out.stem)
+        fresh = blank(bench, self.out.stem)
         if not self.out.exists():
-            return blank
+            return fresh
         known = Profile.read(str(self.out))
-        known.check_continues(blank)
+        known.check_continues(fresh)
         return known
 
     def _measure(self, bench: "Bench", begun: "Profile") -> None:
         """Measures, shows and saves, as the only rank or as rank 0 of several."""
-        from distca.measure.profiling import measure, missing_figures
+        from distca.measure.profiling import blank, measure, missing_figures
 
         screen, out = console(quiet=self.as_json), self.out
-        left, total = (len(missing_figures(bench, one)) for one in (begun, bench.blank(begun.name)))
+        fresh = blank(bench, begun.name)
+        left, total = (len(missing_figures(bench, one)) for one in (begun, fresh))
         if left < total:
             found = "all" if not left else f"{total - left} of {total}"
             screen.print(
@@ -117,8 +119,8 @@ class ProfileCommand:
         bench = self._bench(join_world())
         first = dist.get_rank() == 0
         begun: list[Any] = [self._begin(bench) if first else None]
-        if bench.clock.control is not None:
-            dist.broadcast_object_list(begun, src=0, group=bench.clock.control)
+        if bench.control is not None:
+            dist.broadcast_object_list(begun, src=0, group=bench.control)
         if first:
             self._measure(bench, begun[0])
         else:
@@ -133,8 +135,7 @@ class ProfileCommand:
         record = done.to_json() | {"out": str(self.out)}
         directions: tuple[Direction, ...] = ("forward", "backward")
         for direction in directions:
-            errors = done.errors(direction)
-            record[f"{direction}_errors"] = None if errors is None else asdict(errors)
+            record[f"{direction}_errors"] = done.errors(direction)
         if self.as_json:
             typer.echo(json.dumps(record))
             return

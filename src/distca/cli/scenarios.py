@@ -9,12 +9,13 @@ from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
 from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
-from distca.planning.costs.profile import Profile
 from distca.planning.masks import Mask
 from distca.planning.models import MODELS, ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import PLACEMENTS, policy_of
+from distca.schema import choose
 from distca.sim.cluster import Cluster, Link, cluster
+from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
 
@@ -35,7 +36,7 @@ class Study:
     @classmethod
     def of(cls, settings: Settings) -> Study:
         model, machines = model_of(settings), cluster_of(settings)
-        _check_profile(machines.profile)
+        _ = Rates(model, machines, MeshShape()).profile  # reports a missing one at once
         context, lengths = _documents(settings)
         _at_least("--batches", settings.batches, 1)
         seeds = _counts("seed", settings.seed)
@@ -75,17 +76,13 @@ class Study:
 
 def model_of(settings: Settings) -> ModelShape:
     """Returns a model by name, with other sizes where they are given."""
-    if settings.model not in MODELS:
-        raise ValueError(
-            f"model {settings.model!r} is unknown: choose one of {', '.join(MODELS)}, and change"
-            " its sizes as needed"
-        )
+    known = choose(MODELS, settings.model, "model", ", and change its sizes as needed")
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
     changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
     words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]
-    return replace(MODELS[settings.model], name=", ".join(words), **changed)
+    return replace(known, name=", ".join(words), **changed)
 
 
 def cluster_of(settings: Settings) -> Cluster:
@@ -146,16 +143,6 @@ def _sequences(given: int | None, context: int, gpus: int, first: int) -> int:
             " number of sequences that is whole for every number of GPUs"
         )
     return given * gpus // first
-
-
-def _check_profile(name: str) -> None:
-    """Reports a missing profile before anything is simulated."""
-    try:
-        Profile.read(name)
-    except OSError:
-        raise ValueError(
-            f"profile {name!r} does not exist: give h200, h200-flash or a file of distca profile"
-        ) from None
 
 
 def _speeds(slow: Iterable[str]) -> dict[int, float]:

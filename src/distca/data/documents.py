@@ -7,6 +7,7 @@ of a batch, and in every piece.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -60,6 +61,18 @@ class Document:
     def pieces(self, longest: int) -> list[Document]:
         """Returns the document in pieces of at most ``longest`` tokens."""
         return [self.piece(start, start + longest) for start in range(0, len(self), longest)]
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A data set. ``document(index)`` always returns the same document, which may be empty."""
+
+    name: str
+    num_documents: int
+    document: Callable[[int], Document]
+
+    def __len__(self) -> int:
+        return self.num_documents
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,9 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distca.data.documents import Batch, Document
+from distca.data.documents import Batch, Document, Source
 from distca.data.shuffle import Ints, choose_held_out, shuffled
-from distca.data.sources import Source
 
 Overlong = Literal["split", "drop"]
 

@@ -18,14 +18,14 @@ import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from distca.data.documents import Document
-from distca.data.lengths import FORMS, LengthDistribution, distribution, names_distribution
-from distca.data.readers import check_not_empty, find_files, parse_json, read_lines, whole_numbers
-from distca.data.token_files import check_ids, open_megatron, open_numpy
+from distca.data import readers
+from distca.data.documents import Document, Source
+from distca.data.lengths import FORMS, LengthDistribution, Lengths, distribution, names_distribution
 from distca.data.tokenizers import Tokenizer
 
 KNOWN = (
@@ -38,28 +38,11 @@ _NOT_TEXT = {".jsonl", ".npy", ".bin", ".idx", ".json"}
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
-class Source(Protocol):
-    """A data set. ``document(index)`` always returns the same document, which may be empty."""
+def _text_files(name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> Source:
+    """Returns a source of text files with one document each."""
 
-    name: str
-
-    def __len__(self) -> int: ...
-
-    def document(self, index: int) -> Document: ...
-
-
-class TextFiles:
-    """Text files with one document each."""
-
-    def __init__(self, name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> None:
-        self.name = name
-        self._paths, self._tokenizer = paths, tokenizer
-
-    def __len__(self) -> int:
-        return len(self._paths)
-
-    def document(self, index: int) -> Document:
-        path = self._paths[index]
+    def document(index: int) -> Document:
+        path = paths[index]
         try:
             text = path.read_bytes().decode("utf-8")
         except OSError as error:
@@ -68,80 +51,116 @@ class TextFiles:
             raise ValueError(
                 f"{path} is not UTF-8 text (byte {error.start}): convert or remove it"
             ) from None
-        return self._tokenizer.document(text, index=index)
+        return tokenizer.document(text, index=index)
+
+    return Source(name, len(paths), document)
 
 
-class JsonLines:
-    """A file with one document per line; only the start of each line is kept in memory."""
+def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
+    """Returns a source with one document per line, of which only the starts are kept in memory."""
+    found = [(number, offset) for number, offset, _ in readers.read_lines(path)]
+    readers.check_not_empty(found, path)
+    lines = np.array(found, np.int64)  # [documents, 2]: number and offset of a line
 
-    def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.name = str(path)
-        self._path, self._tokenizer = path, tokenizer
-        lines = [(number, offset) for number, offset, _ in read_lines(path)]
-        check_not_empty(lines, path)
-        self._lines = np.array(lines, np.int64)  # [documents, 2]: number and offset of a line
-
-    def __len__(self) -> int:
-        return len(self._lines)
-
-    def document(self, index: int) -> Document:
-        number, offset = self._lines[index].tolist()
-        with self._path.open("rb") as file:
+    def document(index: int) -> Document:
+        number, offset = lines[index].tolist()
+        with path.open("rb") as file:
             file.seek(offset)
             line = file.readline()
-        where = f"line {number} of {self.name}"
-        match parse_json(line, where):
+        where = f"line {number} of {path}"
+        match readers.parse_json(line, where):
             case {"prompt": str(prompt), "completion": str(completion)}:
-                return self._tokenizer.document(completion, prompt=prompt, index=index)
+                return tokenizer.document(completion, prompt=prompt, index=index)
             case {"text": str(text)}:
-                return self._tokenizer.document(text, index=index)
+                return tokenizer.document(text, index=index)
             case {"tokens": list(ids)} | {"input_ids": list(ids)}:
-                tokens = whole_numbers(ids, lambda place: f"token {place} of {where}")
-                check_ids(tokens, self._tokenizer.vocab_size, where)
+                tokens = readers.whole_numbers(ids, lambda place: f"token {place} of {where}")
+                _check_ids(tokens, tokenizer.vocab_size, where)
                 return Document.from_tokens(ids, index=index)
         raise ValueError(
             f'{where} is not a document: it needs "text", or "prompt" and "completion" (strings),'
             ' or "tokens" or "input_ids" (a list)'
         )
 
-
-class Synthetic:
-    """Random tokens that depend only on the seed and the index of the document."""
-
-    def __init__(
-        self, lengths: LengthDistribution, num_documents: int, vocab_size: int, seed: int
-    ) -> None:
-        self.name = lengths.name
-        self._lengths, self._num_documents = lengths, num_documents
-        self._vocab_size, self._seed = vocab_size, seed
-
-    def __len__(self) -> int:
-        return self._num_documents
-
-    def document(self, index: int) -> Document:
-        rng = np.random.default_rng([self._seed, index])
-        length = int(self._lengths.sample(1, rng)[0])
-        return Document.from_tokens(rng.integers(0, self._vocab_size, length), index=index)
+    return Source(str(path), len(lines), document)
 
 
-class Joined:
-    """Several sources as one, in order."""
+def _token_file(
+    path: Path, row: npt.NDArray[np.integer[Any]], lengths: Lengths, vocab_size: int
+) -> Source:
+    """Returns an array of token ids on disk, divided into documents of the given lengths."""
+    stops = np.cumsum(lengths)
+    if stops[-1] != len(row):
+        raise ValueError(
+            f"{path} holds {len(row)} tokens but its documents {int(stops[-1])}: lengths"
+            " and tokens must be from the same data set"
+        )
 
-    def __init__(self, name: str, sources: Sequence[Source]) -> None:
-        self.name = name
-        self._sources = sources
-        self._stops = np.cumsum([len(source) for source in sources])
+    def document(index: int) -> Document:
+        start = int(stops[index - 1]) if index else 0
+        tokens = np.asarray(row[start : int(stops[index])], dtype=np.int64)
+        _check_ids(tokens, vocab_size, f"document {index} of {path}")
+        return Document.from_tokens(tokens, index=index)
 
-    def __len__(self) -> int:
-        return int(self._stops[-1])
-
-    def document(self, index: int) -> Document:
-        number = int(np.searchsorted(self._stops, index, side="right"))
-        start = int(self._stops[number - 1]) if number else 0
-        return replace(self._sources[number].document(index - start), index=index)
+    return Source(str(path), len(stops), document)
 
 
-def standard_library(tokenizer: Tokenizer) -> TextFiles:
+def _numpy_tokens(path: Path, tokenizer: Tokenizer, end_of_document: int | None) -> Source:
+    """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
+    row, beside = readers.open_array(path), path.with_suffix(".lengths.npy")
+    if end_of_document is None and beside.is_file():
+        return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size)
+    end = tokenizer.eos if end_of_document is None else end_of_document
+    if end is None:
+        raise ValueError(
+            f"{path} does not say where its documents end: write their lengths to {beside.name}"
+            " next to it, or give the id that ends them"
+        )
+    return _token_file(
+        path, row, readers.read_lengths(path, end_of_document=end), tokenizer.vocab_size
+    )
+
+
+def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
+    """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
+    path = path.with_suffix(".bin")
+    index = readers.read_index(path.with_suffix(".idx"))
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: an .idx needs its .bin next to it")
+    if index.dtype.kind not in "iu" or not index.in_order:
+        raise ValueError(
+            f"{path} holds {index.dtype} tokens, {'in' if index.in_order else 'not in'} order:"
+            " only whole numbers in the order of the index are supported; write the data set again"
+        )
+    readers.check_not_empty(index.lengths, path)
+    tokens = np.memmap(path, index.dtype, mode="r")
+    return _token_file(path, tokens, index.lengths, tokenizer.vocab_size)
+
+
+def _random_tokens(lengths: LengthDistribution, vocab_size: int, seed: int) -> Source:
+    """Returns a source of tokens that depend only on the seed and the index of the document."""
+
+    def document(index: int) -> Document:
+        rng = np.random.default_rng([seed, index])
+        length = int(lengths.sample(1, rng)[0])
+        return Document.from_tokens(rng.integers(0, vocab_size, length), index=index)
+
+    return Source(lengths.name, NUM_SYNTHETIC, document)
+
+
+def _joined(name: str, sources: Sequence[Source]) -> Source:
+    """Returns several sources as one, in order."""
+    stops = np.cumsum([len(source) for source in sources])
+
+    def document(index: int) -> Document:
+        number = int(np.searchsorted(stops, index, side="right"))
+        start = int(stops[number - 1]) if number else 0
+        return replace(sources[number].document(index - start), index=index)
+
+    return Source(name, int(stops[-1]), document)
+
+
+def _standard_library(tokenizer: Tokenizer) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
     found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
     paths = [
@@ -151,7 +170,7 @@ def standard_library(tokenizer: Tokenizer) -> TextFiles:
     ]
     if not paths:  # frozen and zipped installations
         raise ValueError(f"{root} holds no Python source: use your own text instead of stdlib")
-    return TextFiles("stdlib", paths, tokenizer)
+    return _text_files("stdlib", paths, tokenizer)
 
 
 def open_source(
@@ -179,25 +198,33 @@ def _open(
     where: str | Path, tokenizer: Tokenizer, context: int, seed: int, end: int | None
 ) -> Source:
     if where == "stdlib":
-        return standard_library(tokenizer)
+        return _standard_library(tokenizer)
     if names_distribution(str(where)):
-        lengths = distribution(str(where), context)
-        return Synthetic(lengths, NUM_SYNTHETIC, tokenizer.vocab_size, seed)
-    files = find_files(where, KNOWN)
+        return _random_tokens(distribution(str(where), context), tokenizer.vocab_size, seed)
+    files = readers.find_files(where, KNOWN)
     if not any(file.suffix in _NOT_TEXT for file in files):
-        return TextFiles(str(where), files, tokenizer)
+        return _text_files(str(where), files, tokenizer)
     sources = [_open_file(file, tokenizer, end) for file in files]
-    return sources[0] if len(sources) == 1 else Joined(str(where), sources)
+    return sources[0] if len(sources) == 1 else _joined(str(where), sources)
 
 
 def _open_file(path: Path, tokenizer: Tokenizer, end: int | None) -> Source:
     match path.suffix:
         case ".jsonl":
-            return JsonLines(path, tokenizer)
+            return _json_lines(path, tokenizer)
         case ".npy":
-            return open_numpy(path, tokenizer, end)
+            return _numpy_tokens(path, tokenizer, end)
         case ".bin" | ".idx":
-            return open_megatron(path, tokenizer)
+            return _megatron_tokens(path, tokenizer)
         case ".json":
             raise ValueError(f"{path} is JSON: write one document per line to a .jsonl file")
-    return TextFiles(str(path), [path], tokenizer)
+    return _text_files(str(path), [path], tokenizer)
+
+
+def _check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
+    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
+    if len(bad):
+        raise ValueError(
+            f"token {int(bad[0])} of {where} is {int(tokens[bad[0]])} but the vocabulary has"
+            f" {vocab_size}: set the tokenizer that the tokens were made with"
+        )

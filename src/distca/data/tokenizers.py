@@ -5,7 +5,9 @@
 ``tokenizer.json``     a Hugging Face tokenizer or its folder; needs the library ``tokenizers``
 """
 
-from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,114 +16,47 @@ import numpy as np
 from distca.data.documents import Document, Tokens
 from distca.data.readers import read_json
 
+BOS, EOS, NUM_BYTE_TOKENS = 256, 257, 259  # of ``bytes``, with pad
 KNOWN = "bytes, ids:N, a tokenizer.json or its folder"
 
 
-class Tokenizer(ABC):
-    """A tokenizer; ``add_bos`` and ``add_eos`` set which tokens enclose each document."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer; ``add_bos`` and ``add_eos`` set which tokens enclose each document.
 
-    def __init__(
-        self,
-        name: str,
-        vocab_size: int,
-        *,
-        bos: int | None = None,
-        eos: int | None = None,
-        add_bos: bool = False,
-        add_eos: bool = False,
-    ) -> None:
-        for word, token, add in (("bos", bos, add_bos), ("eos", eos, add_eos)):
-            if token is not None and not 0 <= token < vocab_size:
+    encode: returns the tokens of a text, without bos and eos.
+    """
+
+    name: str
+    vocab_size: int
+    encode: Callable[[str], Tokens]
+    bos: int | None = None
+    eos: int | None = None
+    add_bos: bool = False
+    add_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for word, token, add in (("bos", self.bos, self.add_bos), ("eos", self.eos, self.add_eos)):
+            if token is not None and not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{word} = {token} in the tokenizer {name}: ids must be from 0 to below"
-                    f" {vocab_size}"
+                    f"{word} = {token} in the tokenizer {self.name}: ids must be from 0 to below"
+                    f" {self.vocab_size}"
                 )
             if add and token is None:
                 raise ValueError(
-                    f"the tokenizer {name} has no {word} token: set {word} = ..., or"
+                    f"the tokenizer {self.name} has no {word} token: set {word} = ..., or"
                     f" add_{word} = false"
                 )
-        self.name, self.vocab_size, self.bos, self.eos = name, vocab_size, bos, eos
-        self._before = np.array([bos] if add_bos else [], np.int64)
-        self._after = np.array([eos] if add_eos else [], np.int64)
-
-    @abstractmethod
-    def encode(self, text: str) -> Tokens:
-        """Returns the tokens of the text, without bos and eos."""
 
     def document(self, text: str, *, prompt: str = "", index: int = 0) -> Document:
         """Returns bos, ``prompt`` (without a loss), ``text`` and eos; empty if there is no text."""
         if not prompt and not text:
             return Document.from_tokens([], index=index)
-        known = self.encode(prompt)
-        tokens = np.concatenate([self._before, known, self.encode(text), self._after])
-        num_prompt = len(self._before) + len(known)
-        return Document.from_tokens(tokens, num_prompt=num_prompt, index=index)
-
-
-class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8 text, and three special tokens."""
-
-    BOS, EOS, PAD, VOCAB_SIZE = 256, 257, 258, 259
-
-    def __init__(self, *, add_bos: bool = False, add_eos: bool = True) -> None:
-        super().__init__(
-            "bytes", self.VOCAB_SIZE, bos=self.BOS, eos=self.EOS, add_bos=add_bos, add_eos=add_eos
-        )
-
-    def encode(self, text: str) -> Tokens:
-        plain = text.encode("utf-8", errors="surrogatepass")
-        return np.frombuffer(plain, np.uint8).astype(np.int64)
-
-
-class IdTokenizer(Tokenizer):
-    """For files that hold token ids; knows only the size of the vocabulary and its eos."""
-
-    def __init__(self, vocab_size: int, *, eos: int | None = None) -> None:
-        super().__init__(f"ids:{vocab_size}", vocab_size, eos=eos)
-
-    def encode(self, text: str) -> Tokens:
-        raise ValueError(f"the tokenizer {self.name} reads no text: use bytes or a tokenizer.json")
-
-
-class HuggingFaceTokenizer(Tokenizer):
-    """A ``tokenizer.json``; bos and eos are given as text or by its ``tokenizer_config.json``."""
-
-    def __init__(
-        self,
-        path: str | Path,
-        *,
-        bos: str | None = None,
-        eos: str | None = None,
-        add_bos: bool = False,
-        add_eos: bool = True,
-    ) -> None:
-        path = Path(path)
-        path = path / "tokenizer.json" if path.is_dir() else path
-        self._inner = _load(path)
-        named = _named_tokens(path.with_name("tokenizer_config.json"))
-        super().__init__(
-            str(path),
-            1 + max(self._inner.get_vocab().values(), default=0),  # ids may have gaps
-            bos=self._id(bos or named["bos"], "bos", path),
-            eos=self._id(eos or named["eos"], "eos", path),
-            add_bos=add_bos,
-            add_eos=add_eos,
-        )
-
-    def _id(self, token: str | None, word: str, path: Path) -> int | None:
-        if token is None:
-            return None
-        number: int | None = self._inner.token_to_id(token)
-        if number is None:
-            raise ValueError(f"{word} = {token!r} is not a token of {path}: set one that is")
-        return number
-
-    def encode(self, text: str) -> Tokens:
-        # JSON may hold half characters, which tokenizers cannot read.
-        text = text.encode("utf-8", errors="replace").decode("utf-8")
-        # The file's template would add bos a second time.
-        return np.array(self._inner.encode(text, add_special_tokens=False).ids, np.int64)
+        bos = np.array([self.bos] if self.add_bos else [], np.int64)
+        eos = np.array([self.eos] if self.add_eos else [], np.int64)
+        known = np.concatenate([bos, self.encode(prompt)])
+        tokens = np.concatenate([known, self.encode(text), eos])
+        return Document.from_tokens(tokens, num_prompt=len(known), index=index)
 
 
 def open_tokenizer(
@@ -140,7 +75,7 @@ def open_tokenizer(
     if kind == "bytes" and not size:
         if bos is not None or eos is not None:
             raise ValueError("the tokenizer bytes has its own bos and eos: leave them out")
-        return ByteTokenizer(add_bos=add_bos, add_eos=add_eos)
+        return Tokenizer("bytes", NUM_BYTE_TOKENS, _utf8, BOS, EOS, add_bos, add_eos)
     if kind == "ids":
         if not size.isdecimal() or int(size) < 1:
             raise ValueError(f"tokenizer {spec!r}: write ids:N with the size N of the vocabulary")
@@ -149,10 +84,42 @@ def open_tokenizer(
                 f"bos = {bos!r} and eos = {eos!r} with the tokenizer {spec}: give only eos, as"
                 " the number that ends each document"
             )
-        return IdTokenizer(int(size), eos=eos)
+        return Tokenizer(f"ids:{int(size)}", int(size), partial(_read_no_text, spec), eos=eos)
     if isinstance(bos, int) or isinstance(eos, int):
         raise ValueError(f"bos = {bos!r} and eos = {eos!r}: give the tokens of {spec} as text")
-    return HuggingFaceTokenizer(spec, bos=bos, eos=eos, add_bos=add_bos, add_eos=add_eos)
+    return _hugging_face(Path(spec), {"bos": bos, "eos": eos}, add_bos, add_eos)
+
+
+def _utf8(text: str) -> Tokens:
+    plain = text.encode("utf-8", errors="surrogatepass")
+    return np.frombuffer(plain, np.uint8).astype(np.int64)
+
+
+def _read_no_text(spec: str, text: str) -> Tokens:
+    raise ValueError(f"the tokenizer {spec} reads no text: use bytes or a tokenizer.json")
+
+
+def _hugging_face(
+    path: Path, given: Mapping[str, str | None], add_bos: bool, add_eos: bool
+) -> Tokenizer:
+    """Opens a ``tokenizer.json``; bos and eos are given or in its ``tokenizer_config.json``."""
+    path = path / "tokenizer.json" if path.is_dir() else path
+    inner = _load(path)
+    ids: dict[str, int | None] = {}
+    for word, named in _named_tokens(path.with_name("tokenizer_config.json")).items():
+        token = given[word] or named
+        ids[word] = None if token is None else inner.token_to_id(token)
+        if token is not None and ids[word] is None:
+            raise ValueError(f"{word} = {token!r} is not a token of {path}: set one that is")
+
+    def encode(text: str) -> Tokens:
+        # JSON may hold half characters, which tokenizers cannot read.
+        text = text.encode("utf-8", errors="replace").decode("utf-8")
+        # The file's template would add bos a second time.
+        return np.array(inner.encode(text, add_special_tokens=False).ids, np.int64)
+
+    vocab_size = 1 + max(inner.get_vocab().values(), default=0)  # ids may have gaps
+    return Tokenizer(str(path), vocab_size, encode, **ids, add_bos=add_bos, add_eos=add_eos)
 
 
 def _load(path: Path) -> Any:

@@ -4,8 +4,6 @@
 and save it, and an interrupted measurement can be continued.
 """
 
-from __future__ import annotations
-
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -17,141 +15,44 @@ from pathlib import Path
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from distca import __version__
-from distca.attention.backends.base import Backend, Traits
-from distca.attention.backends.choice import choose
-from distca.dispatch.tensors import TensorSpec
-from distca.measure.timing import Clock, Seconds, attention_s, copy_s, exchange_s, linear_s
-from distca.model.config import ModelConfig
+from distca.measure.bench import Bench, Scope
 from distca.planning.costs.analytic import TILE
 from distca.planning.costs.base import BACKWARD_FLOPS, PS
 from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
 from distca.planning.costs.table import table_cost
-from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import Ints, as_ints
 
 TILED = ("fa4", "flash")  # backends that compute TILE rows together, full or not
 
 
-@dataclass(frozen=True)
-class Scope:
-    """The sizes that are measured, and the number of repetitions."""
-
-    queries: tuple[int, ...]
-    keys: tuple[int, ...]
-    call_queries: int  # query rows of a fused call, approximately: enough to fill the device
-    call_keys: int  # key rows of a fused call, at most, unless one task has more
-    linear_tokens: int
-    copy_bytes: int
-    exchange_bytes: tuple[int, ...]
-    rounds: int
-    round_s: float
-    held_out: int = 12  # held-out calls with tasks of one shape
-    mixed: int = 4  # held-out calls with documents and shards
-
-    @classmethod
-    def of(cls, device: torch.device, model: ModelConfig, quick: bool = False) -> Scope:
-        """Returns a scope that takes minutes on any device; ``quick`` takes every other size."""
-        step = 2 if quick else 1
-        if device.type == "cpu":
-            scope = cls(
-                queries=_powers(6, 12, step),
-                keys=_powers(6, 12 if quick else 13, step),
-                call_queries=4096,
-                call_keys=1 << 15,
-                linear_tokens=2048,
-                copy_bytes=1 << 27,
-                exchange_bytes=_powers(17, 23, 3),
-                rounds=5,
-                round_s=0.01,
-            )
-        else:
-            # Keys, values and their gradients, which kernels widen or compute for all heads.
-            key_bytes = (16 * model.kv_heads + 4 * model.heads) * model.head_dim
-            free, _ = torch.cuda.mem_get_info(device)
-            scope = cls(
-                queries=_powers(7, 17, step),
-                keys=_powers(7, 17, step),
-                call_queries=1 << 15,
-                call_keys=min(1 << 20, free // 2 // key_bytes),  # kernels have 32-bit indices
-                linear_tokens=1 << 14,
-                copy_bytes=1 << 30,
-                exchange_bytes=_powers(20, 29, 3),
-                rounds=3,
-                round_s=0.02,
-            )
-        return replace(scope, rounds=3, held_out=6, mixed=2) if quick else scope
-
-
-@dataclass(frozen=True, eq=False)
-class Bench:
-    """A device with a model's sizes and a backend, ready to be measured."""
-
-    model: ModelConfig
-    dtype: torch.dtype
-    backend: Backend
-    scope: Scope
-    clock: Clock
-
-    @classmethod
-    def of(
-        cls,
-        model: ModelConfig,
-        device: torch.device,
-        backend: str = "auto",
-        *,
-        scope: Scope | None = None,
-    ) -> Bench:
-        """Returns a bench; if ranks have joined a process group, all of them measure together."""
-        dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        scope = scope or Scope.of(device, model)
-        several = dist.is_initialized() and dist.get_world_size() > 1
-        control = dist.new_group(backend="gloo") if several else None
-        spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
-        chosen = choose(backend, Traits.of(spec, [Mask(CAUSAL)]))
-        clock = Clock(device, scope.rounds, scope.round_s, control)
-        return cls(model, dtype, chosen, scope, clock)
-
-    @property
-    def ranks(self) -> int:
-        return 1 if self.clock.control is None else dist.get_world_size(self.clock.control)
-
-    def blank(self, name: str) -> Profile:
-        nothing = ((None,) * len(self.scope.keys),) * len(self.scope.queries)
-        versions = {"distca": __version__, "torch": torch.__version__}
-        if self.backend.name == "fa4":
-            with suppress(PackageNotFoundError):  # it may be importable without being installed
-                versions["flash-attn-4"] = version("flash-attn-4")
-        return Profile(
-            name=name,
-            queries=self.scope.queries,
-            keys=self.scope.keys,
-            forward_tflops=nothing,
-            backward_tflops=nothing,
-            tile=TILE if self.backend.name in TILED else 1,
-            device=device_name(self.clock.device),
-            backend=self.backend.name,
-            dtype=str(self.dtype).removeprefix("torch."),
-            ranks=self.ranks,
-            heads=self.model.heads,
-            kv_heads=self.model.kv_heads,
-            head_dim=self.model.head_dim,
-            hidden=self.model.hidden,
-            ffn=self.model.ffn,
-            date=str(date.today()),
-            versions=versions,
-        )
-
-    def attention(self, queries: list[int], keys: list[int]) -> Seconds:
-        if self.clock.device.type == "cuda":
-            torch.cuda.empty_cache()  # shapes differ, so cached memory is of little use
-        return attention_s(self.clock, self.backend, self.model, self.dtype, queries, keys)
-
-    def tasks(self, queries: int, keys: int) -> int:
-        """Returns the number of tasks of this shape in a call."""
-        return max(min(-(-self.scope.call_queries // queries), self.scope.call_keys // keys), 1)
+def blank(bench: Bench, name: str) -> Profile:
+    """Returns a profile without any figures."""
+    nothing = ((None,) * len(bench.scope.keys),) * len(bench.scope.queries)
+    versions = {"distca": __version__, "torch": torch.__version__}
+    if bench.backend.name == "fa4":
+        with suppress(PackageNotFoundError):  # it may be importable without being installed
+            versions["flash-attn-4"] = version("flash-attn-4")
+    return Profile(
+        name=name,
+        queries=bench.scope.queries,
+        keys=bench.scope.keys,
+        forward_tflops=nothing,
+        backward_tflops=nothing,
+        tile=TILE if bench.backend.name in TILED else 1,
+        device=device_name(bench.device),
+        backend=bench.backend.name,
+        dtype=str(bench.dtype).removeprefix("torch."),
+        ranks=bench.ranks,
+        heads=bench.model.heads,
+        kv_heads=bench.model.kv_heads,
+        head_dim=bench.model.head_dim,
+        hidden=bench.model.hidden,
+        ffn=bench.model.ffn,
+        date=str(date.today()),
+        versions=versions,
+    )
 
 
 Figure = tuple[str, Callable[[Profile], Profile]]  # a figure's name, and its measurement
@@ -181,7 +82,7 @@ def missing_figures(bench: Bench, profile: Profile) -> list[Figure]:
     if bench.ranks > 1:
         for size in scope.exchange_bytes[len(profile.exchange) :]:
             found.append((f"exchange, {size} bytes", partial(_exchange, bench, size)))
-    calls = held_out_calls(bench)
+    calls = held_out_calls(bench.scope)
     for number, call in list(enumerate(calls, start=1))[len(profile.held_out) :]:
         found.append((f"held out, {number} of {len(calls)}", partial(_held_out, bench, call)))
     return found
@@ -189,7 +90,7 @@ def missing_figures(bench: Bench, profile: Profile) -> list[Figure]:
 
 def _attention(bench: Bench, row: int, column: int, profile: Profile) -> Profile:
     queries, keys = profile.queries[row], profile.keys[column]
-    tasks = bench.tasks(queries, keys)
+    tasks = bench.scope.tasks(queries, keys)
     taken = bench.attention([queries] * tasks, [keys] * tasks)
     pairs = tasks * int(_causal_pairs(as_ints([queries]), as_ints([keys]))[0])
     flops = pairs * bench.model.shape.flops_per_pair
@@ -198,19 +99,17 @@ def _attention(bench: Bench, row: int, column: int, profile: Profile) -> Profile
 
 
 def _linear(bench: Bench, profile: Profile) -> Profile:
-    tokens = bench.scope.linear_tokens
-    taken = linear_s(bench.clock, bench.model, bench.dtype, tokens)
-    flops = 3 * tokens * bench.model.shape.linear_flops_per_token  # backward has twice as many
-    return replace(profile, linear_tflops=_short(flops / sum(taken) / 1e12))
+    # Backward has twice as many FLOPs as forward.
+    flops = 3 * bench.scope.linear_tokens * bench.model.shape.linear_flops_per_token
+    return replace(profile, linear_tflops=_short(flops / sum(bench.linear()) / 1e12))
 
 
 def _copy(bench: Bench, profile: Profile) -> Profile:
-    size = bench.scope.copy_bytes
-    return replace(profile, copy_bytes_per_s=_short(2 * size / copy_s(bench.clock, size)))
+    return replace(profile, copy_bytes_per_s=_short(2 * bench.scope.copy_bytes / bench.copy()))
 
 
 def _exchange(bench: Bench, size: int, profile: Profile) -> Profile:
-    speed = _short(size / exchange_s(bench.clock, size))
+    speed = _short(size / bench.exchange(size))
     return replace(profile, exchange=(*profile.exchange, MeasuredExchange(size, speed)))
 
 
@@ -236,13 +135,12 @@ def _held_out(bench: Bench, call: HeldOutCall, profile: Profile) -> Profile:
     return replace(profile, held_out=(*profile.held_out, held_out))
 
 
-def held_out_calls(bench: Bench) -> list[HeldOutCall]:
+def held_out_calls(scope: Scope) -> list[HeldOutCall]:
     """Returns calls with sizes between those of the table, the same in every run.
 
     Some have tasks of one shape, of which a third are whole documents; others have documents and a
     few shards, as plans do.
     """
-    scope = bench.scope
     draw = np.random.default_rng(0)
     least, most = scope.queries[0], min(scope.queries[-1], scope.keys[-1])
 
@@ -262,7 +160,7 @@ def held_out_calls(bench: Bench) -> list[HeldOutCall]:
     calls = []
     for number in range(scope.held_out):
         queries, keys = shard() if number % 3 else document()
-        calls.append(HeldOutCall((queries,), (keys,), bench.tasks(queries, keys)))
+        calls.append(HeldOutCall((queries,), (keys,), scope.tasks(queries, keys)))
     for _ in range(scope.mixed):
         tasks = [shard(), shard()]
         while sum(queries for queries, _ in tasks) < scope.call_queries:
@@ -288,10 +186,6 @@ def _cpu_name() -> str:
 
 def _causal_pairs(queries: Ints, keys: Ints) -> Ints:
     return queries * keys - queries * (queries - 1) // 2
-
-
-def _powers(first: int, last: int, step: int) -> tuple[int, ...]:
-    return tuple(2**power for power in range(first, last + 1, step))
 
 
 def _short(value: float) -> float:

@@ -10,7 +10,6 @@ both sides rotate the two halves of a head.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -203,7 +202,7 @@ def _check_names(config: ModelConfig, found: Iterable[str]) -> None:
     """Raises ValueError unless the tensors found are those of the whole model."""
     expected = {hf_name(name) for name, _ in on_meta(config).named_parameters()}
     # Older files contain rotary frequencies, and some repeat a tied embedding as the output head.
-    ignored = {name for name in found if re.search(r"rotary_emb\.inv_freq$", name)}
+    ignored = {name for name in found if name.endswith("rotary_emb.inv_freq")}
     if config.tied:
         ignored.add(OUTPUT)
     missing = sorted(expected - set(found))

@@ -95,7 +95,7 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "num_key_value_heads": config.kv_heads,
         "head_dim": config.head_dim,
         "rope_theta": config.rope_theta,
-        "rope_scaling": _scaling_to_hf(config.rope_scaling),
+        "rope_scaling": None,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "max_position_embeddings": config.context,
@@ -103,6 +103,10 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
         "attention_bias": False,
         "attention_dropout": 0.0,
     }
+    if (scaling := config.rope_scaling) is not None:
+        names = _SCALING[scaling.kind].items()
+        settings = {theirs: getattr(scaling, name) for name, theirs in names}
+        raw["rope_scaling"] = {"rope_type": scaling.kind} | settings
     if config.window is not None:
         masks = [config.mask_of(layer) for layer in range(config.layers)]
         raw |= {
@@ -132,13 +136,6 @@ def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
         )
     settings = {name: rope[theirs] for name, theirs in _SCALING[kind].items()}
     return rope["rope_theta"], RopeScaling(kind, **settings)
-
-
-def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    names = _SCALING[scaling.kind].items()
-    return {"rope_type": scaling.kind} | {theirs: getattr(scaling, name) for name, theirs in names}
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:

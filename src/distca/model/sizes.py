@@ -4,17 +4,12 @@ from typing import Any
 
 from distca.model.config import SIZES, ModelConfig, RopeScaling
 from distca.planning.models import model_shape
+from distca.schema import choose
 
 
 def model_config(name: str) -> ModelConfig:
     """Returns a model by name; for another one, build a ``ModelConfig``."""
-    try:
-        return MODEL_CONFIGS[name]
-    except KeyError:
-        raise ValueError(
-            f"model {name!r} is unknown: choose one of {', '.join(MODEL_CONFIGS)}, or give the"
-            " sizes as a ModelConfig"
-        ) from None
+    return choose(MODEL_CONFIGS, name, "model", ", or give the sizes as a ModelConfig")
 
 
 def _published(name: str, **rest: Any) -> ModelConfig:

@@ -108,7 +108,7 @@ class Schedule:
 
     @classmethod
     def parse(cls, text: str) -> Schedule:
-        """Parses the output of ``grid``, or only its cells with one line for each stage.
+        """Parses what ``str`` returns, or only its cells with one line for each stage.
 
         The numbers of ticks and of micro-batches in flight are ignored, since they follow from the
         cells. A phase row must agree with the cells.
@@ -149,7 +149,7 @@ class Schedule:
                 most[stage] = max(most[stage], held[stage])
         return tuple(most)
 
-    def grid(self) -> str:
+    def __str__(self) -> str:
         """Returns a table with a line for each stage and a column for each tick."""
         rows = [
             ["tick", *map(str, range(len(self.ticks))), "in flight"],
@@ -164,9 +164,6 @@ class Schedule:
             "  ".join([row[0].ljust(head), *(word.ljust(width) for word in row[1:])]).rstrip()
             for row in rows
         )
-
-    def __str__(self) -> str:
-        return self.grid()
 
 
 def _obstacle(phase: Phase, stage: int, micro_batch: int, done: dict[Phase, list[int]]) -> str:

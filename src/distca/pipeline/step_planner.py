@@ -11,9 +11,9 @@ backward. A stage without a layer left contributes no documents to the slot and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import count
 
 import numpy as np
@@ -35,7 +35,7 @@ from distca.planning.policies import POLICIES, Policy
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
-PoolKey = tuple[Phase | None, tuple[int | None, ...], int, StageMasks]
+PlanPool = Callable[[Tick, int, StageMasks], Plan]  # for one half
 
 
 @dataclass(frozen=True)
@@ -112,11 +112,11 @@ class StepPlanner:
         micro_batches = self._place(as_ints(lengths))
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
-        pools = _Pools(self, micro_batches)
+        plan_pool = cache(partial(_plan_pool, self, micro_batches))  # equal pools only once
         return StepPlan(
             schedule=schedule,
             micro_batches=micro_batches,
-            slots=tuple(tuple(pools.slots(tick)) for tick in schedule.ticks),
+            slots=tuple(tuple(_slots(self, tick, plan_pool)) for tick in schedule.ticks),
             stages=self.stages,
             first_trained_part=self.first_trained_part,
         )
@@ -165,85 +165,81 @@ class StepPlanner:
         return stop - 1 - slot if slot < backward else None
 
 
-class _Pools:
-    """Plans the pools of one step, equal pools only once."""
-
-    def __init__(self, planner: StepPlanner, micro_batches: Sequence[Sequence[Half]]) -> None:
-        self._planner, self._micro_batches = planner, micro_batches
-        self._plans: dict[PoolKey, Plan] = {}
-
-    def slots(self, tick: Tick) -> Iterator[Slot]:
-        """Yields the plans of each attention slot of a tick, one plan for each half."""
-        planner = self._planner
-        for slot in count():
-            layers = [
-                None if micro_batch is None else planner.layer(stage, slot, tick.phase)
-                for stage, micro_batch in enumerate(tick.micro_batches)
-            ]
-            masks = tuple(None if layer is None else planner.masks[layer] for layer in layers)
-            if not any(masks):
-                return
-            yield tuple(self._plan(tick, half, masks) for half in range(1 + planner.ping_pong))
-
-    def _plan(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
-        # Without a pipeline the pool is the same in both directions and needs one plan.
-        phase = tick.phase if self._planner.parallel.pp > 1 else None
-        key = (phase, tick.micro_batches, half, masks)
-        if key not in self._plans:
-            self._plans[key] = self._plan_pool(tick, half, masks)
-        return self._plans[key]
-
-    def _plan_pool(self, tick: Tick, half: int, masks: StageMasks) -> Plan:
-        planner, workers = self._planner, self._planner.parallel.workers_per_stage
-        halves = [
-            None if m is None or mask is None else self._micro_batches[m][half]
-            for m, mask in zip(tick.micro_batches, masks, strict=True)
+def _slots(planner: StepPlanner, tick: Tick, plan_pool: PlanPool) -> Iterator[Slot]:
+    """Yields the plans of each attention slot of a tick, one plan for each half."""
+    # Without a pipeline the pool is the same in both directions and needs one plan.
+    planned = tick if planner.parallel.pp > 1 else replace(tick, phase=FORWARD)
+    for slot in count():
+        layers = [
+            None if micro_batch is None else planner.layer(stage, slot, tick.phase)
+            for stage, micro_batch in enumerate(tick.micro_batches)
         ]
-        placed = [None if one is None else one.placement for one in halves]
-        given = None
-        if planner.policy.places_tokens:
-            originals = [None if one is None else one.given for one in halves]
-            given = pool_placements(originals, workers)
-        cost = planner.cost
-        if planner.parallel.pp > 1:
-            cost = cost.one_way(backward=tick.phase == BACKWARD)
-        return plan(
-            pool_placements(placed, workers),
-            planner.plan_options,
-            scheduler=planner.policy.scheduler,
-            given=given,
-            mask=pool_masks(placed, masks),
-            cost=cost,
-            workers_serve=True,  # those that do not have speed 0
-            speed=planner.speed * self._serves(tick),
-            busy_s=self._linear_s(tick, placed),
-        )
+        masks = tuple(None if layer is None else planner.masks[layer] for layer in layers)
+        if not any(masks):
+            return
+        yield tuple(plan_pool(planned, half, masks) for half in range(1 + planner.ping_pong))
 
-    def _serves(self, tick: Tick) -> Bools:
-        """[plan ranks] Returns which ranks serve in a tick.
 
-        Dedicated servers always do. If there are any, workers serve only while their stage has no
-        micro-batch.
-        """
-        servers = self._planner.plan_options.servers
-        idle = [micro_batch is None or servers == 0 for micro_batch in tick.micro_batches]
-        workers = np.repeat(idle, self._planner.parallel.workers_per_stage)
-        return np.append(workers, np.ones(servers, bool))
+def _plan_pool(
+    planner: StepPlanner,
+    micro_batches: Sequence[Sequence[Half]],
+    tick: Tick,
+    half: int,
+    masks: StageMasks,
+) -> Plan:
+    """Plans the attention of one half of all stages in a tick, whose layers have ``masks``."""
+    workers = planner.parallel.workers_per_stage
+    halves = [
+        None if m is None or mask is None else micro_batches[m][half]
+        for m, mask in zip(tick.micro_batches, masks, strict=True)
+    ]
+    placed = [None if one is None else one.placement for one in halves]
+    given = None
+    if planner.policy.places_tokens:
+        originals = [None if one is None else one.given for one in halves]
+        given = pool_placements(originals, workers)
+    cost = planner.cost
+    if planner.parallel.pp > 1:
+        cost = cost.one_way(backward=tick.phase == BACKWARD)
+    return plan(
+        pool_placements(placed, workers),
+        planner.plan_options,
+        scheduler=planner.policy.scheduler,
+        given=given,
+        mask=pool_masks(placed, masks),
+        cost=cost,
+        workers_serve=True,  # those that do not have speed 0
+        speed=planner.speed * _serves(planner, tick),
+        busy_s=_linear_s(planner, tick, placed),
+    )
 
-    def _linear_s(self, tick: Tick, placed: Sequence[Placement | None]) -> Floats:
-        """[plan ranks] Returns the seconds of linear layers that keep a rank busy during a slot.
 
-        They count only with ping-pong, where the workers of an idle stage can compute the attention
-        of one half while the other workers run the linear layers of the other half. With one half,
-        no attention starts before the linear layers are done.
-        """
-        planner, parallel = self._planner, self._planner.parallel
-        seconds = np.zeros(parallel.num_plan_ranks)
-        if not planner.ping_pong or parallel.pp == 1:
-            return seconds
-        none = np.zeros(parallel.workers_per_stage, np.int64)
-        tokens: Ints = np.concatenate([none if p is None else p.tokens for p in placed])
-        flops = planner.options.shape.linear_flops_per_token / parallel.tp
-        flops *= 1 if tick.phase == FORWARD else 2
-        seconds[: len(tokens)] = tokens * (flops / (planner.cost.linear_tflops * 1e12))
+def _serves(planner: StepPlanner, tick: Tick) -> Bools:
+    """[plan ranks] Returns which ranks serve in a tick.
+
+    Dedicated servers always do. If there are any, workers serve only while their stage has no
+    micro-batch.
+    """
+    servers = planner.plan_options.servers
+    idle = [micro_batch is None or servers == 0 for micro_batch in tick.micro_batches]
+    workers = np.repeat(idle, planner.parallel.workers_per_stage)
+    return np.append(workers, np.ones(servers, bool))
+
+
+def _linear_s(planner: StepPlanner, tick: Tick, placed: Sequence[Placement | None]) -> Floats:
+    """[plan ranks] Returns the seconds of linear layers that keep a rank busy during a slot.
+
+    They count only with ping-pong, where the workers of an idle stage can compute the attention
+    of one half while the other workers run the linear layers of the other half. With one half,
+    no attention starts before the linear layers are done.
+    """
+    parallel = planner.parallel
+    seconds = np.zeros(parallel.num_plan_ranks)
+    if not planner.ping_pong or parallel.pp == 1:
         return seconds
+    none = np.zeros(parallel.workers_per_stage, np.int64)
+    tokens: Ints = np.concatenate([none if p is None else p.tokens for p in placed])
+    flops = planner.options.shape.linear_flops_per_token / parallel.tp
+    flops *= 1 if tick.phase == FORWARD else 2
+    seconds[: len(tokens)] = tokens * (flops / (planner.cost.linear_tflops * 1e12))
+    return seconds

@@ -1,17 +1,12 @@
 """``distca.place`` and ``distca.plan``: documents to workers, then attention to ranks."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 from distca.planning.bounds import traffic_lower_bound
-from distca.planning.checks import (
-    check_memory,
-    check_own_memory,
-    check_representable,
-    shortfall,
-)
+from distca.planning.checks import check_memory, check_own_memory, check_representable, shortfall
 from distca.planning.costs.base import CostModel
 from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
@@ -27,8 +22,8 @@ from distca.planning.schedulers.greedy import greedy
 from distca.planning.schedulers.home import all_gather, at_home
 from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
+from distca.schema import choose
 
-Function = TypeVar("Function")
 Ranks = Placement | Sequence[Iterable[Entry]]
 
 PLACERS: dict[str, Callable[[Problem], Placement]] = {
@@ -65,7 +60,7 @@ def place(
     placer: ``balanced``, or one of the published policies': ``head-tail``, ``per-document``,
         ``variable-length``. ``given`` packs documents in order of arrival.
     """
-    choose_placement = _choose("placer", placer, PLACERS)
+    choose_placement = choose(PLACERS, placer, "placer")
     if not isinstance(documents, Placement):
         if workers is None:
             raise ValueError("workers is missing: give the number of workers to place documents on")
@@ -100,7 +95,7 @@ def plan(
         refers to it, and ``bytes_lower_bound`` holds for any placement.
     """
     began = time.perf_counter()
-    assign_tasks = _choose("scheduler", scheduler, SCHEDULERS)
+    assign_tasks = choose(SCHEDULERS, scheduler, "scheduler")
     if not isinstance(placement, Placement):
         placement = Placement.from_ranks(placement)
     problem = PlanOptions.of(options, changes).problem(placement)
@@ -136,12 +131,6 @@ def _policy_name(scheduler: str, *, is_given: bool) -> str:
     """Returns the policy of a scheduler that plans tokens where they are, else the scheduler."""
     names = (p.name for p in POLICIES.values() if (p.placer, p.scheduler) == (GIVEN, scheduler))
     return next(names, f"{scheduler} scheduler") if is_given else f"{scheduler} scheduler"
-
-
-def _choose(what: str, name: str, table: Mapping[str, Function]) -> Function:
-    if name not in table:
-        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(table)}")
-    return table[name]
 
 
 def _imbalance_at_home(placement: Placement, reach: Ints, cost: CostModel) -> float:

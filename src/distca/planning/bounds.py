@@ -5,14 +5,9 @@ computes at most H = C / u pairs. Every bound below follows from this. ``q`` is 
 of a query and its output, ``kv`` for those of a key and its value.
 """
 
-from __future__ import annotations
-
-from dataclasses import dataclass
-
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.placement import Placement
 from distca.planning.problem import Problem
 from distca.planning.spans import Bools, Floats, Ints
 
@@ -56,7 +51,7 @@ def _given_placement(problem: Problem, max_pairs: Floats) -> float:
 
     Several bounds hold for the same worker and may count the same bytes: the largest one is taken.
     """
-    shards = _Shards.of(problem)
+    shards = _Shards(problem)
     workers = problem.placement.num_workers
     surplus = np.maximum(shards.total(shards.pairs) - max_pairs[:workers], 0.0)
     bounds = (
@@ -68,38 +63,18 @@ def _given_placement(problem: Problem, max_pairs: Floats) -> float:
     return float(np.sum(np.maximum.reduce(bounds)))
 
 
-@dataclass(frozen=True, eq=False)
 class _Shards:
-    """Facts about each shard, and sums and maxima of them over workers."""
+    """Facts about each shard, and sums and maxima of them over workers. Arrays are [shards]."""
 
-    placement: Placement
-    reach: Ints  # [shards], like the arrays below
-    length: Ints  # of the document
-    size: Ints
-    pairs: Ints
-    spanning: Bools  # whether other workers hold a part of the document
-    keys_per_query: Ints  # at most
-    q: int
-    kv: int
-
-    @classmethod
-    def of(cls, problem: Problem) -> _Shards:
-        placement, shape = problem.placement, problem.shape
-        length, reach = (
-            column[placement.document] for column in (placement.lengths, problem.reach)
-        )
-        size = placement.stop - placement.start
-        return cls(
-            placement=placement,
-            reach=reach,
-            length=length,
-            size=size,
-            pairs=masks.pairs(placement.start, placement.stop, length, reach),
-            spanning=size < length,
-            keys_per_query=np.where(reach == masks.FULL, length, np.minimum(reach, length)),
-            q=2 * shape.q_bytes,
-            kv=shape.kv_bytes,
-        )
+    def __init__(self, problem: Problem) -> None:
+        self.placement = p = problem.placement
+        self.q, self.kv = 2 * problem.shape.q_bytes, problem.shape.kv_bytes
+        self.length, self.reach = p.lengths[p.document], problem.reach[p.document]
+        self.size = p.stop - p.start
+        self.pairs = masks.pairs(p.start, p.stop, self.length, self.reach)
+        self.spanning = self.size < self.length  # whether other workers hold a part of the document
+        seen = np.minimum(self.reach, self.length)
+        self.keys_per_query = np.where(self.reach == masks.FULL, self.length, seen)  # at most
 
     def total(self, values: Ints) -> Floats:
         """[workers] Returns the sum of ``values`` over the shards of each worker."""

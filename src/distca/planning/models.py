@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from distca.planning.costs.base import BACKWARD_FLOPS
+from distca.schema import choose
 
 BYTES_PER_ELEMENT = 2  # tensors are sent in bf16
 
@@ -102,9 +103,4 @@ MODELS = {shape.name: shape for shape in _SHAPES}
 
 
 def model_shape(name: str) -> ModelShape:
-    if name not in MODELS:
-        raise ValueError(
-            f"model {name!r} is unknown: choose one of {', '.join(MODELS)},"
-            " or give heads, kv_heads and head_dim"
-        )
-    return MODELS[name]
+    return choose(MODELS, name, "model", ", or give heads, kv_heads and head_dim")

@@ -93,12 +93,14 @@ class PlanOptions:
 
     def problem(self, placement: Placement) -> Problem:
         """Returns the input of placers and schedulers."""
-        shape = self.shape
+        shape, workers = self.shape, placement.num_workers
+        # Nodes have 8 ranks typically.
+        largest_cp = max(size for size in range(1, 9) if workers % size == 0)
         return Problem(
             placement=placement,
             reach=reach_of(self.mask, placement.num_documents),
             devices=Devices.of(
-                placement.num_workers,
+                workers,
                 self.servers,
                 workers_serve=self.workers_serve,
                 speed=self.speed,
@@ -110,11 +112,6 @@ class PlanOptions:
             cost=cost_model(self.cost, shape),
             tolerance=self.tolerance,
             grain=Grain(self.tile, self.min_shard),
-            cp=_default_cp(placement.num_workers) if self.cp is None else self.cp,
+            cp=largest_cp if self.cp is None else self.cp,
             search_orders=self.search_orders,
         )
-
-
-def _default_cp(workers: int) -> int:
-    """Returns the largest divisor of ``workers`` up to 8, the size of a typical node."""
-    return max(size for size in range(1, 9) if workers % size == 0)

@@ -5,6 +5,8 @@ Only names, which ``distca.planning.api`` maps to functions: help texts list pol
 
 from dataclasses import dataclass
 
+from distca.schema import choose
+
 GIVEN = "given"
 
 
@@ -43,11 +45,9 @@ PLACEMENTS = (GIVEN, "balanced")  # placements for policies that do not place to
 
 def policy_of(name: str, placement: str = GIVEN) -> Policy:
     """Returns a policy by its name, with ``balanced`` placement if asked for."""
-    if name not in POLICIES:
-        raise ValueError(f"policy {name!r} is unknown: choose one of {', '.join(POLICIES)}")
+    policy = choose(POLICIES, name, "policy")
     if placement not in PLACEMENTS:
         raise ValueError(f"placement {placement!r} is unknown: choose {' or '.join(PLACEMENTS)}")
-    policy = POLICIES[name]
     if placement == GIVEN:
         return policy
     if policy.places_tokens:

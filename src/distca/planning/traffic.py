@@ -134,13 +134,9 @@ def traffic(
         np.add.at(recv, receiver, num_bytes)
     crossing = node[between.source] != node[between.target]
     cross_node = int((between.out + between.back)[crossing].sum())
-    return Traffic(send, recv, cross_node, _copied_keys(tasks) * shape.kv_bytes)
-
-
-def _copied_keys(tasks: Tasks) -> int:
-    """Returns the keys of all tasks less the distinct keys on each server."""
-    needs = _keys_on_servers(tasks, int(tasks.document.max(initial=0)) + 1)
-    return int(tasks.keys.sum() - (needs.stop - needs.start).sum())
+    distinct = _keys_on_servers(tasks, placement.num_documents)
+    copied = int(tasks.keys.sum() - (distinct.stop - distinct.start).sum())
+    return Traffic(send, recv, cross_node, copied * shape.kv_bytes)
 
 
 def _keys_on_servers(tasks: Tasks, num_documents: int) -> Spans:

@@ -8,6 +8,12 @@ from rich.text import Text
 from distca.report import units
 from distca.report.tables import Record, new_table
 
+VERDICTS = {
+    None: Text("skipped", "dim"),
+    True: Text("pass", "green"),
+    False: Text("FAIL", "bold red"),
+}
+
 
 def checks_table(rows: Sequence[Record]) -> Table:
     """Returns one line for each check.
@@ -20,14 +26,8 @@ def checks_table(rows: Sequence[Record]) -> Table:
     table.add_column("", no_wrap=True)
     table.add_column("figure", overflow="fold")
     for row in rows:
-        table.add_row(row["check"], _verdict(row["passed"]), _figure(row))
+        table.add_row(row["check"], VERDICTS[row["passed"]], _figure(row))
     return table
-
-
-def _verdict(passed: bool | None) -> Text:
-    if passed is None:
-        return Text("skipped", "dim")
-    return Text("pass", "green") if passed else Text("FAIL", "bold red")
 
 
 def _figure(row: Record) -> str:

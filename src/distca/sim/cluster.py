@@ -6,12 +6,13 @@ to nodes in order.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.spans import Floats, Ints
+from distca.schema import choose
 
 
 @dataclass(frozen=True)
@@ -113,26 +114,18 @@ class Cluster:
 
 
 GB = 10**9
-PRESETS = {
-    # NVLink at the bandwidth that all-gathers reach (of 450 GB/s), 400 Gb/s per GPU across nodes.
-    "h200": Cluster("h200", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(50e9, 20e-6), profile="h200"),
+# NVLink at the bandwidth that all-gathers reach (of 450 GB/s), 400 Gb/s per GPU across nodes.
+_H200 = Cluster("h200", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(50e9, 20e-6))
+_CLUSTERS = (
+    _H200,
     # The kernels of FlashAttention 2, with which published systems were measured.
-    "h200-flash": Cluster(
-        "h200-flash", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(50e9, 20e-6), profile="h200-flash"
-    ),
+    replace(_H200, name="h200-flash", profile="h200-flash"),
     # The same GPUs with 100 Gb/s per node.
-    "h200-ethernet": Cluster(
-        "h200-ethernet", 64, 8, 141 * GB, Link(360e9, 10e-6), Link(1.5625e9, 50e-6), profile="h200"
-    ),
-}
+    replace(_H200, name="h200-ethernet", across=Link(1.5625e9, 50e-6)),
+)
+PRESETS = {cluster.name: cluster for cluster in _CLUSTERS}
 
 
 def cluster(name: str) -> Cluster:
     """Returns a preset by name."""
-    try:
-        return PRESETS[name]
-    except KeyError:
-        raise ValueError(
-            f"cluster {name!r} is unknown: choose one of {', '.join(PRESETS)}, and change its"
-            " numbers as needed"
-        ) from None
+    return choose(PRESETS, name, "cluster", ", and change its numbers as needed")

@@ -6,11 +6,10 @@ without communication of weights and gradients, and without an optimizer step.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import fmean
-from typing import Any
 
 import numpy as np
 
@@ -116,11 +115,6 @@ class IsolatedRanks:
         arrays = (self.step_s, self.exposed_s, self.attention_s)
         return RankSeconds(*(float(each[rank]) for each in arrays))
 
-    @property
-    def worst_over_mean(self) -> float:
-        """Seconds of the slowest rank over the mean."""
-        return float(self.step_s.max() / self.step_s.mean())
-
     def sample(self, count: int, seed: int = 0) -> dict[int, str]:
         """Chooses ranks, with the reason of each: first the extreme ones, then random ones."""
         if min(count, len(self.step_s)) < 2:
@@ -218,20 +212,6 @@ class RankComparison:
 
 
 @dataclass(frozen=True)
-class RelativeError:
-    """The error of simulated step times relative to measured ones."""
-
-    mean: float
-    worst: float
-
-    @classmethod
-    def of(cls, pairs: Iterable[tuple[RankSeconds, RankSeconds]]) -> RelativeError:
-        """Makes it from pairs of simulated and measured seconds."""
-        errors = [abs(simulated.step / measured.step - 1) for simulated, measured in pairs]
-        return cls(fmean(errors), max(errors))
-
-
-@dataclass(frozen=True)
 class Comparison:
     """Sampled ranks of a plan, replayed and simulated.
 
@@ -241,17 +221,14 @@ class Comparison:
 
     rows: tuple[RankComparison, ...]
     factors: Factors
-    raw: RelativeError  # without the factors
-    calibrated: RelativeError  # with the factors
+    raw: dict[str, float]  # mean and worst relative error of simulated steps without the factors
+    calibrated: dict[str, float]  # the same with the factors
     step_s: float  # measured mean
     exposed_s: float  # measured mean
     worst_over_mean: float  # measured, of the slowest sampled rank
     simulated_worst_over_mean: float  # over all ranks of the plan
     imbalance_before: float  # of attention, as planned
     imbalance: float
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def compare(
@@ -277,17 +254,22 @@ def compare(
         for rank, why in sample.items()
     )
     validation = [row for row in rows if not row.calibrates]
+
+    def errors(side: str) -> dict[str, float]:
+        found = [abs(getattr(row, side).step / row.measured.step - 1) for row in validation]
+        return {"mean": fmean(found), "worst": max(found)}
+
     typical = [row.measured for row in rows if row.why == RANDOM] or list(measured.values())
     mean = fmean(one.step for one in typical)
     return Comparison(
         rows=rows,
         factors=factors,
-        raw=RelativeError.of((row.simulated, row.measured) for row in validation),
-        calibrated=RelativeError.of((row.calibrated, row.measured) for row in validation),
+        raw=errors("simulated"),
+        calibrated=errors("calibrated"),
         step_s=mean,
         exposed_s=fmean(one.exposed for one in typical),
         worst_over_mean=max(row.measured.step for row in rows) / mean,
-        simulated_worst_over_mean=raw.worst_over_mean,
+        simulated_worst_over_mean=float(raw.step_s.max() / raw.step_s.mean()),
         imbalance_before=step.imbalance_before,
         imbalance=step.imbalance,
     )

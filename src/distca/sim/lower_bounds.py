@@ -34,15 +34,8 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     """
     p, count = strategy.parallel, strategy.micro_batches
     rates = Rates(scenario.model, scenario.cluster, p, scenario.recompute)
-    tokens = np.array([scenario.tokens / (p.workers_per_stage * count)])
-    layer, head = (
-        sum(
-            float(part(tokens, backward=backward)[0])
-            for part in parts
-            for backward in (False, True)
-        )
-        for parts in ((rates.before, rates.after), (rates.head,))
-    )
+    tokens = scenario.tokens / (p.workers_per_stage * count)
+    layer, head = rates.layer_and_head_s(tokens)
     per_stage = scenario.model.layers // p.pp
     steady = count * (per_stage * layer + head)
     # The micro-batches of WLB differ in size, so the smallest one may fill the pipeline.
@@ -57,7 +50,7 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     elif strategy.disaggregated:
         attending = [filled, steady + attention]
     else:
-        gathered = tokens[0] * (p.cp - 1) * rates.share.kv_bytes
+        gathered = tokens * (p.cp - 1) * rates.share.kv_bytes
         gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if p.cp > 1 else 0.0
         attending = [filled + attention * per_stage * p.pp / scenario.model.layers + gathering]
     return (max(attending) + rates.optimizer_s) / fastest

@@ -32,12 +32,8 @@ def one_f_one_b(forward: Floats, backward: Floats, p2p: Floats) -> Timeline:
     p2p: [stages - 1, micro_batches, groups] seconds of sending to the next stage, or back.
     """
     stages, micro_batches, groups = forward.shape
-    taken = {FORWARD: forward, BACKWARD: backward}
-    start: dict[Phase, Floats] = {}
-    stop: dict[Phase, Floats] = {}
-    for phase in (FORWARD, BACKWARD):
-        start[phase] = np.full(forward.shape, np.nan)
-        stop[phase] = np.full(forward.shape, np.nan)
+    taken: dict[Phase, Floats] = {FORWARD: forward, BACKWARD: backward}
+    start, stop = ({phase: np.full(forward.shape, np.nan) for phase in taken} for _ in range(2))
     free = np.zeros((stages, groups))
     waiting = {stage: list(order(stage, stages, micro_batches)) for stage in range(stages)}
     while any(waiting.values()):
@@ -64,11 +60,6 @@ def order(stage: int, stages: int, micro_batches: int) -> list[tuple[Phase, int]
     for m in range(micro_batches - ahead):
         cells += [(FORWARD, ahead + m), (BACKWARD, m)]
     return [*cells, *((BACKWARD, m) for m in range(micro_batches - ahead, micro_batches))]
-
-
-def in_flight(stage: int, stages: int, micro_batches: int) -> int:
-    """Returns the most micro-batches whose activations a stage holds at the same time."""
-    return min(stages - stage, micro_batches)
 
 
 def _ready(

@@ -23,8 +23,7 @@ from distca.planning.spans import Floats, Ints, as_ints
 from distca.sim.one_f_one_b import Timeline, one_f_one_b
 from distca.sim.rates import Rates
 from distca.sim.streams import Event, Streams
-from distca.sim.tick import run_tick
-from distca.sim.ticks import stage_elements
+from distca.sim.ticks import run_tick, stage_elements
 
 # Policies that keep the documents of a sequence together.
 KEEP_SEQUENCES = tuple(
@@ -73,22 +72,20 @@ def pack(
             f"{len(lengths)} documents for dp {p.dp} x {micro_batches} micro-batches: each needs"
             " one or more, so choose a smaller dp, or fewer micro-batches"
         )
-    each = len(sequences) // bins if policy in KEEP_SEQUENCES else 0
-    counts = [len(sequence) for sequence in sequences]
-    owner = np.repeat(np.arange(len(sequences)) // max(each, 1), counts) if each else lengths * 0
     number = np.arange(len(lengths), dtype=np.int64)
-    given = Placement(
-        lengths, number, np.zeros_like(number), lengths, as_ints(owner * p.cp), bins * p.cp
-    )
+    owner = start = np.zeros_like(number)
+    if policy in KEEP_SEQUENCES:
+        counts = [len(sequence) for sequence in sequences]
+        owner = np.repeat(np.arange(len(sequences)) * bins // len(sequences), counts)
+    given = Placement(lengths, number, start, lengths, as_ints(owner * p.cp), bins * p.cp)
     options = PlanOptions(model=rates.share, cost=rates.cost, cp=p.cp, mask=mask)
     made = place_and_plan(given, policy_of(policy), options)
     order = np.arange(bins).reshape(micro_batches, p.dp)
     if policy not in KEEP_SEQUENCES:  # bins with about the same work run at the same time
         work = (made.forward_load_ps + made.backward_load_ps).reshape(bins, p.cp).sum(axis=1)
         order = np.argsort(work, kind="stable").reshape(micro_batches, p.dp)
-        order[1::2] = order[
-            1::2, ::-1
-        ]  # the group with the lightest bin gets the heaviest one next
+        # The group with the lightest bin gets the heaviest one next.
+        order[1::2] = order[1::2, ::-1]
     return PackedPlan(made, as_ints(order))
 
 
@@ -111,13 +108,12 @@ class PackedStep:
     def run(self) -> Timeline:
         """Returns when each micro-batch runs on each stage and group."""
         p, s = self._rates.parallel, self._rates.shape
-        stages = stage_layers(s.layers, p.pp)
-        shape = (p.pp, *self._packed.order.shape)
-        taken: dict[Phase, Floats] = {FORWARD: np.zeros(shape), BACKWARD: np.zeros(shape)}
-        for stage, (start, stop) in enumerate(stages):
-            for phase, found in taken.items():
-                found[stage] = self._stage_s(stage, stop - start, phase)
-        return one_f_one_b(taken[FORWARD], taken[BACKWARD], self._p2p_s())
+        sizes = [stop - start for start, stop in stage_layers(s.layers, p.pp)]
+        forward, backward = (
+            np.stack([self._stage_s(stage, layers, phase) for stage, layers in enumerate(sizes)])
+            for phase in (FORWARD, BACKWARD)
+        )
+        return one_f_one_b(forward, backward, self._p2p_s())
 
     def _p2p_s(self) -> Floats:
         """Returns seconds of sending activations, or their gradients, between stages."""
@@ -160,16 +156,10 @@ class PackedStep:
         rates, plan, order = self._virtual, self._packed.plan, self._packed.order
         streams = self._streams(stage, phase)
         tokens = plan.placement.tokens.astype(np.float64)
-        backward = phase == BACKWARD
+        backward, last = phase == BACKWARD, stage + 1 == self._rates.parallel.pp
         attention = rates.attention(plan, backward=backward)
-        before = rates.before(tokens, backward=backward)
-        after = rates.after(tokens, backward=backward)
-        enter, leave = (after, before) if backward else (before, after)
-        linear_s = [[enter], *([leave + enter] for _ in range(layers - 1)), [leave]]
-        if stage + 1 == self._rates.parallel.pp:
-            end = 0 if backward else layers
-            linear_s[end] = [linear_s[end][0] + rates.head(tokens, backward=backward)]
-        run_tick(streams, phase, linear_s, [[attention]] * layers)
+        seams = rates.seams(tokens, layers, head=last, backward=backward)
+        run_tick(streams, phase, [[one] for one in seams], [[attention]] * layers)
         cp = self._rates.parallel.cp
         self.num_bytes += streams.num_bytes
         busy = streams.busy.reshape(-1, cp)[order]  # [micro_batches, groups, cp]

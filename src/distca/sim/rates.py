@@ -44,8 +44,8 @@ class Rates:
             return Profile.read(self.cluster.profile)
         except OSError:
             raise ValueError(
-                f"profile {self.cluster.profile!r} is unknown: give h200, h200-flash, or the path"
-                " of a file that distca profile wrote"
+                f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash or a file"
+                " of distca profile"
             ) from None
 
     @cached_property
@@ -73,6 +73,30 @@ class Rates:
     def head(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of logits and loss."""
         return self._linear(tokens, self.shape.end_elements / self.parallel.tp, 1, backward)
+
+    def seams(self, tokens: Floats, layers: int, *, head: bool, backward: bool) -> list[Floats]:
+        """Returns seconds of each seam of some layers, in the order of execution.
+
+        head: whether the output head is behind these layers.
+        """
+        before, after = (part(tokens, backward=backward) for part in (self.before, self.after))
+        enter, leave = (after, before) if backward else (before, after)
+        seconds = [np.zeros_like(tokens) for _ in range(layers + 1)]
+        for seam in range(layers):
+            seconds[seam] += enter
+            seconds[seam + 1] += leave
+        if head:
+            seconds[0 if backward else layers] += self.head(tokens, backward=backward)
+        return seconds
+
+    def layer_and_head_s(self, tokens: float) -> tuple[float, float]:
+        """Returns seconds of a layer and of the head on one rank, forward and backward together."""
+        each = np.array([float(tokens)])
+        layer, head = (
+            sum(float(part(each, backward=way)[0]) for part in parts for way in (False, True))
+            for parts in ((self.before, self.after), (self.head,))
+        )
+        return layer, head
 
     def _linear(self, tokens: Floats, elements: float, collectives: int, backward: bool) -> Floats:
         """Returns seconds of matrix products and of tensor parallelism's collectives of tokens."""

@@ -6,27 +6,25 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.pipeline.memory import Memory, estimate
 from distca.pipeline.schedule import FORWARD
-from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.masks import Mask, document_pairs
 from distca.planning.options import PlanOptions
-from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Floats, as_ints
 from distca.planning.traffic import memory_bytes
-from distca.sim.cluster import Cluster, Link
-from distca.sim.one_f_one_b import in_flight
+from distca.sim.cluster import Link
 from distca.sim.packed import PackedPlan, PackedStep, events, pack
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.streams import Event, Streams
-from distca.sim.ticks import micro_batch_tokens, run_ticks, stage_elements
+from distca.sim.ticks import micro_batch_tokens, run_ticks
 
 NO_COST_LINK = Link(1e30)
 Planned = StepPlan | PackedPlan
@@ -74,11 +72,28 @@ def simulate(
     """
     scenario.cluster.check(strategy.parallel)
     rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
-    if strategy.disaggregated:
-        assert not isinstance(planned, PackedPlan)
-        return _disaggregated(scenario, strategy, rates, batch, planned, record, seed)
-    assert not isinstance(planned, StepPlan)
-    return _packed(scenario, strategy, rates, batch, planned, record, seed)
+    lengths = as_ints(np.concatenate(batch))
+    began = time.perf_counter()
+    if planned is None:
+        planned = _plan(scenario, strategy, rates, batch)
+    plan_s = time.perf_counter() - began
+    assert isinstance(planned, StepPlan if strategy.disaggregated else PackedPlan)
+    without_links = replace(rates, cluster=replace(rates.cluster, across=NO_COST_LINK))
+    timed = _run(rates, planned, record, seed)
+    # Only the pairs inside the mask count.
+    pairs = scenario.model.layers * document_pairs(lengths, scenario.mask)
+    return Outcome(
+        step_s=timed.step_s,
+        free_s=_run(without_links, planned, False, seed).step_s,
+        busy_s=timed.busy_s,
+        num_bytes=timed.num_bytes * strategy.parallel.tp,
+        tokens=int(lengths.sum()),
+        flops=scenario.model.step_flops(float(lengths.sum()), float(pairs)),
+        memory=_memory(rates, planned),
+        plan_s=plan_s,
+        planned=planned,
+        events=timed.events,
+    )
 
 
 @dataclass(frozen=True)
@@ -123,24 +138,17 @@ class Summary:
         )
 
 
-def _disaggregated(
-    scenario: Scenario,
-    strategy: Strategy,
-    rates: Rates,
-    batch: Batch,
-    planned: StepPlan | None,
-    record: bool,
-    seed: int,
-) -> Outcome:
-    p, cluster, lengths = strategy.parallel, scenario.cluster, as_ints(np.concatenate(batch))
-    speed = cluster.speed(p.num_plan_ranks, p.tp)
+def _plan(scenario: Scenario, strategy: Strategy, rates: Rates, batch: Batch) -> Planned:
+    if not strategy.disaggregated:
+        return pack(rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask)
+    p, cluster = strategy.parallel, scenario.cluster
     # The greedy scheduler does not take speeds into account.
     knows_speeds = cluster.slow and cluster.known and strategy.policy == "distca"
     options = PlanOptions(
         model=scenario.model,
         cost=rates.cost,
         tolerance=strategy.tolerance,
-        speed=speed if knows_speeds else None,
+        speed=cluster.speed(p.num_plan_ranks, p.tp) if knows_speeds else None,
         ranks_per_node=cluster.ranks_per_node(p.tp),
         search_orders=1,
     )
@@ -152,129 +160,70 @@ def _disaggregated(
         micro_batches=strategy.micro_batches,
         ping_pong=strategy.ping_pong,
     )
-    began = time.perf_counter()
-    step = planned or planner.plan(lengths)
-    plan_s = time.perf_counter() - began
-
-    def run(rates: Rates) -> Streams:
-        streams = _streams(rates.cluster, speed, record, seed)
-        run_ticks(rates, step, streams)
-        return streams
-
-    streams = run(rates)
-    return Outcome(
-        step_s=float(streams.compute.max()),
-        free_s=float(run(_without_links(rates)).compute.max()),
-        busy_s=streams.busy,
-        num_bytes=streams.num_bytes * p.tp,
-        tokens=int(lengths.sum()),
-        flops=_flops(scenario, lengths),
-        memory=_ticks_memory(rates, step),
-        plan_s=plan_s,
-        planned=step,
-        events=tuple(streams.events or ()),
-    )
+    return planner.plan(as_ints(np.concatenate(batch)))
 
 
-def _packed(
-    scenario: Scenario,
-    strategy: Strategy,
-    rates: Rates,
-    batch: Batch,
-    planned: PackedPlan | None,
-    record: bool,
-    seed: int,
-) -> Outcome:
-    p, lengths = strategy.parallel, as_ints(np.concatenate(batch))
-    began = time.perf_counter()
-    packed = planned or pack(
-        rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask
-    )
-    plan_s = time.perf_counter() - began
+class _Timed(NamedTuple):
+    step_s: float
+    busy_s: Floats  # [ranks]
+    num_bytes: int  # sent by the ranks with one tensor-parallel index
+    events: tuple[Event, ...]
 
-    def run(rates: Rates) -> tuple[PackedStep, float]:
-        step = PackedStep(rates, packed, seed=seed)
+
+def _run(rates: Rates, planned: Planned, record: bool, seed: int) -> _Timed:
+    p, cluster = rates.parallel, rates.cluster
+    if isinstance(planned, PackedPlan):
+        step = PackedStep(rates, planned, seed=seed)
         timeline = step.run()
-        return step, float(timeline.end.max()) + step.weights_and_optimizer_s(timeline)
-
-    step, step_s = run(rates)
-    return Outcome(
-        step_s=step_s,
-        free_s=run(_without_links(rates))[1],
-        busy_s=step.busy.reshape(-1) + step.optimizer_s,
-        num_bytes=step.num_bytes * p.tp,
-        tokens=int(lengths.sum()),
-        flops=_flops(scenario, lengths),
-        memory=_packed_memory(rates, packed),
-        plan_s=plan_s,
-        planned=packed,
-        events=tuple(events(PackedStep(rates, packed, seed=seed).run(), p.cp)) if record else (),
+        step_s = float(timeline.end.max()) + step.weights_and_optimizer_s(timeline)
+        busy_s = step.busy.reshape(-1) + step.optimizer_s
+        found = tuple(events(timeline, p.cp)) if record else ()
+        return _Timed(step_s, busy_s, step.num_bytes, found)
+    streams = Streams(
+        cluster.speed(p.num_plan_ranks, p.tp),
+        jitter=cluster.jitter,
+        link_jitter=cluster.link_jitter,
+        record=record,
+        seed=seed,
     )
+    run_ticks(rates, planned, streams)
+    found = tuple(streams.events or ())
+    return _Timed(float(streams.compute.max()), streams.busy, streams.num_bytes, found)
 
 
-def _streams(cluster: Cluster, speed: Floats, record: bool, seed: int) -> Streams:
-    jitter, link_jitter = cluster.jitter, cluster.link_jitter
-    return Streams(speed, jitter=jitter, link_jitter=link_jitter, record=record, seed=seed)
+def _memory(rates: Rates, planned: Planned) -> Memory:
+    """Returns the memory of the worker that needs most, which is one of the first stage.
 
-
-def _without_links(rates: Rates) -> Rates:
-    """Returns rates with which communication between nodes takes no time."""
-    return replace(rates, cluster=replace(rates.cluster, across=NO_COST_LINK))
-
-
-def _flops(scenario: Scenario, lengths: Ints) -> float:
-    """Returns FLOPs of forward and backward, counting only the pairs inside the mask."""
-    pairs = scenario.model.layers * document_pairs(lengths, scenario.mask)
-    return scenario.model.step_flops(float(lengths.sum()), float(pairs))
-
-
-def _ticks_memory(rates: Rates, step: StepPlan) -> Memory:
-    """Returns the memory of the worker that needs most.
-
-    It includes the most that a slot's exchanges bring to a worker. Dedicated servers have no
-    weights and activations, and need less.
+    No other stage has more layers or holds more micro-batches. Dedicated servers have no weights
+    and activations, and need less.
     """
-    p = rates.parallel
-    tokens = max(int(micro_batch_tokens(step, m).max()) for m in range(len(step.micro_batches)))
-    received, known, workers = 0, set(), p.pp * p.workers_per_stage
-    for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
-        for slot in slots:
-            if (key := (tick.phase, *map(id, slot))) in known:
-                continue
-            known.add(key)
-            both = [_received(rates, plan, tick.phase == FORWARD) for plan in slot]
-            received = max(received, int(np.sum(both, axis=0)[:workers].max()))
-    stages = zip(step.stages, step.schedule.in_flight, strict=True)
-    sizes = [
-        estimate(rates.shape, p, tokens, recompute=rates.recompute, layers=stop - start,
-                 in_flight=count)
-        for (start, stop), count in stages
-    ]  # fmt: skip
-    largest = max(sizes, key=lambda memory: memory.total)
-    return replace(largest, exchange=received)
+    p, layers = rates.parallel, -(-rates.shape.layers // rates.parallel.pp)
+    if isinstance(planned, PackedPlan):
+        p = replace(p, keep_weights=True)
+        tokens, held = int(planned.plan.placement.tokens.max()), min(p.pp, len(planned.order))
+        gathered_keys = int(planned.tokens.max()) * (p.cp - 1) // p.cp
+        received = gathered_keys * planned.plan.shape.kv_bytes * layers * held
+    else:
+        of_micro_batch = (micro_batch_tokens(planned, m) for m in range(len(planned.micro_batches)))
+        tokens, held = max(int(one.max()) for one in of_micro_batch), planned.schedule.in_flight[0]
+        received = _received_bytes(planned)
+    size = estimate(
+        rates.shape, p, tokens, recompute=rates.recompute, layers=layers, in_flight=held
+    )
+    return replace(size, exchange=received)
 
 
-def _received(rates: Rates, plan: Plan, forward: bool) -> Ints:
-    """Returns the bytes that each rank receives in one layer."""
-    tasks = plan.forward if forward else plan.backward
-    used = memory_bytes(tasks, plan.placement, plan.shape, rates.num_ranks)
-    own = np.zeros(rates.num_ranks, np.int64)
-    weight = 2 * plan.shape.q_bytes + plan.shape.kv_bytes
-    own[: plan.placement.num_workers] = plan.placement.tokens * weight
-    return used - own
-
-
-def _packed_memory(rates: Rates, packed: PackedPlan) -> Memory:
-    """Returns the memory of the worker that needs most, with gathered weights, keys and values."""
-    p, micro_batches = rates.parallel, len(packed.order)
-    tokens = int(packed.plan.placement.tokens.max())
-    sizes = []
-    for stage, (start, stop) in enumerate(stage_layers(rates.shape.layers, p.pp)):
-        held = in_flight(stage, p.pp, micro_batches)
-        size = estimate(rates.shape, p, tokens, recompute=rates.recompute, layers=stop - start,
-                        in_flight=held)  # fmt: skip
-        others = int(packed.tokens.max()) * (p.cp - 1) // p.cp
-        gathered_keys = others * packed.plan.shape.kv_bytes * (stop - start) * held
-        weights = stage_elements(rates) * (2 + 4) // p.tp
-        sizes.append(replace(size, gathered=weights, exchange=gathered_keys))
-    return max(sizes, key=lambda memory: memory.total)
+def _received_bytes(step: StepPlan) -> int:
+    """Returns the most bytes that the exchanges of one slot bring to a worker."""
+    ticks = zip(step.schedule.ticks, step.slots, strict=True)
+    distinct = {(tick.phase, slot) for tick, slots in ticks for slot in slots}
+    most = 0
+    for phase, slot in distinct:
+        received = np.zeros(slot[0].placement.num_workers, np.int64)
+        for plan in slot:
+            tasks = plan.forward if phase == FORWARD else plan.backward
+            used = memory_bytes(tasks, plan.placement, plan.shape, plan.devices.num_ranks)
+            own = plan.placement.tokens * (2 * plan.shape.q_bytes + plan.shape.kv_bytes)
+            received += used[: len(own)] - own
+        most = max(most, int(received.max()))
+    return most

@@ -45,9 +45,8 @@ class Transfer:
     @classmethod
     def within(cls, group: Ints, seconds: Floats, num_bytes: int) -> Transfer:
         """Returns a collective of the ranks with equal numbers in ``group``; -1 is no group."""
-        own = (
-            group.max(initial=-1) + 1 + np.arange(len(group))
-        )  # a group of its own for each rank without one
+        # Each rank without a group gets one of its own.
+        own = group.max(initial=-1) + 1 + np.arange(len(group))
         number = np.where(group >= 0, group, own)
         order, count = np.argsort(number, kind="stable"), np.bincount(number)
         size = count[number]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from heapq import heapify, heappop, heappush
+from itertools import product
 from math import inf
 
 from distca.pipeline.mesh import MeshShape
@@ -22,7 +23,7 @@ from distca.sim.cluster import Cluster
 from distca.sim.lower_bounds import min_bytes, min_step_s
 from distca.sim.packed import KEEP_SEQUENCES
 from distca.sim.scenario import Batch, Scenario, Strategy
-from distca.sim.simulate import Outcome, Summary, simulate
+from distca.sim.simulate import Outcome, Planned, Summary, simulate
 
 STAGES = (1, 2, 4, 8)
 MICRO_BATCHES_PER_STAGE = (1, 2, 4)  # in a disaggregated pipeline
@@ -78,21 +79,24 @@ def tensor_sizes(model: ModelShape, cluster: Cluster) -> list[int]:
 
 def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Strategy]:
     """Returns ``template`` with every combination of sizes that applies."""
-    model, cluster = scenario.model, scenario.cluster
-    found = []
-    for tp in sizes.tp or tensor_sizes(model, cluster):
-        for pp in sizes.pp or STAGES:
-            for servers in sizes.servers if template.policy == "distca" else (0,):
-                workers, rest = divmod(cluster.gpus - servers, tp * pp)
-                if rest or workers < 1 or servers % tp or pp > model.layers:
-                    continue
-                for cp in _context_sizes(template, workers, sizes):
-                    parallel = MeshShape(pp, workers // cp, cp, tp, servers)
-                    found += [
-                        replace(template, parallel=parallel, micro_batches=count)
-                        for count in _micro_batches(scenario, template, parallel, sizes)
-                    ]
-    return [chosen for strategy in found for chosen in _weight_choices(strategy)]
+    model, cluster, found = scenario.model, scenario.cluster, []
+    for tp, pp, servers in product(
+        sizes.tp or tensor_sizes(model, cluster),
+        sizes.pp or STAGES,
+        sizes.servers if template.policy == "distca" else (0,),
+    ):
+        workers, rest = divmod(cluster.gpus - servers, tp * pp)
+        if rest or workers < 1 or servers % tp or pp > model.layers:
+            continue
+        keeps = (False, True) if template.disaggregated and pp == 1 else (False,)
+        for cp in _context_sizes(template, workers, sizes):
+            mesh = MeshShape(pp, workers // cp, cp, tp, servers)
+            counts = _micro_batches(scenario, template, mesh, sizes)
+            found += [
+                replace(template, parallel=replace(mesh, keep_weights=keep), micro_batches=count)
+                for count, keep in product(counts, keeps)
+            ]
+    return found
 
 
 def _context_sizes(template: Strategy, workers: int, sizes: Sizes) -> Iterable[int]:
@@ -122,16 +126,6 @@ def _micro_batches(
     if template.policy in KEEP_SEQUENCES:
         return [count for count in range(1, sequences // dp + 1) if sequences % (dp * count) == 0]
     return [1 << n for n in range((sequences // dp).bit_length())]
-
-
-def _weight_choices(strategy: Strategy) -> list[Strategy]:
-    """Returns a strategy with and without weights that stay gathered, if there is a choice."""
-    if not strategy.disaggregated or strategy.parallel.pp > 1:
-        return [strategy]
-    return [
-        replace(strategy, parallel=replace(strategy.parallel, keep_weights=keep))
-        for keep in (False, True)
-    ]
 
 
 def best(
@@ -183,6 +177,7 @@ class _Search:
     def __init__(self, scenario: Scenario, batches: Sequence[Batch], limit_bytes: float) -> None:
         self._scenario, self._batches, self._limit = scenario, batches, limit_bytes
         self._outcomes: dict[Strategy, list[Outcome]] = {}
+        self._plans: dict[tuple[MeshShape, int, int], Planned] = {}
         self.winner: Summary | None = None
         self.refused = ""
 
@@ -191,7 +186,10 @@ class _Search:
         return len(self._outcomes)
 
     def run(self, strategies: Sequence[Strategy], show: Show) -> None:
-        bounds = {one: self._bounds_s(one) for one in strategies}
+        bounds = {
+            one: [min_step_s(self._scenario, one, batch) for batch in self._batches]
+            for one in strategies
+        }
         queue = [
             (sum(bounds[one]), one.micro_batches, number)
             for number, one in enumerate(strategies)
@@ -218,47 +216,43 @@ class _Search:
         for number in set(range(len(strategies))) - shown:
             show(strategies[number])
 
-    def _bounds_s(self, strategy: Strategy) -> list[float]:
-        return [min_step_s(self._scenario, strategy, batch) for batch in self._batches]
-
     def _simulate_next(self, strategy: Strategy) -> Outcome | None:
         """Simulates a strategy on its next batch; returns None if it cannot run."""
         done = self._outcomes.get(strategy, [])
         number = len(done)
-        siblings = (
-            outcomes[number].planned
-            for other, outcomes in self._outcomes.items()
-            if len(outcomes) > number and _same_plans(strategy, other)
-        )
+        key = (_mesh(strategy), strategy.micro_batches, number)
+        batch, planned = self._batches[number], self._plans.get(key)
         try:
-            outcome = simulate(
-                self._scenario,
-                strategy,
-                self._batches[number],
-                planned=next(siblings, None),
-                seed=number,
-            )
+            outcome = simulate(self._scenario, strategy, batch, planned=planned, seed=number)
         except ValueError as error:
             self.refused = str(error)
             return None
         self._outcomes[strategy] = [*done, outcome]
+        self._plans[key] = outcome.planned
         return outcome
 
     def _left_out(self, strategy: Strategy) -> bool:
-        """Returns whether a disaggregated strategy hardly can be faster than a simulated one."""
+        """Returns whether a strategy hardly can be faster than a simulated one of the same mesh.
+
+        Without a pipeline, more micro-batches and weights that are gathered more often only save
+        memory, and gathering them less often gains nothing where communication is hidden.
+        """
         if not strategy.disaggregated:
             return False
-        known = [
-            (other, outcomes[0])
+        fitting = {
+            other: outcomes[0]
             for other, outcomes in self._outcomes.items()
             if outcomes[0].memory.total <= self._limit
-        ]
-        fastest_s = min((outcome.step_s for _, outcome in known), default=inf)
+        }
+        far_s = FAR * min((outcome.step_s for outcome in fitting.values()), default=inf)
+        same = [pair for pair in fitting.items() if _mesh(pair[0]) == _mesh(strategy)]
+        if strategy.parallel.pp > 1:
+            return any(outcome.step_s > far_s for _, outcome in same)
+        count, keeps = strategy.micro_batches, strategy.parallel.keep_weights
         return any(
-            _only_saves_memory(strategy, other)
-            or (outcome.step_s > FAR * fastest_s and _same_pipeline(strategy, other))
-            or (outcome.exposed < HIDDEN and _fewer_gathers(strategy, other))
-            for other, outcome in known
+            (count >= other.micro_batches and keeps <= other.parallel.keep_weights)
+            or (count > other.micro_batches and outcome.exposed < HIDDEN)
+            for other, outcome in same
         )
 
     def smallest(self, strategies: Sequence[Strategy]) -> Summary | None:
@@ -270,32 +264,6 @@ class _Search:
         return None
 
 
-def _same_plans(strategy: Strategy, other: Strategy) -> bool:
-    """Returns whether two strategies differ at most in ``keep_weights``."""
-    keep = other.parallel.keep_weights
-    return replace(strategy, parallel=replace(strategy.parallel, keep_weights=keep)) == other
-
-
-def _same_pipeline(strategy: Strategy, other: Strategy) -> bool:
-    """Returns whether two disaggregated pipelines differ at most in their micro-batches."""
-    pipeline = strategy.disaggregated and strategy.parallel.pp > 1
-    return pipeline and replace(strategy, micro_batches=other.micro_batches) == other
-
-
-def _only_saves_memory(strategy: Strategy, other: Strategy) -> bool:
-    """Returns whether a strategy differs from another only in what saves memory, not time."""
-    saves = strategy.micro_batches >= other.micro_batches
-    saves &= strategy.parallel.keep_weights <= other.parallel.keep_weights
-    return saves and _without_pipeline(strategy, other)
-
-
-def _fewer_gathers(strategy: Strategy, other: Strategy) -> bool:
-    """Returns whether a strategy could only gain from gathering weights less often."""
-    return strategy.micro_batches > other.micro_batches and _without_pipeline(strategy, other)
-
-
-def _without_pipeline(strategy: Strategy, other: Strategy) -> bool:
-    """Returns whether two disaggregated strategies without a pipeline have the same mesh."""
-    if not strategy.disaggregated or strategy.parallel.pp > 1:
-        return False
-    return _same_plans(replace(strategy, micro_batches=other.micro_batches), other)
+def _mesh(strategy: Strategy) -> MeshShape:
+    """Returns the sizes of a strategy's mesh, on which its plans depend besides micro-batches."""
+    return replace(strategy.parallel, keep_weights=False)

@@ -1,16 +1,65 @@
-"""The time of a disaggregated step: runs the ticks of a step plan on all ranks at once."""
+"""The time of a tick, and of a disaggregated step, on all ranks at once.
 
-from functools import cached_property
+A tick walks the tick program that the runtime executes; a step runs the ticks of a step plan.
+"""
+
+from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
 
-from distca.pipeline.schedule import FORWARD, Tick
+from distca.pipeline.schedule import FORWARD, Phase, Tick
 from distca.pipeline.step_plan import StepPlan
-from distca.planning.plan import Plan
+from distca.pipeline.tick_program import HALF_NAMES, TickProgram
 from distca.planning.spans import Floats, Ints, as_ints
 from distca.sim.rates import Attention, Rates
 from distca.sim.streams import Streams, Transfer
-from distca.sim.tick import Weights, run_tick
+
+
+def run_tick(
+    streams: Streams,
+    phase: Phase,
+    linear_s: Sequence[Sequence[Floats]],
+    attention: Sequence[Sequence[Attention]],
+    gathers: Sequence[Transfer | None] = (),
+    reduces: Sequence[Transfer | None] = (),
+) -> None:
+    """Runs one tick.
+
+    linear_s: seconds of the linear layers, [seams][halves] in the order of execution.
+    attention: the attention of each slot, [seams - 1][halves].
+    gathers, reduces: transfers of the weights of each seam, which are gathered one seam ahead, and
+        of its gradients, which are reduced behind it; empty if there are none in this tick.
+    """
+    slots, halves = len(attention), len(linear_s[0])
+    assert len(linear_s) == slots + 1
+    arrival: dict[int, Floats] = {}  # when the transfer in progress of each half is done
+    gathered = [streams.send("weights", one) for one in gathers[:1]]
+    for section in TickProgram.of(slots, halves, phase).sections:
+        seam = section[0].seam
+        if gathers and seam is not None:
+            gathered += [streams.send("weights", one) for one in gathers[seam + 1 : seam + 2]]
+            streams.wait(gathered[seam])
+        for operation in section:
+            half, slot = operation.half, operation.slot
+            name = f", {HALF_NAMES[half]}" if halves > 1 else ""
+            if slot is None:
+                assert seam is not None
+                streams.run(f"linear{name}", linear_s[seam][half])
+                continue
+            one = attention[slot][half]
+            match operation.kind:
+                case "dispatch":
+                    arrival[half] = streams.send(f"dispatch{name}", one.dispatch)
+                case "compute":
+                    streams.run(f"attention, local{name}", one.local_s)
+                    streams.wait(arrival[half])
+                    streams.run(f"attention{name}", one.remote_s)
+                    arrival[half] = streams.send(f"combine{name}", one.combine)
+                case "combine":
+                    streams.wait(arrival[half])
+        if reduces and seam is not None:
+            streams.send("gradients", reduces[seam])
 
 
 def run_ticks(rates: Rates, step: StepPlan, streams: Streams) -> None:
@@ -23,7 +72,8 @@ class _Step:
 
     def __init__(self, rates: Rates, step: StepPlan, streams: Streams) -> None:
         self._rates, self._step, self._streams = rates, step, streams
-        self._attention_of: dict[tuple[int, bool], Attention] = {}  # by id of a plan and direction
+        self._attention = cache(rates.attention)
+        self._gather, self._reduce = cache(rates.gather_weights), cache(rates.reduce_gradients)
         # When activations or gradients have arrived, by phase, stage and micro-batch.
         self._arrival: dict[tuple[str, int, int], Floats] = {}
 
@@ -35,17 +85,17 @@ class _Step:
             others = stage_elements(rates) - layer
             streams.wait(streams.send("weights", rates.gather_weights(layer)))
             streams.send("weights", rates.gather_weights(others))
-        for number, tick in enumerate(ticks):
-            weights = None if once else self._weights(tick)
-            if once and number + 1 == len(ticks):
+        for number, (tick, slots) in enumerate(zip(ticks, self._step.slots, strict=True), 1):
+            if once and number == len(ticks):
                 streams.send("gradients", rates.reduce_gradients(others))
             self._receive(tick)
+            backward = tick.phase != FORWARD
             attention = [
-                [self._attention(plan, tick.phase != FORWARD) for plan in slot]
-                for slot in self._step.slots[number]
+                [self._attention(one, backward=backward) for one in slot] for slot in slots
             ]
             linear_s = self._linear_s(tick, seams=len(attention) + 1)
-            run_tick(streams, tick.phase, linear_s, attention, weights)
+            transfers = ((), ()) if once else self._seam_transfers(tick)
+            run_tick(streams, tick.phase, linear_s, attention, *transfers)
             self._send(tick)
         if once:
             streams.send("gradients", rates.reduce_gradients(layer))
@@ -53,86 +103,54 @@ class _Step:
         workers = np.arange(rates.num_ranks) < rates.parallel.pp * rates.parallel.workers_per_stage
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))
 
-    def _weights(self, tick: Tick) -> Weights:
-        """Gathers weights in every tick, and reduces gradients in every backward tick."""
-        gathers, reduces = self._seam_transfers
+    def _seam_transfers(self, tick: Tick) -> tuple[list[Transfer | None], list[Transfer | None]]:
+        """Returns gathers of weights in every tick, and reductions in backward ticks."""
+        elements = seam_elements(self._rates)
         if tick.phase == FORWARD:
-            return Weights(self._streams, gathers)
-        return Weights(self._streams, gathers[::-1], reduces[::-1])
+            return [self._gather(n) for n in elements], []
+        elements.reverse()
+        return [self._gather(n) for n in elements], [self._reduce(n) for n in elements]
 
-    @cached_property
-    def _seam_transfers(self) -> tuple[list[Transfer | None], list[Transfer | None]]:
-        """The gathers and the reductions of each seam, in the order of the forward pass."""
-        rates, elements = self._rates, seam_elements(self._rates)
-        gathers = {count: rates.gather_weights(count) for count in set(elements)}
-        reduces = {count: rates.reduce_gradients(count) for count in set(elements)}
-        return [gathers[count] for count in elements], [reduces[count] for count in elements]
-
-    def _attention(self, plan: Plan, backward: bool) -> Attention:
-        key = (id(plan), backward)
-        if key not in self._attention_of:
-            self._attention_of[key] = self._rates.attention(plan, backward=backward)
-        return self._attention_of[key]
+    def _ranks(self, stage: int) -> slice:
+        width = self._rates.parallel.workers_per_stage
+        return slice(stage * width, (stage + 1) * width)
 
     def _linear_s(self, tick: Tick, seams: int) -> list[list[Floats]]:
         """Returns seconds of the linear layers, [seams][halves] in the order of execution."""
-        rates, width = self._rates, self._rates.parallel.workers_per_stage
-        halves = len(self._step.micro_batches[0])
-        seconds = [[np.zeros(rates.num_ranks) for _ in range(halves)] for _ in range(seams)]
-        backward = tick.phase != FORWARD
-        for stage, micro_batch in enumerate(tick.micro_batches):
-            if micro_batch is None:
-                continue
-            start, stop = self._step.stages[stage]
-            layers = self._step.backward_slots[stage] if backward else stop - start
-            ranks = slice(stage * width, (stage + 1) * width)
-            for half, placed in enumerate(self._step.micro_batches[micro_batch]):
+        step, backward = self._step, tick.phase != FORWARD
+        seconds = np.zeros((seams, len(step.micro_batches[0]), self._rates.num_ranks))
+        for stage, micro_batch in tick.running:
+            start, stop = step.stages[stage]
+            layers = step.backward_slots[stage] if backward else stop - start
+            last = stage + 1 == len(step.stages)
+            for half, placed in enumerate(step.micro_batches[micro_batch]):
                 tokens = placed.placement.tokens.astype(np.float64)
-                before = rates.before(tokens, backward=backward)
-                after = rates.after(tokens, backward=backward)
-                enter, leave = (after, before) if backward else (before, after)
-                for seam in range(layers):
-                    seconds[seam][half][ranks] += enter
-                    seconds[seam + 1][half][ranks] += leave
-                if stage + 1 == len(self._step.stages):
-                    end = 0 if backward else layers
-                    seconds[end][half][ranks] += rates.head(tokens, backward=backward)
-        return seconds
+                found = self._rates.seams(tokens, layers, head=last, backward=backward)
+                seconds[: len(found), half, self._ranks(stage)] = found
+        return [list(seam) for seam in seconds]
 
     def _receive(self, tick: Tick) -> None:
         """Waits for the activations or gradients of the neighbouring stages."""
         done = np.zeros(self._rates.num_ranks)
-        width = self._rates.parallel.workers_per_stage
-        for stage, micro_batch in enumerate(tick.micro_batches):
-            if micro_batch is None:
-                continue
+        for stage, micro_batch in tick.running:
             arrival = self._arrival.pop((tick.phase, stage, micro_batch), None)
             if arrival is not None:
-                ranks = slice(stage * width, (stage + 1) * width)
-                done[ranks] = arrival[ranks]
+                done[self._ranks(stage)] = arrival[self._ranks(stage)]
         self._streams.wait(done)
 
     def _send(self, tick: Tick) -> None:
         """Sends activations to the next stage, or gradients to the one before."""
-        stages = len(self._step.stages)
-        step = 1 if tick.phase == FORWARD else -1
-        sends = [
-            (stage, stage + step, micro_batch)
-            for stage, micro_batch in enumerate(tick.micro_batches)
-            if micro_batch is not None and 0 <= stage + step < stages
-        ]
-        if not sends:
-            return
-        worker = np.arange(self._rates.parallel.workers_per_stage)
-        rows = [
-            (micro_batch_tokens(self._step, m), a * len(worker) + worker, b * len(worker) + worker)
-            for a, b, m in sends
-        ]
-        columns = (as_ints(np.concatenate(column)) for column in zip(*rows, strict=True))
-        transfer = self._rates.send_activations(*columns)
+        way, stages = 1 if tick.phase == FORWARD else -1, len(self._step.stages)
+        leaving = [(stage, m) for stage, m in tick.running if 0 <= stage + way < stages]
+        tokens = np.zeros(self._rates.num_ranks, np.int64)
+        for stage, micro_batch in leaving:
+            tokens[self._ranks(stage)] = micro_batch_tokens(self._step, micro_batch)
+        source = np.flatnonzero(tokens)
+        target = source + way * self._rates.parallel.workers_per_stage
+        transfer = self._rates.send_activations(tokens[source], source, target)
         done = self._streams.send("activations", transfer)
-        for _, stage, micro_batch in sends:
-            self._arrival[tick.phase, stage, micro_batch] = done
+        for stage, micro_batch in leaving:
+            self._arrival[tick.phase, stage + way, micro_batch] = done
 
 
 def micro_batch_tokens(step: StepPlan, micro_batch: int) -> Ints:

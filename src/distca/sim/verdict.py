@@ -107,17 +107,8 @@ def attention_share(scenario: Scenario, strategy: Strategy, batch: Batch) -> flo
     """Returns the fraction of attention in the seconds of computing, at the kernels' best rate."""
     rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
     attention = attention_s(scenario, rates, batch)
-    tokens = np.array([float(scenario.tokens)])
-    linear = sum(
-        float(part(tokens, backward=backward)[0]) * times
-        for part, times in (
-            (rates.before, scenario.model.layers),
-            (rates.after, scenario.model.layers),
-            (rates.head, 1),
-        )
-        for backward in (False, True)
-    )
-    return attention / (attention + linear)
+    layer, head = rates.layer_and_head_s(scenario.tokens)
+    return attention / (attention + scenario.model.layers * layer + head)
 
 
 def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:

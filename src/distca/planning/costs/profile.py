@@ -62,14 +62,6 @@ class HeldOut:
 
 
 @dataclass(frozen=True)
-class Errors:
-    """Relative errors of the predictions for held-out calls."""
-
-    median: float
-    worst: float
-
-
-@dataclass(frozen=True)
 class Profile:
     """Rates of causal tasks over (queries, keys), and the setting in which they were measured.
 
@@ -132,10 +124,10 @@ class Profile:
             and None in (self.forward_tflops[row][column], self.backward_tflops[row][column])
         ]
 
-    def errors(self, direction: Direction) -> Errors | None:
-        """Returns the errors for the held-out calls; None if there are none."""
+    def errors(self, direction: Direction) -> dict[str, float] | None:
+        """Returns the relative errors for the held-out calls; None if there are none."""
         found = [call.error(direction) for call in self.held_out]
-        return Errors(median(found), max(found)) if found else None
+        return {"median": median(found), "worst": max(found)} if found else None
 
     def with_rates(self, row: int, column: int, forward: float, backward: float) -> Profile:
         """Returns the profile with the rates of one more shape."""
