@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,6 +23,7 @@ class Listed:
     """Documents of given lengths, no two tokens alike."""
 
     name = "listed"
+    files: Sequence[Path] = ()
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths

@@ -18,7 +18,7 @@ def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
 
     def show(record: dict[str, Any]) -> None:
         if stops and record["step"] + 2 == stops[0]:
-            trainer._request_stop()
+            trainer.stop.request()
 
     trainer._show = show
     return trainer.fit()

@@ -42,6 +42,7 @@ class Source(Protocol):
     """A data set. ``document(index)`` always returns the same document, which may be empty."""
 
     name: str
+    files: Sequence[Path]  # whose contents it depends on
 
     def __len__(self) -> int: ...
 
@@ -53,13 +54,13 @@ class TextFiles:
 
     def __init__(self, name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> None:
         self.name = name
-        self._paths, self._tokenizer = paths, tokenizer
+        self.files, self._tokenizer = paths, tokenizer
 
     def __len__(self) -> int:
-        return len(self._paths)
+        return len(self.files)
 
     def document(self, index: int) -> Document:
-        path = self._paths[index]
+        path = self.files[index]
         try:
             text = path.read_bytes().decode("utf-8")
         except OSError as error:
@@ -76,7 +77,8 @@ class JsonLines:
 
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
         self.name = str(path)
-        self._path, self._tokenizer = path, tokenizer
+        self.files: Sequence[Path] = (path,)
+        self._tokenizer = tokenizer
         lines = [(number, offset) for number, offset, _ in read_lines(path)]
         check_not_empty(lines, path)
         self._lines = np.array(lines, np.int64)  # [documents, 2]: number and offset of a line
@@ -86,7 +88,7 @@ class JsonLines:
 
     def document(self, index: int) -> Document:
         number, offset = self._lines[index].tolist()
-        with self._path.open("rb") as file:
+        with self.files[0].open("rb") as file:
             file.seek(offset)
             line = file.readline()
         where = f"line {number} of {self.name}"
@@ -108,10 +110,12 @@ class JsonLines:
 class Synthetic:
     """Random tokens that depend only on the seed and the index of the document."""
 
+    files: Sequence[Path]
+
     def __init__(
         self, lengths: LengthDistribution, num_documents: int, vocab_size: int, seed: int
     ) -> None:
-        self.name = lengths.name
+        self.name, self.files = lengths.name, ()
         self._lengths, self._num_documents = lengths, num_documents
         self._vocab_size, self._seed = vocab_size, seed
 
@@ -130,6 +134,7 @@ class Joined:
     def __init__(self, name: str, sources: Sequence[Source]) -> None:
         self.name = name
         self._sources = sources
+        self.files: Sequence[Path] = [file for source in sources for file in source.files]
         self._stops = np.cumsum([len(source) for source in sources])
 
     def __len__(self) -> int:

@@ -1,5 +1,6 @@
 """Documents from memory-mapped files of token ids: ``.npy`` or Megatron ``.bin``."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ Row = npt.NDArray[np.integer[Any]]
 class TokenFile:
     """An array of token ids on disk that is divided into documents of the given lengths."""
 
-    def __init__(self, path: Path, row: Row, lengths: Lengths, vocab_size: int) -> None:
+    def __init__(
+        self, path: Path, row: Row, lengths: Lengths, vocab_size: int, *beside: Path
+    ) -> None:
         self.name = str(path)
+        self.files: Sequence[Path] = (path, *beside)
         self._row, self._vocab_size = row, vocab_size
         self._stops = np.cumsum(lengths)
         if self._stops[-1] != len(row):
@@ -41,7 +45,7 @@ def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = N
     """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = open_array(path), path.with_suffix(".lengths.npy")
     if end_of_document is None and beside.is_file():
-        return TokenFile(path, row, read_lengths(beside), tokenizer.vocab_size)
+        return TokenFile(path, row, read_lengths(beside), tokenizer.vocab_size, beside)
     end = tokenizer.eos if end_of_document is None else end_of_document
     if end is None:
         raise ValueError(
@@ -54,7 +58,8 @@ def open_numpy(path: Path, tokenizer: Tokenizer, end_of_document: int | None = N
 def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
     """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
     path = path.with_suffix(".bin")
-    index = read_index(path.with_suffix(".idx"))
+    beside = path.with_suffix(".idx")
+    index = read_index(beside)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: an .idx needs its .bin next to it")
     if index.dtype.kind not in "iu" or not index.in_order:
@@ -64,7 +69,7 @@ def open_megatron(path: Path, tokenizer: Tokenizer) -> TokenFile:
         )
     check_not_empty(index.lengths, path)
     row: Row = np.memmap(path, index.dtype, mode="r")
-    return TokenFile(path, row, index.lengths, tokenizer.vocab_size)
+    return TokenFile(path, row, index.lengths, tokenizer.vocab_size, beside)
 
 
 def check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
