@@ -16,6 +16,8 @@ from typing import Any
 from distca import schema
 from distca.planning.policies import PLACEMENTS
 
+_LARGEST = 1e6  # of factors in the optimizer, far above all that train and within float32
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -105,6 +107,11 @@ class Config:
             "weight_decay", "seed",
         ):  # fmt: skip
             _at_least(f"train.{name}", getattr(t, name), 0)
+        for name in ("lr", "min_lr", "weight_decay"):
+            if not getattr(t, name) <= _LARGEST:
+                raise ValueError(
+                    f"train.{name} = {getattr(t, name)}: it must be at most {_LARGEST}"
+                )
         _at_least("from_step", self.from_step, -1)
         if self.from_step >= 0 and not self.resume:
             raise ValueError(

@@ -80,9 +80,13 @@ class Trainer:
         self._lock = self._lock_folder()
         self.first_step, self._skipped = 0, 0
         self.model: Llama | None = None
-        if not self.context.only_serves:
-            self._build()
-        self._agree_on_start()
+        try:
+            if not self.context.only_serves:
+                self._build()
+            self._agree_on_start()
+        except BaseException:
+            self._unlock()
+            raise
 
     def fit(self) -> list[Record]:
         """Trains until the last step or a signal; returns the records of the steps on rank 0."""
@@ -119,8 +123,7 @@ class Trainer:
             batches.close()
             if records is not None:
                 records.close()
-            if self._lock is not None:
-                self._lock.release()
+            self._unlock()
 
     def evaluate(self) -> dict[str, float]:
         """Returns losses of the first ``eval_tokens`` tokens of held-out documents."""
@@ -144,6 +147,10 @@ class Trainer:
             if self.context.rank == 0 and not is_launched():
                 lock = RunLock(self.folder)
         return lock
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _build(self) -> None:
         config, train = self.config, self.config.train
