@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from distca.runtime.launch import RankFailedError, launch, local_ranks
+from distca.runtime.launch import launch, local_ranks
+from distca.runtime.launched import RankFailedError
 
 START = (
-    "import os, signal, sys, time; from distca.runtime.launch import reporting;"
+    "import os, signal, sys, time; from distca.runtime.launched import reporting;"
     " rank = int(os.environ['RANK'])\n"
 )
 
@@ -40,7 +41,7 @@ def test_ranks_get_what_torchrun_would_give(tmp_path: Path) -> None:
 LISTENING = """
 import json
 import torch.distributed as dist
-from distca.runtime.launch import loopback_store
+from distca.runtime.launched import loopback_store
 dist.init_process_group("gloo", **loopback_store())
 dist.barrier()
 from pathlib import Path
@@ -86,7 +87,7 @@ def test_a_mistake_keeps_its_sentence(tmp_path: Path) -> None:
 
 def test_a_failure_that_explains_itself_and_one_without_words(tmp_path: Path) -> None:
     explained = (
-        "from distca.runtime.launch import RankFailedError\nraise RankFailedError('loss nan')"
+        "from distca.runtime.launched import RankFailedError\nraise RankFailedError('loss nan')"
     )
     with pytest.raises(RankFailedError, match=r"^loss nan$"):
         launch(program(explained), 1, tmp_path)

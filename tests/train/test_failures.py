@@ -126,6 +126,14 @@ def test_every_start_says_from_where(world: World, tmp_path: Path) -> None:
     assert steps(tmp_path) == [4]
 
 
+def test_a_stop_saves_and_never_evaluates(world: World, tmp_path: Path) -> None:
+    often = {"train.eval_every": "1", "train.checkpoint_every": "3", "stop_after": "2"}
+    records = world(1).run(fit, settings(tmp_path, **often), ranks=1)[0]
+    assert ["eval_loss" in record for record in records] == [True, False]
+    assert records[-1]["stopped"]
+    assert steps(tmp_path) == [2]
+
+
 def test_changed_data_is_refused_with_what_changed(world: World, tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     one, two = (tmp_path / "data" / name for name in ("one.txt", "two.txt"))

@@ -18,7 +18,7 @@ from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
 from distca.cli.simulate import SimulateCommand
 from distca.cli.train import TrainCommand
-from distca.runtime.launch import RankFailedError, is_repeated, sentence
+from distca.runtime.launched import RankFailedError, is_repeated, sentence
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
 

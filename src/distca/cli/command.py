@@ -17,7 +17,8 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
-from distca.runtime.launch import Stop, is_launched
+from distca.runtime.launch import Stop
+from distca.runtime.launched import is_launched
 
 OUTPUT = "Output"
 STOPPED_EARLY = "stopped before the first step: there was nothing to save"

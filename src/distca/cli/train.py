@@ -33,7 +33,7 @@ from distca.report.training import (
     summary,
     verdict,
 )
-from distca.runtime import launch
+from distca.runtime import launch, launched
 
 if TYPE_CHECKING:
     import torch
@@ -111,10 +111,10 @@ class TrainCommand:
 
     def run(self) -> None:
         stop_before_first_step()
-        if not launch.is_rank():
+        if not launched.is_rank():
             self._launch()
             return
-        with launch.reporting():
+        with launched.reporting():
             import torch.distributed
 
             config, world = self.read(), int(os.environ["WORLD_SIZE"])
@@ -122,7 +122,7 @@ class TrainCommand:
                 raise ValueError(
                     f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
                 )
-            if not launch.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
+            if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))

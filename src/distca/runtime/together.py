@@ -6,7 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distca.runtime.launch import mark_repeated, sentence
+from distca.runtime.launched import mark_repeated, sentence
 
 
 @contextmanager
@@ -14,7 +14,7 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Raises a mistake (ValueError or OSError) inside the context on all ranks of the group.
 
     It is that of the lowest rank that has one, and is marked on the others, so that a user reads it
-    once (``launch.is_repeated``). All ranks enter the context.
+    once (``launched.is_repeated``). All ranks enter the context.
     """
     mine: ValueError | None = None
     try:

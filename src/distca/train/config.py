@@ -112,6 +112,8 @@ class Config:
                 raise ValueError(
                     f"train.{name} = {getattr(t, name)}: it must be at most {_LARGEST}"
                 )
+        if not all(0 <= beta < 1 for beta in t.betas):
+            raise ValueError(f"train.betas = {list(t.betas)}: each must be from 0 to below 1")
         _at_least("from_step", self.from_step, -1)
         if self.from_step >= 0 and not self.resume:
             raise ValueError(

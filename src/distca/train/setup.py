@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca import schema
+from distca.attention.backends.base import Traits
+from distca.attention.backends.choice import choose
 from distca.data.fingerprint import Fingerprint, fingerprint
 from distca.data.loader import Loader
 from distca.data.sources import open_source
 from distca.data.tokenizers import Tokenizer, open_tokenizer
+from distca.dispatch.tensors import TensorSpec
 from distca.model.checkpoints import check_folder, read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
@@ -24,7 +28,8 @@ from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
-from distca.runtime.launch import loopback_store
+from distca.planning.spans import Ints
+from distca.runtime.launched import loopback_store
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
 from distca.train.config import Config
@@ -54,6 +59,8 @@ class Parts:
         model = model_of(config, tokenizer)
         model.shape.share(parallel.tp)
         planner = planner_of(config, parallel, model, device)
+        planner.plan(_full_documents(config))  # refuses costs, speeds and limits that cannot be
+        check_backend(config, model, device)
         check_compile(config.parallel.compile, device)
         memory = memory_of(config, parallel, model, device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
@@ -154,6 +161,21 @@ def planner_of(
         stage_sizes=p.stage_layers,
         first_trained_part=first_trained_part(model, config.train.frozen),
     )
+
+
+def _full_documents(config: Config) -> Ints:
+    """Returns the lengths of a batch of documents as long as they may be."""
+    full, rest = divmod(config.train.tokens_per_step, config.data.context)
+    return np.array([config.data.context] * full + [rest] * (rest > 0), np.int64)
+
+
+def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError unless the backend supports this model on this device."""
+    dtype = precision_of(config, device).compute
+    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+    masks = [model.mask_of(layer) for layer in range(model.layers)]
+    traits = Traits.of(spec, masks, deterministic=config.train.deterministic)
+    choose(config.parallel.backend, traits)
 
 
 def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:

@@ -22,7 +22,7 @@ from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.runtime.batches import Prefetched, Prefetcher
-from distca.runtime.launch import RankFailedError, is_launched
+from distca.runtime.launched import RankFailedError, is_launched
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import StepRunner
