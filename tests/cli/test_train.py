@@ -16,6 +16,7 @@ import torch
 
 from distca.cli import main
 from distca.report.training import comparison, verdict
+from distca.train.run_lock import RunLock
 
 COMMAND = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
 TINY = (
@@ -82,7 +83,7 @@ def test_two_ranks_with_a_checkpoint_and_then_more_steps_on_one(tmp_path: Path) 
 def test_compare_on_two_ranks(tmp_path: Path) -> None:
     out, err = run(tmp_path, "train.steps=3", options=("--compare",))
     assert err == ""
-    assert "colocated, then disaggregated" in out
+    assert "colocated and disaggregated, steps in turns" in out
     assert "The losses of all 3 steps agree (relative difference at most 0.001)." in out
     sides = [metrics(tmp_path / name) for name in ("colocated", "disaggregated")]
     for before, after in zip(*sides, strict=True):
@@ -144,6 +145,54 @@ def stop(out: Path, number: signal.Signals, status: int) -> int:
 @pytest.mark.slow
 def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     stop(tmp_path, signal.SIGINT, status=130)
+
+
+def test_a_second_ctrl_c_says_that_nothing_was_saved(tmp_path: Path) -> None:
+    """And a second run into the folder is refused while the first one has it."""
+    process = start(tmp_path)
+    with pytest.raises(ValueError, match=rf"{tmp_path} is in use by process {process.pid} on "):
+        RunLock(tmp_path)
+    for rank in children(process):  # so that they cannot save in the meantime
+        os.kill(rank, signal.SIGSTOP)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err == "ended at once by a second signal, nothing was saved: there is no checkpoint\n"
+    RunLock(tmp_path).release()
+
+
+def test_sigterm_before_ranks_are_started(tmp_path: Path) -> None:
+    process = subprocess.Popen(command(tmp_path), stderr=subprocess.PIPE, text=True)
+    mask = 1 << (signal.SIGTERM - 1)
+
+    def is_handled() -> bool:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        return bool(int(status.split("SigCgt:")[1].split()[0], 16) & mask)
+
+    while not is_handled():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.terminate()
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert err == "stopped before the first step: there was nothing to save\n"
+
+
+@pytest.mark.slow
+def test_a_mistake_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    ran = subprocess.run(
+        [*torchrun, *command(tmp_path, "data.sources=nope.txt")],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ran.returncode == 1  # of torchrun; that of the ranks is 2
+    assert ran.stderr.count("distca: nope.txt does not exist: give ") == 1
+    assert "exitcode  : 2" in ran.stderr
+    assert "traceback : nope.txt does not exist: give " in ran.stderr
 
 
 @pytest.mark.slow
@@ -286,6 +335,24 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("parallel.stage_layers=[1,3]", "layer counts [1, 3] are 2 but there are 1 stages"),
         ("parallel.pp=3", "2 ranks less 0 servers cannot be divided by pp x cp x tp = 3"),
         ("parallel.tp=3", "cannot be divided by pp x cp x tp = 3"),
+        ("parallel.backend=x", "attention backend 'x' is unknown"),
+        ("parallel.compile=true", "compile = true works on GPUs only"),
+        ("parallel.memory_gib=0.001", "this run needs about"),
+        ("parallel.cost=x", "cost"),
+        ("data.sources=nope.txt", "nope.txt does not exist: give stdlib, a text,"),
+        ("data.sources=[]", "no sources: give one or more"),
+        ("data.held_out=2e9", "held_out"),
+        ("data.weights=-1", "stdlib has weight -1.0: it must be above 0"),
+        ("model.path=nope", "nope/config.json does not exist"),
+        ("train.frozen=nope.*", "train.frozen: 'nope.*' matches no parameter"),
+        ("train.lr=inf", "train.lr = inf: it must be at most 1000000.0"),
+        ("train.lr=nan", "train.lr = nan: it must be at least 0"),
+        ("train.betas=[0.9,1.5]", "train.betas = [0.9, 1.5]: each must be from 0 to below 1"),
+        ("parallel.speed=[1,2,3]", "speed"),
+        ("parallel.tolerance=-1", "tolerance"),
+        ("parallel.attention_memory_gib=1e-6", "memory"),
+        ("train.seed=-1", "train.seed = -1: it must be at least 0"),
+        ("from_step=3", "out/checkpoints has no complete checkpoint of step 3: it has none at all"),
     ],
 )
 def test_wrong_settings_get_one_sentence(refused: Any, setting: str, said: str) -> None:

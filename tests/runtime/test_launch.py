@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from distca.runtime.launch import RankFailedError, launch, local_ranks
+from distca.runtime.launch import launch, local_ranks
+from distca.runtime.launched import RankFailedError
 
 START = (
-    "import os, signal, sys, time; from distca.runtime.launch import reporting;"
+    "import os, signal, sys, time; from distca.runtime.launched import reporting;"
     " rank = int(os.environ['RANK'])\n"
 )
 
@@ -37,6 +38,38 @@ def test_ranks_get_what_torchrun_would_give(tmp_path: Path) -> None:
     assert found[0]["MASTER_PORT"] == found[1]["MASTER_PORT"]
 
 
+LISTENING = """
+import json
+import torch.distributed as dist
+from distca.runtime.launched import loopback_store
+dist.init_process_group("gloo", **loopback_store())
+dist.barrier()
+from pathlib import Path
+mine = {str(fd.readlink()) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink()}
+found = []
+for table in ("tcp", "tcp6"):
+    for line in open(f"/proc/net/{table}").read().splitlines()[1:]:
+        _, local, _, state, *_, inode = line.split()[:10]
+        if state == "0A" and f"socket:[{inode}]" in mine:
+            found.append(local)
+print(json.dumps([found, os.environ["MASTER_PORT"]]), flush=True)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="looks into /proc")
+def test_nothing_listens_beyond_this_machine(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Neither the store, which listens on all interfaces by default, nor gloo."""
+    assert launch(program(LISTENING), 2, tmp_path) is None
+    found, port = json.loads(capfd.readouterr().out)
+    assert f"0100007F:{int(port):04X}" in found
+    others, _ = json.loads((tmp_path / "rank-1.log").read_text())
+    assert {address.split(":")[0] for address in (*found, *others)} == {"0100007F"}
+
+
 def test_only_what_rank_0_prints_is_shown(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -50,6 +83,18 @@ def test_only_what_rank_0_prints_is_shown(
 def test_a_mistake_keeps_its_sentence(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^lr = -1: give more$"):
         launch(program("raise ValueError('lr = -1: give more')"), 2, tmp_path)
+
+
+def test_a_failure_that_explains_itself_and_one_without_words(tmp_path: Path) -> None:
+    explained = (
+        "from distca.runtime.launched import RankFailedError\nraise RankFailedError('loss nan')"
+    )
+    with pytest.raises(RankFailedError, match=r"^loss nan$"):
+        launch(program(explained), 1, tmp_path)
+    with pytest.raises(RankFailedError, match=r"^rank 0 failed with KeyError; its output is in"):
+        launch(program("raise KeyError"), 1, tmp_path)
+    with pytest.raises(ValueError, match=r"^no space left on device: check the disks"):
+        launch(program("open('/dev/full', 'wb', 0).write(b'x')"), 1, tmp_path)
 
 
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
@@ -158,6 +203,7 @@ def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     process.send_signal(signal.SIGINT)
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)  # impatient users press it again while ranks are killed
     process.communicate(timeout=30)
     assert process.returncode
     assert are_gone(tmp_path)

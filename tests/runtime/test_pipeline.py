@@ -18,7 +18,8 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import POLICIES
-from distca.runtime.launch import RankFailedError, launch
+from distca.runtime.launch import launch
+from distca.runtime.launched import RankFailedError
 
 FOUR = replace(TINY, layers=4)
 LONG = (4000, 4000, *[500] * 16)

@@ -64,6 +64,16 @@ class Run:
         )
 
 
+class Command:
+    """Unpickling it creates a folder."""
+
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.marker),)
+
+
 _contexts: dict[MeshShape, RankContext] = {}
 
 
@@ -127,6 +137,13 @@ def load(group: dist.ProcessGroup, run: Run, name: str) -> dict[str, Any]:
     return run.start().checkpoints.load(run.folder / name)
 
 
+def resume(group: dist.ProcessGroup, run: Run, step: int | None = None) -> tuple[Path, list[str]]:
+    """The path of what was loaded, and what was told."""
+    resumed = run.start().checkpoints.resume(step)
+    assert resumed is not None
+    return resumed.path, resumed.notes
+
+
 def weight_decays(group: dist.ProcessGroup, run: Run, name: str) -> list[float]:
     trained = run.start()
     trained.checkpoints.load(run.folder / name)
@@ -168,7 +185,7 @@ def fail_to_write(group: dist.ProcessGroup, run: Run, step: int) -> tuple[str, s
     trained, write = run.start(), FileSystemWriter.write_data
 
     def refuse(self: FileSystemWriter, *args: Any) -> Any:
-        raise OSError("No space left on device")
+        raise RuntimeError("the cable is out")
 
     if dist.get_rank(group) == 1:
         FileSystemWriter.write_data = refuse  # type: ignore[method-assign]

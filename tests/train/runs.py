@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import os
+import threading
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from distca.train.config import Config
 from distca.train.trainer import Trainer
@@ -18,7 +24,75 @@ def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
 
     def show(record: dict[str, Any]) -> None:
         if stops and record["step"] + 2 == stops[0]:
-            trainer._request_stop()
+            trainer.stop.request()
 
     trainer._show = show
     return trainer.fit()
+
+
+def start_each(group: dist.ProcessGroup, settings: list[list[list[str]]]) -> list[str]:
+    """The error of each start, with the settings of this rank."""
+    errors = []
+    for start in settings:
+        try:
+            Trainer(Config.read(None, start[dist.get_rank(group)]))
+        except ValueError as error:
+            errors.append(str(error))
+        else:
+            errors.append("")
+    return errors
+
+
+def start_in(group: dist.ProcessGroup, settings: list[str], folder: str) -> str:
+    """The error of a start in a working directory of this rank."""
+    before = Path.cwd()
+    os.chdir(f"{folder}/{dist.get_rank(group)}")
+    try:
+        return start_each(group, [[settings, settings]])[0]
+    finally:
+        os.chdir(before)
+
+
+def told(group: dist.ProcessGroup, settings: list[str]) -> tuple[list[str], int, list[str]]:
+    """What is told, the first step, and the names of threads that are left after the run."""
+    sentences: list[str] = []
+    trainer = Trainer(Config.read(None, settings), tell=sentences.append)
+    trainer.fit()
+    return sentences, trainer.first_step, [thread.name for thread in threading.enumerate()]
+
+
+def fit_with_nan(
+    group: dist.ProcessGroup, settings: list[str], steps: list[int]
+) -> tuple[list[dict[str, Any]], str, list[str]]:
+    """The records, the error and the threads left; the loss of rank 1 is NaN in ``steps``."""
+    records: list[dict[str, Any]] = []
+    trainer = Trainer(Config.read(None, settings), records.append)
+    train, numbers = trainer.runner.train, iter(range(1000))
+
+    def broken(*args: Any) -> Any:
+        loss = train(*args)
+        return loss * math.nan if next(numbers) in steps and dist.get_rank(group) == 1 else loss
+
+    object.__setattr__(trainer.runner, "train", broken)
+    error = ""
+    try:
+        trainer.fit()
+    except RuntimeError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return records, error, [thread.name for thread in threading.enumerate()]
+
+
+def save_with_nan(group: dist.ProcessGroup, settings: list[str]) -> str:
+    """The error of a save after one weight has become NaN."""
+    trainer = Trainer(Config.read(None, settings))
+    assert trainer.model is not None
+    parameter = next(trainer.model.parameters())
+    with torch.no_grad():
+        (parameter.to_local() if isinstance(parameter, DTensor) else parameter)[-1] = math.nan
+    try:
+        trainer._save(1)
+    except RuntimeError as error:
+        return str(error)
+    finally:
+        trainer._unlock()
+    return ""

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import os
+import pickle
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -14,12 +17,14 @@ import torch
 from ranks import RankFailedError, World
 from runtime.bodies import TINY
 from train.bodies import (
+    Command,
     Run,
     State,
     change_after_save,
     fail_to_write,
     load,
     load_newest,
+    resume,
     save_after,
     save_extra,
     save_forever,
@@ -156,13 +161,25 @@ def test_the_last_ones_are_kept(world: World, tmp_path: Path) -> None:
     ]
 
 
-def test_a_run_that_goes_back_is_the_newest(world: World, tmp_path: Path) -> None:
+def test_a_run_that_goes_back_sets_later_ones_aside(world: World, tmp_path: Path) -> None:
     """Its checkpoints have lower steps, and one is replaced."""
     run_all(world, save_steps, Run(tmp_path), [10, 20, 30])
     run_all(world, save_steps, Run(tmp_path), [15, 20, 20])
     assert newest_name(Run(tmp_path)) == "step-00000020"
-    kept = sorted(path.name for path in tmp_path.iterdir())
-    assert kept == ["step-00000020", "step-00000020.replaced"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "step-00000020",
+        "step-00000020.aside",
+        "step-00000020.replaced",
+        "step-00000030.aside",
+    ]
+
+
+def test_the_newest_is_that_of_the_highest_step_after_a_copy(world: World, tmp_path: Path) -> None:
+    run_all(world, save_steps, Run(tmp_path), [1, 3])
+    for path in (tmp_path / "step-00000001").iterdir():
+        path.touch()
+    os.utime(tmp_path / "step-00000003" / ".metadata", (0, 0))
+    assert newest_name(Run(tmp_path)) == "step-00000003"
 
 
 def test_a_replaced_one_counts_until_the_new_one_is_complete(world: World, tmp_path: Path) -> None:
@@ -195,7 +212,7 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(world: World, tmp_path: 
     run = Run(tmp_path, DP2)
     run_all(world, save_steps, run, [3])
     for words, found in world(2).run(fail_to_write, run, 4, ranks=2):
-        assert "step-00000004 is incomplete (rank 1: No space left on device)" in words
+        assert "step-00000004 is incomplete (the cable is out)" in words
         assert found.endswith("step-00000003")
 
 
@@ -232,21 +249,39 @@ def test_another_model_is_refused_on_all_ranks(
 @pytest.mark.parametrize(
     ("file", "content", "words"),
     [
-        ("extra.json", b'{"step": 3', r"extra\.json is damaged \(Expecting.*earlier checkpoint"),
+        ("extra.json", b'{"step": 3', r"extra\.json is damaged \(Expecting"),
         ("extra.json", b"[3]", r"extra\.json is damaged \(not a JSON object\)"),
         (".metadata", b"?", r"\.metadata is damaged \("),
-        ("__1_0.distcp", b"", r"step-00000003 is damaged \(rank"),
+        (".metadata", b"", r"\.metadata is damaged \(Ran out of input"),
+        (
+            ".metadata",
+            pickle.dumps(Command(Path("executed"))),
+            r"\.metadata is damaged \(it names \w+\.mkdir, which no checkpoint of distca has\)",
+        ),
+        ("__1_0.distcp", b"", r"step-00000003 is damaged \(\w+"),
     ],
-    ids=["torn extra", "wrong extra", "metadata", "tensors"],
+    ids=["torn extra", "wrong extra", "metadata", "empty", "crafted", "tensors"],
 )
 def test_damage_is_said_in_a_sentence(
     world: World, tmp_path: Path, file: str, content: bytes, words: str
 ) -> None:
+    """By the first rank, as a mistake; a resumed run takes the one before."""
     run = Run(tmp_path, DP2)
-    run_all(world, save_steps, run, [3])
+    run_all(world, save_steps, run, [2, 3])
     (tmp_path / "step-00000003" / file).write_bytes(content)
-    with pytest.raises(RankFailedError, match=words):
-        run_all(world, load, run, "step-00000003")
+    (error, _), _ = world(2).answers(load, run, "step-00000003", ranks=2)
+    assert error is not None
+    assert error.startswith("DamagedCheckpointError")
+    assert re.search(rf"{words}.*: load an earlier checkpoint", error)
+    path, notes = run_all(world, resume, run)
+    assert path == tmp_path / "step-00000002"
+    assert re.search(rf"{words}.*: step-00000002 is used", notes[0])
+    with pytest.raises(RankFailedError, match="is damaged"):
+        run_all(world, resume, run, 3)
+    (tmp_path / "step-00000002" / file).write_bytes(content)
+    with pytest.raises(RankFailedError, match=r"ValueError: no checkpoint can be loaded \(.*fresh"):
+        run_all(world, resume, run)
+    assert not Path("executed").exists()
 
 
 def test_what_cannot_be_saved_or_found(world: World, tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Checkpoints are read without executing what they contain."""
 
 import io
-import os
 import pickle
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,11 @@ import pytest
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from train.bodies import Command
 
 from distca.train.safe_reader import SafePlanner, SafeReader
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
-
-class Command:
-    """Unpickling it creates a file."""
-
-    def __init__(self, marker: Path) -> None:
-        self.marker = marker
-
-    def __reduce__(self) -> Any:
-        return os.mkdir, (str(self.marker),)
 
 
 def save(folder: Path) -> dict[str, Any]:

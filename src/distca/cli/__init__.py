@@ -18,7 +18,7 @@ from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
 from distca.cli.simulate import SimulateCommand
 from distca.cli.train import TrainCommand
-from distca.runtime.launch import RankFailedError
+from distca.runtime.launched import RankFailedError, is_repeated, sentence
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
 
@@ -72,10 +72,11 @@ def main(args: Sequence[str] | None = None) -> None:
     try:
         status = app(given or ["--help"], prog_name="distca", standalone_mode=False)
     except (ValueError, OSError, _USAGE_ERROR) as error:
-        typer.echo(f"distca: {_sentence(error)}", err=True)
+        if not is_repeated(error):
+            typer.echo(f"distca: {_sentence(error)}", err=True)
         status = 2
     except RankFailedError as error:
-        typer.echo(f"distca: {_sentence(error)}", err=True)
+        typer.echo(f"distca: {sentence(error)}", err=True)
         status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = 130
@@ -83,11 +84,7 @@ def main(args: Sequence[str] | None = None) -> None:
 
 
 def _sentence(error: Exception) -> str:
-    """Returns an error in one line: what failed, the values, the rule, the way out."""
-    if isinstance(error, OSError) and error.filename:
-        reason = (error.strerror or type(error).__name__).lower()
-        return f"cannot open {error.filename}: {reason}; give a path that can be read or written"
     if isinstance(error, _USAGE_ERROR):
         text = getattr(error, "format_message", error.__str__)()
         return f"{' '.join(text.split())} (see --help)"
-    return " ".join(str(error).split("\n"))
+    return sentence(error)

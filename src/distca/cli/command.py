@@ -6,6 +6,7 @@ and ``distca.cli`` runs what was built. ``distca.schema`` reads the same fields 
 """
 
 # Commands import numpy and torch inside their functions: `distca --help` must not wait for them.
+import os
 import signal
 import sys
 from dataclasses import MISSING, field, fields
@@ -17,8 +18,10 @@ from rich.console import Console
 from typer import Argument, Option
 
 from distca.runtime.launch import Stop
+from distca.runtime.launched import is_launched
 
 OUTPUT = "Output"
+STOPPED_EARLY = "stopped before the first step: there was nothing to save"
 
 
 class Command(Protocol):
@@ -93,11 +96,27 @@ def console(quiet: bool = False) -> Console:
     return Console(highlight=False, markup=False, quiet=quiet)
 
 
+def stop_before_first_step() -> None:
+    """Makes SIGTERM end this process with a sentence, until something handles it otherwise.
+
+    A rank of a launcher just ends, and the launcher says so.
+    """
+    if is_launched():
+        return
+
+    def end(*_: object) -> None:
+        # Not ``print``, which must not be entered twice.
+        os.write(2, f"{STOPPED_EARLY}\n".encode() if os.environ.get("RANK", "0") == "0" else b"")
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, end)
+
+
 def exit_if_stopped(stop: Stop | None) -> None:
     """Exits with 130 after a Ctrl-C, so that it stops a script too. SIGTERM counts as success."""
     if stop is None:
         return
     if stop.early:
-        typer.echo("stopped before the first step: there was nothing to save", err=True)
+        typer.echo(STOPPED_EARLY, err=True)
     if stop.signal == signal.SIGINT:
         raise typer.Exit(130)

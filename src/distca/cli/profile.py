@@ -12,7 +12,7 @@ from distca.cli.command import console, json_switch, option, rank_command
 from distca.report.profiles import profile_facts, rates_table
 from distca.report.progress import progress
 from distca.report.tables import facts
-from distca.runtime import launch
+from distca.runtime import launch, launched
 
 if TYPE_CHECKING:
     import torch
@@ -43,8 +43,8 @@ class ProfileCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        if launch.is_rank():
-            with launch.reporting():
+        if launched.is_rank():
+            with launched.reporting():
                 self._measure_together()
             return
         num_ranks = self._num_ranks()

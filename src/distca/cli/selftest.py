@@ -12,7 +12,7 @@ import typer
 from distca.cli.command import console, exit_if_stopped, json_switch, option, rank_command
 from distca.report import units
 from distca.report.checks import checks_table
-from distca.runtime import launch
+from distca.runtime import launch, launched
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -38,10 +38,10 @@ class SelftestCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        if launch.is_rank():
-            with launch.reporting():
+        if launched.is_rank():
+            with launched.reporting():
                 rows = self._check()
-            if not launch.is_launched():
+            if not launched.is_launched():
                 raise typer.Exit(0 if all_pass(rows) else 1)
             return  # the launcher reads the result: a rank that exits with 1 would count as broken
         self.result.unlink(missing_ok=True)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from distca.cli.command import (
     json_switch,
     option,
     rank_command,
+    stop_before_first_step,
 )
 from distca.report import units
 from distca.report.curves import draw_comparison
@@ -31,7 +33,7 @@ from distca.report.training import (
     summary,
     verdict,
 )
-from distca.runtime import launch
+from distca.runtime import launch, launched
 
 if TYPE_CHECKING:
     import torch
@@ -93,6 +95,12 @@ class TrainCommand:
         None,
         "--resume/--fresh",
     )
+    from_step: int | None = _run(
+        "STEP",
+        "Continue from the checkpoint of this step; later ones are set aside.",
+        None,
+        "--from",
+    )
     compare: bool = _run(
         "", "Train the same steps colocated and disaggregated, and compare.", False, "--compare"
     )
@@ -102,10 +110,11 @@ class TrainCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        if not launch.is_rank():
+        stop_before_first_step()
+        if not launched.is_rank():
             self._launch()
             return
-        with launch.reporting():
+        with launched.reporting():
             import torch.distributed
 
             config, world = self.read(), int(os.environ["WORLD_SIZE"])
@@ -113,7 +122,7 @@ class TrainCommand:
                 raise ValueError(
                     f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
                 )
-            if not launch.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
+            if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
@@ -124,8 +133,10 @@ class TrainCommand:
         """Reads the configuration, in the launcher and again in every rank."""
         from distca.train.config import Config
 
-        if self.compare and self.resume:
-            raise ValueError("--compare starts both sides from step 0: leave out --resume")
+        if self.compare and (self.resume or self.from_step is not None):
+            raise ValueError("--compare starts both sides from step 0: leave out --resume, --from")
+        if self.resume is False and self.from_step is not None:
+            raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
         settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
         settings += self.settings or []
         settings += [] if self.trace is None else [f"train.trace={self.trace}"]
@@ -136,29 +147,41 @@ class TrainCommand:
             config = replace(config, out=COMPARE_OUT)
         if self.compare or self.resume is not None:
             config = replace(config, resume=bool(self.resume))
+        if self.from_step is not None:
+            config = replace(config, resume=True, from_step=self.from_step)
         return config
 
     def _launch(self) -> None:
+        from distca.train.run_lock import RunLock
+        from distca.train.step_folders import newest
+
         config, num_ranks = self.read(), launch.local_ranks(self.ranks)
-        check(config, num_ranks)
+        check(config, num_ranks, sides=len(SIDES) if self.compare else 1)
         if not self.as_json:
             _announce(config, num_ranks, self.compare)
+        out = Path(config.out)
+        lock = RunLock(out)
         try:
-            stop = launch.launch(rank_command("train", self), num_ranks, Path(config.out) / "logs")
+            stop = launch.launch(rank_command("train", self), num_ranks, out / "logs")
+        except KeyboardInterrupt:
+            found = newest(out / "checkpoints")
+            last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
+            typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
+            raise
         finally:
+            lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
 
-def check(config: "Config", num_ranks: int) -> None:
+def check(config: "Config", num_ranks: int, *, sides: int = 1) -> None:
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import setup
+    from distca.train.step_folders import find
 
-    parallel = setup.parallel_of(config, num_ranks)
-    parallel.check(num_ranks)
-    model = setup.model_of(config, setup.tokenizer_of(config))
-    model.shape.share(parallel.tp)
-    setup.planner_of(config, parallel, model, _device())
+    setup.Parts.of(config, num_ranks, _device(), sides=sides)
+    if config.from_step >= 0:
+        find(Path(config.out) / "checkpoints", config.from_step)
 
 
 def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
@@ -175,7 +198,11 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     where = "GPUs" if device.type == "cuda" else "the CPU"
     *parts, total = setup.memory_of(config, sizes, model, device).table().items()
     memory = ", ".join(f"{name} {gib:.2g}" for name, gib in parts)
-    how = "colocated, then disaggregated" if compare else f"{p.policy}, {p.placement} placement"
+    how = (
+        "colocated and disaggregated, steps in turns"
+        if compare
+        else f"{p.policy}, {p.placement} placement"
+    )
     stages = [stop - start for start, stop in stage_layers(model.layers, sizes.pp, p.stage_layers)]
     rows = {
         "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
@@ -207,12 +234,24 @@ def _pipeline(layers: list[int], micro_batches: int) -> str:
 
 def _train(config: "Config", as_json: bool) -> None:
     from distca.train.step_folders import newest
+    from distca.train.trainer import Trainer
 
-    records = _fit(config, "step", as_json)
-    if records is None:
+    first, notes = os.environ["RANK"] == "0", list[str]()
+    screen = console(quiet=as_json or not first)
+    with progress(screen, "step", config.train.steps) as update:
+
+        def show(record: dict[str, Any]) -> None:
+            update(record["step"] + 1, step_line(record))
+
+        def tell(sentence: str) -> None:
+            notes.append(sentence)
+            screen.print(sentence, soft_wrap=True)
+
+        records = Trainer(config, show, tell).fit()
+    if not first:
         return
     found = newest(Path(config.out) / "checkpoints")
-    result = {"out": config.out, "steps": config.train.steps} | summary(records)
+    result = {"out": config.out, "steps": config.train.steps, "notes": notes} | summary(records)
     result["metrics"] = f"{config.out}/metrics.jsonl"
     result["checkpoint"] = None if found is None else str(found)
     if any(record["step"] == config.train.trace for record in records):
@@ -224,24 +263,38 @@ def _train(config: "Config", as_json: bool) -> None:
 
 
 def _compare(config: "Config", as_json: bool) -> None:
-    """Trains both sides on these ranks, one after the other; rank 0 shows the comparison."""
-    import torch
-    import torch.distributed as dist
+    """Trains both sides on these ranks, step by step in turns; rank 0 shows the comparison.
 
-    runs: list[list[dict[str, Any]]] = []
+    Noise of the machine reaches both sides then. Each goes first in every other step.
+    """
+    from distca.train.stop import StopRequest
+    from distca.train.trainer import Trainer
+
+    first, stop, steps = os.environ["RANK"] == "0", StopRequest(), config.train.steps
+    train = replace(config.train, checkpoint_every=0, save_at_end=False)
+    trainers = []
     for name, changes in SIDES.items():
         parallel = replace(config.parallel, **changes)
-        side = replace(config, parallel=parallel, out=str(Path(config.out) / name))
-        records = _fit(side, name.ljust(max(map(len, SIDES))), as_json)
-        stopped = [bool(records and records[-1]["stopped"])]
-        dist.broadcast_object_list(stopped, src=0, device=torch.device("cpu"))
-        if stopped[0]:
-            if records is not None:
-                stopped_in = f"stopped: the steps so far are saved in {config.out}, not compared"
-                typer.echo(stopped_in, err=as_json)
-            return
-        runs.append(records or [])
-    if dist.get_rank() == 0:
+        changed = replace(config, parallel=parallel, train=train, out=str(Path(config.out) / name))
+        trainers.append(Trainer(changed, stop=stop, sides=len(SIDES)))
+    runs: list[list[dict[str, Any]]] = [[] for _ in trainers]
+    names = [name.ljust(max(map(len, SIDES))) for name in SIDES]
+    with (
+        progress(console(quiet=as_json or not first), "step", steps) as update,
+        stop.on_sigterm(),
+        closing(trainers[0].steps()) as colocated,
+        closing(trainers[1].steps()) as disaggregated,
+    ):
+        sides = list(zip(names, (colocated, disaggregated), runs, strict=True))
+        for step in range(steps):
+            for name, side, records in sides if step % 2 == 0 else reversed(sides):
+                records.append(next(side))
+                update(step + 1, f"{name}  {step_line(records[-1])}")
+                if records[-1]["stopped"]:
+                    if first:
+                        typer.echo("stopped: nothing is compared", err=as_json)
+                    return
+    if first:
         _show_comparison(config, runs, as_json)
 
 
@@ -260,20 +313,6 @@ def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json
     screen.print(f"\n{verdict(compared)}", style=style, soft_wrap=True)
     screen.print(f"records: {config.out}/*/metrics.jsonl, picture: {picture}", soft_wrap=True)
     screen.print(f"to train on your own data: {NEXT_COMMAND}", soft_wrap=True)
-
-
-def _fit(config: "Config", title: str, as_json: bool) -> list[dict[str, Any]] | None:
-    """Trains and returns the records of the steps that were taken; None on ranks other than 0."""
-    from distca.train.trainer import Trainer
-
-    first = os.environ["RANK"] == "0"
-    with progress(console(quiet=as_json or not first), title, config.train.steps) as update:
-
-        def show(record: dict[str, Any]) -> None:
-            update(record["step"] + 1, step_line(record))
-
-        records = Trainer(config, show=show).fit()
-    return records if first else None
 
 
 def _precision(config: "Config") -> str:

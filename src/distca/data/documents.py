@@ -7,9 +7,10 @@ of a batch, and in every piece.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -70,6 +71,7 @@ class Source:
     name: str
     num_documents: int
     document: Callable[[int], Document]
+    files: Sequence[Path] = ()  # whose contents it depends on
 
     def __len__(self) -> int:
         return self.num_documents

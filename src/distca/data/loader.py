@@ -16,10 +16,12 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distca.data.documents import Batch, Document, Source
+from distca.data.documents import IGNORE, Batch, Document, Source
+from distca.data.fingerprint import change, source_fingerprint
 from distca.data.shuffle import Ints, choose_held_out, shuffled
 
 Overlong = Literal["split", "drop"]
+_SEARCHED = 10_000  # documents in which a target must be found
 
 
 @dataclass
@@ -69,6 +71,7 @@ class Loader:
         self.overlong, self.held_out = overlong, held_out
         self._weights = _whole_weights(weights, self.sources)
         self._sizes = [len(source) for source in self.sources]
+        self.fingerprints = [source_fingerprint(source) for source in self.sources]
         self._held_out = choose_held_out(self._sizes, held_out)
         self._trained = [
             np.delete(np.arange(size), held)
@@ -99,6 +102,19 @@ class Loader:
             self._counts[document.source].tokens += stop
             missing -= stop
         return Batch(tuple(documents))
+
+    def check_targets(self) -> None:
+        """Raises ValueError for a source without any target among its first documents."""
+        for number, trained in enumerate(self._trained):
+            found = (self._read(number, index) for index in trained[:_SEARCHED].tolist())
+            usable = (document for document in found if not self._is_dropped(document))
+            if not any((document.labels != IGNORE).any() for document in usable):
+                raise ValueError(
+                    f"the documents of {self.sources[number].name} have no target within the"
+                    f" context of {self.context} tokens: a target is the next token of the same"
+                    " document, so documents need two tokens or more, and a completion after a"
+                    " prompt"
+                )
 
     def evaluation(self, num_tokens: int) -> Iterator[Batch]:
         """Yields the held-out documents in order, in pieces of at most ``context`` tokens.
@@ -134,7 +150,10 @@ class Loader:
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch as JSON: a few numbers, no tokens."""
-        state = self._fixed() | {"sources": [asdict(counts) for counts in self._counts]}
+        state = self._fixed() | {
+            "data": self.fingerprints,
+            "sources": [asdict(counts) for counts in self._counts],
+        }
         if self._rest is not None:
             rest = self._rest
             state["rest"] = [rest.source, rest.index, rest.offset, len(rest)]
@@ -142,13 +161,20 @@ class Loader:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues with the batches that follow a ``state`` of a loader of the same documents."""
+        saved = dict(enumerate(state.get("data", ())))
+        for number, now in enumerate(self.fingerprints):
+            if words := change(saved.get(number, {}), now):
+                raise ValueError(
+                    f"{self.sources[number].name} has changed since the checkpoint: {words}; use"
+                    " the same data and tokenizer, or start from the beginning"
+                )
         for name, value in self._fixed().items():
             if name not in state or state[name] != value:
                 raise ValueError(
                     f"the saved state of the data has {name} = {state.get(name)} but this run has"
                     f" {value}: set the same value, or start from the beginning"
                 )
-        counts = [Counts(**saved) for saved in state["sources"]]
+        counts = [Counts(**values) for values in state["sources"]]
         rest = None
         if "rest" in state:
             source, index, offset, num_tokens = state["rest"]

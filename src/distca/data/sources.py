@@ -53,7 +53,7 @@ def _text_files(name: str, paths: Sequence[Path], tokenizer: Tokenizer) -> Sourc
             ) from None
         return tokenizer.document(text, index=index)
 
-    return Source(name, len(paths), document)
+    return Source(name, len(paths), document, paths)
 
 
 def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
@@ -82,11 +82,11 @@ def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
             ' or "tokens" or "input_ids" (a list)'
         )
 
-    return Source(str(path), len(lines), document)
+    return Source(str(path), len(lines), document, (path,))
 
 
 def _token_file(
-    path: Path, row: npt.NDArray[np.integer[Any]], lengths: Lengths, vocab_size: int
+    path: Path, row: npt.NDArray[np.integer[Any]], lengths: Lengths, vocab_size: int, *beside: Path
 ) -> Source:
     """Returns an array of token ids on disk, divided into documents of the given lengths."""
     stops = np.cumsum(lengths)
@@ -102,14 +102,14 @@ def _token_file(
         _check_ids(tokens, vocab_size, f"document {index} of {path}")
         return Document.from_tokens(tokens, index=index)
 
-    return Source(str(path), len(stops), document)
+    return Source(str(path), len(stops), document, (path, *beside))
 
 
 def _numpy_tokens(path: Path, tokenizer: Tokenizer, end_of_document: int | None) -> Source:
     """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = readers.open_array(path), path.with_suffix(".lengths.npy")
     if end_of_document is None and beside.is_file():
-        return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size)
+        return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size, beside)
     end = tokenizer.eos if end_of_document is None else end_of_document
     if end is None:
         raise ValueError(
@@ -124,7 +124,8 @@ def _numpy_tokens(path: Path, tokenizer: Tokenizer, end_of_document: int | None)
 def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
     """Opens a Megatron data set by the path of its ``.bin`` or ``.idx`` file."""
     path = path.with_suffix(".bin")
-    index = readers.read_index(path.with_suffix(".idx"))
+    beside = path.with_suffix(".idx")
+    index = readers.read_index(beside)
     if not path.is_file():
         raise ValueError(f"{path} does not exist: an .idx needs its .bin next to it")
     if index.dtype.kind not in "iu" or not index.in_order:
@@ -134,7 +135,7 @@ def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
         )
     readers.check_not_empty(index.lengths, path)
     tokens = np.memmap(path, index.dtype, mode="r")
-    return _token_file(path, tokens, index.lengths, tokenizer.vocab_size)
+    return _token_file(path, tokens, index.lengths, tokenizer.vocab_size, beside)
 
 
 def _random_tokens(lengths: LengthDistribution, vocab_size: int, seed: int) -> Source:
@@ -157,7 +158,8 @@ def _joined(name: str, sources: Sequence[Source]) -> Source:
         start = int(stops[number - 1]) if number else 0
         return replace(sources[number].document(index - start), index=index)
 
-    return Source(name, int(stops[-1]), document)
+    files = [file for source in sources for file in source.files]
+    return Source(name, int(stops[-1]), document, files)
 
 
 def _standard_library(tokenizer: Tokenizer) -> Source:

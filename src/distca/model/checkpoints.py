@@ -66,9 +66,7 @@ def load(model: Llama, folder: Path | str, *, device: torch.device | str | None 
     Every rank reads the whole tensors of its parameters and keeps its shards.
     """
     folder = Path(folder)
-    _check_config(model.config, read_config(folder))
-    files = _files(folder)
-    _check_names(model.config, files)
+    files = _check_folder(model.config, folder)
     materialize(model, device)
     parameters = {hf_name(model.whole_name(name)): p for name, p in model.named_parameters()}
     for name, tensor in _tensors(folder, {name: files[name] for name in parameters}):
@@ -80,6 +78,21 @@ def load(model: Llama, folder: Path | str, *, device: torch.device | str | None 
                 " again"
             )
         fill(parameter, tensor.to(parameter.device))
+
+
+def check_folder(config: ModelConfig, folder: Path | str) -> set[str]:
+    """Returns the files of weights. Raises ValueError unless all are there, for this model."""
+    names = set(_check_folder(config, Path(folder)).values())
+    for name in names:
+        _open(Path(folder) / name)
+    return names
+
+
+def _check_folder(config: ModelConfig, folder: Path) -> dict[str, str]:
+    _check_config(config, read_config(folder))
+    files = _files(folder)
+    _check_names(config, files)
+    return files
 
 
 def save(

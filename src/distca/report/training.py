@@ -4,7 +4,7 @@ The input is plain records, one for each step, as they are in ``metrics.jsonl``.
 """
 
 from collections.abc import Sequence
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any
 
 from rich.table import Table
@@ -20,7 +20,8 @@ def step_line(record: Record) -> str:
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  imbalance {units.ratio(record['imbalance_measured'])}"
     )
-    return line + (f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else "")
+    line += f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else ""
+    return line + ("  skipped: not finite" if record.get("skipped") else "")
 
 
 def summary(records: Sequence[Record]) -> dict[str, Any]:
@@ -60,10 +61,8 @@ def outcome(result: Record) -> str:
     if not result["steps_taken"]:
         return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
-        return (
-            f"stopped after step {result['step']} of {steps}: saved in {found}; the same command"
-            " continues from there"
-        )
+        where = f"saved in {found}; the same command continues from there" if found else "not saved"
+        return f"stopped after step {result['step']} of {steps}: {where}"
     places = [f"records in {result['metrics']}"]
     places += [f"saved in {found}"] if found else []
     places += [f"timeline in {result['trace']}"] if "trace" in result else []
@@ -76,14 +75,24 @@ def outcome(result: Record) -> str:
 def comparison(
     colocated: Sequence[Record], disaggregated: Sequence[Record], tolerance: float
 ) -> dict[str, Any]:
-    """Compares two runs over the same documents."""
+    """Compares two runs over the same documents, whose steps were taken in turns.
+
+    The speed-up is that of all steps together; those of single steps show how noisy it is.
+    """
     sides = {"colocated": summary(colocated), "disaggregated": summary(disaggregated)}
     differences = [
         abs(ours["loss"] - theirs["loss"]) / abs(theirs["loss"])
         for theirs, ours in zip(colocated, disaggregated, strict=True)
     ]
+    pairs = list(zip(colocated, disaggregated, strict=True))
+    ratios = [before["seconds"] / after["seconds"] for before, after in pairs[WARM_UP:] or pairs]
     return sides | {
         "speed_up": sides["disaggregated"]["tokens_per_s"] / sides["colocated"]["tokens_per_s"],
+        "speed_up_of_steps": {
+            "lowest": min(ratios),
+            "median": median(ratios),
+            "highest": max(ratios),
+        },
         "loss_difference": max(differences),
         "loss_tolerance": tolerance,
         "losses_agree": max(differences) <= tolerance,  # false if one is NaN
@@ -103,7 +112,13 @@ def comparison_table(compared: Record) -> Table:
     ):
         table.add_row(name, show(before[key]), show(after[key]))
     table.add_section()
+    steps = {name: units.ratio(value) for name, value in compared["speed_up_of_steps"].items()}
     table.add_row("speed-up", "", units.ratio(compared["speed_up"]))
+    table.add_row(
+        "of single steps, median (lowest to highest)",
+        "",
+        f"{steps['median']} ({steps['lowest']} to {steps['highest']})",
+    )
     table.add_row("largest relative difference of losses", "", f"{compared['loss_difference']:.1e}")
     return table
 

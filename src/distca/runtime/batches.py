@@ -87,7 +87,8 @@ class Prefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _load_and_plan(self) -> Prefetched:
-        batch = self._loader.next_batch()
+        while not (batch := self._loader.next_batch()).num_targets:
+            pass  # prompts only, of which nothing can be learned
         state = self._loader.state()
         start = time.perf_counter()
         step = Step.of(self._planner, batch)

@@ -5,6 +5,9 @@ failure, so the launcher knows which rank failed first even though the others fa
 each side notices at once when the other is gone: the launcher that a rank has died, and a rank that
 its launcher has died and that it must not stay behind as an orphan.
 
+Nothing of a local run listens on the network: the store of the ranks and their sockets are bound to
+the loopback interface.
+
 Each rank has a session of its own, so a Ctrl-C reaches only the launcher. The launcher then asks
 all ranks by SIGTERM to save and stop, as it does when it receives SIGTERM itself.
 """
@@ -20,19 +23,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from threading import Thread
 from typing import Any, NoReturn
 
+from distca.runtime.launched import CHANNEL, ERROR_BYTES, LISTENER, RankFailedError
+
 CPU_RANKS = 2  # without GPUs, ranks are only for trying things out
-CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
+LOOPBACK = "127.0.0.1"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # how long a killed rank may take to be reported as dead
-_ERROR_BYTES = 1 << 16
-
-
-class RankFailedError(RuntimeError):
-    """A rank failed for a reason other than a user's mistake."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +40,6 @@ class Stop:
 
     signal: signal.Signals
     early: bool  # a rank ended before it could handle the signal
-
-
-def is_rank() -> bool:
-    """Returns whether torchrun or ``launch`` has started this process as one of several ranks."""
-    return "RANK" in os.environ
-
-
-def is_launched() -> bool:
-    """Returns whether ``launch`` has started this process; then it has announced the run too."""
-    return CHANNEL in os.environ
 
 
 def local_ranks(wanted: int | None) -> int:
@@ -81,51 +70,12 @@ def launch(command: Sequence[str], num_ranks: int, logs: Path) -> Stop | None:
     with ExitStack() as stack:
         ranks: list[_Rank] = []
         received: list[signal.Signals] = []
-        stack.callback(_end, ranks, received)
         stack.enter_context(_forward_signals(ranks, received))
-        port = _free_port()
-        for number in range(num_ranks):
-            ranks.append(_start(command, number, num_ranks, port, logs))
+        stack.callback(_end, ranks, received)
+        with socket.create_server((LOOPBACK, 0)) as listener:
+            for number in range(num_ranks):
+                ranks.append(_start(command, number, num_ranks, listener, logs))
         return _watch(ranks, received)
-
-
-@contextmanager
-def reporting() -> Iterator[None]:
-    """Reports an error inside the context to the launcher; without a launcher it does nothing."""
-    number = os.environ.get(CHANNEL)
-    if number is None:
-        yield
-        return
-    channel = socket.socket(fileno=int(number))
-    channel.set_inheritable(False)
-    Thread(target=_end_with_launcher, args=(channel,), daemon=True).start()
-    try:
-        yield
-    except Exception as error:
-        report = {
-            "kind": type(error).__name__,
-            "message": " ".join(str(error).split()),
-            "mistake": isinstance(error, ValueError | OSError),
-        }
-        with suppress(ValueError):  # not the main thread
-            # This rank ends by itself; the launcher must not end it while it prints its traceback.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        with suppress(OSError):  # the launcher may be gone
-            channel.sendall(json.dumps(report).encode()[: _ERROR_BYTES - 1] + b"\n")
-        raise
-    finally:
-        channel.detach()  # the socket stays open until the process ends, which closes it
-
-
-def _end_with_launcher(channel: socket.socket) -> None:
-    """Kills this rank's session when the launcher is gone.
-
-    The launcher never writes to the socket, so a read returns only when the launcher closes it.
-    """
-    with suppress(OSError):
-        if os.read(channel.fileno(), 1):
-            return
-    os.killpg(os.getpgrp(), signal.SIGKILL)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,20 +92,28 @@ class _Rank:
         self.process.wait()
 
 
-def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs: Path) -> _Rank:
+def _start(
+    command: Sequence[str], number: int, num_ranks: int, listener: socket.socket, logs: Path
+) -> _Rank:
     ours, theirs = socket.socketpair()
+    passed = [theirs.fileno()]
     path = logs / f"rank-{number}.log"
     environment = os.environ | {
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": LOOPBACK,
+        "MASTER_PORT": str(listener.getsockname()[1]),
         CHANNEL: str(theirs.fileno()),
     }
+    if number == 0:
+        environment[LISTENER] = str(listener.fileno())
+        passed.append(listener.fileno())
     # Ranks that each use all cores slow each other down.
     environment.setdefault("OMP_NUM_THREADS", "1")
+    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+        environment.setdefault(name, _loopback_interface())
     with theirs, path.open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -163,7 +121,7 @@ def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs:
             stdin=subprocess.DEVNULL,
             stdout=log if number else None,
             stderr=log,
-            pass_fds=[theirs.fileno()],
+            pass_fds=passed,
             start_new_session=True,
         )
     return _Rank(number, process, ours, path)
@@ -208,7 +166,7 @@ def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
 def _receive(rank: _Rank) -> Mapping[str, Any] | None:
     """Returns a rank's report of its error, or None if the rank is gone."""
     try:
-        data = rank.channel.recv(_ERROR_BYTES)
+        data = rank.channel.recv(ERROR_BYTES)
     except ConnectionError:
         return None
     if not data:
@@ -216,7 +174,8 @@ def _receive(rank: _Rank) -> Mapping[str, Any] | None:
     try:
         report: Mapping[str, Any] = json.loads(data)
     except ValueError:  # a very long message was cut
-        return {"kind": "an error", "message": data.decode(errors="replace"), "mistake": False}
+        text = data.decode(errors="replace")
+        return {"kind": "an error", "message": text, "mistake": False, "explained": False}
     return report
 
 
@@ -232,10 +191,10 @@ def _exit_code(rank: _Rank) -> int:
 def _raise_reported(rank: _Rank, report: Mapping[str, Any]) -> NoReturn:
     if report["mistake"]:
         raise ValueError(report["message"])
-    raise RankFailedError(
-        f"rank {rank.number} failed with {report['kind']}: {report['message']}; its output is in"
-        f" {rank.log}"
-    )
+    if report["explained"]:
+        raise RankFailedError(report["message"])
+    why = ": ".join(filter(None, (report["kind"], report["message"])))
+    raise RankFailedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
 
 
 def _raise_ended(rank: _Rank, code: int) -> NoReturn:
@@ -264,9 +223,9 @@ def _forward_signals(ranks: Sequence[_Rank], received: list[signal.Signals]) -> 
 
     def handle(number: int, _: object) -> None:
         received.append(signal.Signals(number))
-        if len(received) > 1:
+        if len(received) == 2:
             raise KeyboardInterrupt
-        for rank in ranks:
+        for rank in ranks if len(received) == 1 else ():
             rank.process.terminate()
 
     before = {number: signal.signal(number, handle) for number in STOP_SIGNALS}
@@ -277,8 +236,6 @@ def _forward_signals(ranks: Sequence[_Rank], received: list[signal.Signals]) -> 
             signal.signal(number, handler)
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), names[0])

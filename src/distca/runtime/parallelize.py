@@ -38,10 +38,7 @@ def parallelize(
 ) -> None:
     """Parallelizes a model on the meta device (``on_meta``) in place."""
     model.config.shape.share(context.parallel.tp)  # raises if tp cannot split it evenly
-    if compile and context.device.type != "cuda":
-        raise ValueError(
-            "compile = true works on GPUs only and this rank runs on a CPU: leave it out"
-        )
+    check_compile(compile, context.device)
     if context.tp_mesh is not None:
         _split(model, context.tp_mesh)
     for seam in model.seam_list if compile else ():
@@ -68,6 +65,13 @@ def parallelize(
             module.set_force_sum_reduction_for_comms(True)
             if context.parallel.gathers_once:
                 module.set_reshard_after_backward(False)
+
+
+def check_compile(wanted: bool, device: torch.device) -> None:
+    if wanted and device.type != "cuda":
+        raise ValueError(
+            "compile = true works on GPUs only and this rank runs on a CPU: leave it out"
+        )
 
 
 def set_last_backward(model: Llama, context: RankContext, last: bool) -> None:

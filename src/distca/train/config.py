@@ -16,6 +16,8 @@ from typing import Any
 from distca import schema
 from distca.planning.policies import PLACEMENTS
 
+_LARGEST = 1e6  # of factors in the optimizer, far above all that train and within float32
+
 
 @dataclass(frozen=True)
 class ModelSection:
@@ -75,8 +77,10 @@ class TrainSection:
     frozen: tuple[str, ...] = ()  # patterns of the names of parameters that are not trained
     eval_every: int = 0  # steps between evaluations; 0: none
     eval_tokens: int = 65536
-    checkpoint_every: int = 0  # steps between checkpoints; 0: only when a signal stops the run
+    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
+    save_at_end: bool = True  # save the last state, also when a signal stops the run
     keep: int = 2  # number of checkpoints to keep
+    skip_non_finite: int = 0  # steps in a row that may be skipped for a loss or norm like NaN
     deterministic: bool = False
     trace: int = -1  # the step whose timeline over all ranks is written; -1: none
 
@@ -89,6 +93,7 @@ class Config:
     train: TrainSection = field(default_factory=TrainSection)
     out: str = "runs/latest"
     resume: bool = True  # from the newest complete checkpoint in ``out``, if there is one
+    from_step: int = -1  # the checkpoint to resume from; -1: the newest
 
     def __post_init__(self) -> None:
         t, d, p = self.train, self.data, self.parallel
@@ -97,8 +102,23 @@ class Config:
         _at_least("data.context", d.context, 2)
         _at_least("train.keep", t.keep, 1)
         _at_least("parallel.micro_batches", p.micro_batches, 1)
-        for name in ("eval_every", "checkpoint_every", "warmup", "clip", "lr", "min_lr"):
+        for name in (
+            "eval_every", "checkpoint_every", "warmup", "clip", "lr", "min_lr", "skip_non_finite",
+            "weight_decay", "seed",
+        ):  # fmt: skip
             _at_least(f"train.{name}", getattr(t, name), 0)
+        for name in ("lr", "min_lr", "weight_decay"):
+            if not getattr(t, name) <= _LARGEST:
+                raise ValueError(
+                    f"train.{name} = {getattr(t, name)}: it must be at most {_LARGEST}"
+                )
+        if not all(0 <= beta < 1 for beta in t.betas):
+            raise ValueError(f"train.betas = {list(t.betas)}: each must be from 0 to below 1")
+        _at_least("from_step", self.from_step, -1)
+        if self.from_step >= 0 and not self.resume:
+            raise ValueError(
+                f"from_step = {self.from_step} with resume = false: choose one of them"
+            )
         _one_of("data.overlong", d.overlong, ("split", "drop"))
         _one_of("parallel.placement", p.placement, PLACEMENTS)
         _one_of("parallel.precision", p.precision, ("auto", "float32", "bfloat16"))
@@ -131,7 +151,7 @@ class Config:
 
 
 def _at_least(name: str, value: float, least: float) -> None:
-    if value < least:
+    if not value >= least:  # NaN too
         raise ValueError(f"{name} = {value}: it must be at least {least}")
 
 

@@ -1,6 +1,9 @@
 """Records of a run: one line of JSON per step, and TensorBoard if it is installed."""
 
 import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +21,31 @@ class Records:
         self._board = _tensorboard(folder)
 
     def write(self, record: Record) -> None:
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
+        with writing_to(self.path):
+            self._file.write(json.dumps(_for_json(record)) + "\n")
+            self._file.flush()
         if self._board is not None:
             for name, value in record.items():
                 if isinstance(value, int | float) and name != "step":
                     self._board.add_scalar(name, value, record["step"])
 
     def close(self) -> None:
-        self._file.close()
+        with suppress(OSError):  # what could not be written was told by ``write``
+            self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """Says in one sentence that something cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(
+            f"{path} cannot be written ({(error.strerror or str(error)).lower()}): free space, or"
+            " use another folder"
+        ) from error
 
 
 def read(path: Path) -> list[Record]:
@@ -46,7 +63,17 @@ def _drop_from(path: Path, first_step: int) -> None:
     """Drops the records of steps after the checkpoint of a resumed run, which it repeats."""
     if path.exists():
         kept = [record for record in read(path) if record["step"] < first_step]
-        path.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        new = path.with_suffix(".new")  # a full disk must not cost the records
+        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        new.replace(path)
+
+
+def _for_json(record: Record) -> Record:
+    """Returns a record with null for numbers that JSON does not know."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value
+        for name, value in record.items()
+    }
 
 
 def _tensorboard(folder: Path) -> Any | None:

@@ -74,3 +74,10 @@ def clip(model: Llama, most: float, stages: dist.ProcessGroup) -> float:
     if most > 0:
         nn.utils.clip_grads_with_norm_(trained.values(), most, norm)
     return float(norm)
+
+
+def is_finite(model: nn.Module) -> bool:
+    """Returns whether all weights of this rank are finite."""
+    mine = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    largest = nn.utils.get_total_norm([p.detach() for p in mine if p.numel()], math.inf)
+    return math.isfinite(float(largest))

@@ -2,17 +2,22 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from distca import schema
+from distca.attention.backends.base import Traits
+from distca.attention.backends.choice import choose
+from distca.data.fingerprint import Fingerprint, fingerprint
 from distca.data.loader import Loader
 from distca.data.sources import open_source
 from distca.data.tokenizers import Tokenizer, open_tokenizer
-from distca.model.checkpoints import read_config
+from distca.dispatch.tensors import TensorSpec
+from distca.model.checkpoints import check_folder, read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
 from distca.model.sizes import model_config
@@ -23,10 +28,47 @@ from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
+from distca.planning.spans import Ints
+from distca.runtime.launched import loopback_store
 from distca.runtime.mesh import ranks_per_node
-from distca.runtime.parallelize import Precision
+from distca.runtime.parallelize import Precision, check_compile
 from distca.train.config import Config
 from distca.train.optimizer import freeze
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """What a rank prepares by itself from a config, before it talks to other ranks."""
+
+    parallel: MeshShape
+    model: ModelConfig
+    loader: Loader
+    planner: StepPlanner
+    memory: Memory  # of a worker, estimated
+    weights: Fingerprint  # of the files of ``model.path``
+
+    @classmethod
+    def of(cls, config: Config, num_ranks: int, device: torch.device, *, sides: int = 1) -> "Parts":
+        """Raises ValueError for all mistakes that can be found without other ranks.
+
+        sides: runs that share the memory of a rank.
+        """
+        parallel = parallel_of(config, num_ranks)
+        parallel.check(num_ranks)
+        tokenizer = tokenizer_of(config)
+        model = model_of(config, tokenizer)
+        model.shape.share(parallel.tp)
+        planner = planner_of(config, parallel, model, device)
+        planner.plan(_full_documents(config))  # refuses costs, speeds and limits that cannot be
+        check_backend(config, model, device)
+        check_compile(config.parallel.compile, device)
+        memory = memory_of(config, parallel, model, device)
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+        check_memory(memory, available_bytes(device, local, config.parallel.memory_gib) // sides)
+        weights: Fingerprint = {}
+        if path := config.model.path:
+            weights = fingerprint(sorted({Path(path) / file for file in check_folder(model, path)}))
+        return cls(parallel, model, loader_of(config, tokenizer), planner, memory, weights)
 
 
 def join_world() -> torch.device:
@@ -39,7 +81,7 @@ def join_world() -> torch.device:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            dist.init_process_group(backend, **loopback_store())
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
@@ -78,7 +120,7 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
         open_source(where, tokenizer, context=data.context, seed=train.seed)
         for where in data.sources
     ]
-    return Loader(
+    loader = Loader(
         sources,
         tokens_per_step=train.tokens_per_step,
         context=data.context,
@@ -87,6 +129,10 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
         overlong=data.overlong,  # type: ignore[arg-type]
         held_out=data.held_out,
     )
+    loader.check_targets()
+    if train.eval_every:
+        loader.evaluation(max(train.tokens_per_step, data.context))  # refuses if none is held out
+    return loader
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
@@ -115,6 +161,21 @@ def planner_of(
         stage_sizes=p.stage_layers,
         first_trained_part=first_trained_part(model, config.train.frozen),
     )
+
+
+def _full_documents(config: Config) -> Ints:
+    """Returns the lengths of a batch of documents as long as they may be."""
+    full, rest = divmod(config.train.tokens_per_step, config.data.context)
+    return np.array([config.data.context] * full + [rest] * (rest > 0), np.int64)
+
+
+def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:
+    """Raises ValueError unless the backend supports this model on this device."""
+    dtype = precision_of(config, device).compute
+    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+    masks = [model.mask_of(layer) for layer in range(model.layers)]
+    traits = Traits.of(spec, masks, deterministic=config.train.deterministic)
+    choose(config.parallel.backend, traits)
 
 
 def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:

@@ -3,9 +3,12 @@
     folder/step-00000120/__0_0.distcp ...   shards of tensors, one file from each rank
     folder/step-00000120/extra.json         the trainer's state: step, state of the loader, ...
     folder/step-00000120/.metadata          written last: without it the checkpoint is incomplete
+    folder/step-00000160.aside/             later than a step that a run has gone back to
 
 A run that is killed at any moment keeps its last complete checkpoint: a checkpoint is deleted only
-when a newer one is complete, and its ``.metadata`` is deleted first.
+when a newer one is complete, and its ``.metadata`` is deleted first. The newest is the one of the
+highest step, since a copy of the folder may have any times. So a run that goes back to an earlier
+step sets the later ones aside, where they are neither loaded nor deleted.
 """
 
 import json
@@ -13,12 +16,17 @@ import os
 import re
 import shutil
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 COMPLETE, EXTRA = ".metadata", "extra.json"
-_REPLACED = ".replaced"
-_OURS = re.compile(rf"step-\d{{8,}}({re.escape(_REPLACED)})?")
+_REPLACED, _ASIDE = ".replaced", ".aside"
+_OURS = re.compile(rf"step-(\d{{8,}})({re.escape(_REPLACED)})?")
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint cannot be read; an earlier one may be."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +42,12 @@ class StepFolders:
     def prepare(self, path: Path, extra: str) -> None:
         """Creates the folder of a new checkpoint, with its ``extra.json``."""
         self.folder.mkdir(parents=True, exist_ok=True)
+        self.set_aside_after(step_of(path))
         self.tidy()
         if path.exists():  # it is complete, and stays valid until the new one is complete
-            aside = path.with_name(path.name + _REPLACED)
-            _remove(aside)
-            path.rename(aside)
+            replaced = path.with_name(path.name + _REPLACED)
+            remove(replaced)
+            path.rename(replaced)
         path.mkdir()
         with (path / EXTRA).open("w") as file:
             file.write(extra)
@@ -47,15 +56,48 @@ class StepFolders:
 
     def tidy(self) -> None:
         """Deletes incomplete checkpoints, and all complete ones but the newest."""
-        kept = _complete(self.folder)[: self.keep]
-        for path in self.folder.iterdir():
-            if _OURS.fullmatch(path.name) and path not in kept:
-                _remove(path)
+        kept = complete(self.folder)[: self.keep]
+        for path in _ours(self.folder):
+            if path not in kept:
+                remove(path)
+
+    def incomplete(self) -> list[Path]:
+        return [path for path in _ours(self.folder) if not (path / COMPLETE).is_file()]
+
+    def set_aside_after(self, step: int) -> list[str]:
+        """Renames complete checkpoints of later steps; returns their new names."""
+        later = [path for path in complete(self.folder) if step_of(path) > step]
+        return [path.rename(_free_name(path)).name for path in reversed(later)]
 
 
 def newest(folder: Path) -> Path | None:
     """Returns the newest complete checkpoint of a run, or None."""
-    return next(iter(_complete(folder)), None)
+    return next(iter(complete(folder)), None)
+
+
+def complete(folder: Path) -> list[Path]:
+    """Returns complete checkpoints, the highest step first, and one that is replaced last."""
+    found = [path for path in _ours(folder) if (path / COMPLETE).is_file()]
+    return sorted(found, key=lambda path: (step_of(path), path.suffix != _REPLACED), reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Returns the step of a checkpoint's folder; -1 for any other."""
+    match = _OURS.fullmatch(path.name)
+    return int(match[1]) if match else -1
+
+
+def find(folder: Path, step: int) -> Path:
+    """Returns the complete checkpoint of a step. Raises ValueError if there is none."""
+    found = complete(folder)
+    for path in found:
+        if step_of(path) == step:
+            return path
+    steps = sorted({step_of(path) for path in found})
+    raise ValueError(
+        f"{folder} has no complete checkpoint of step {step}:"
+        f" {f'choose one of {steps}' if steps else 'it has none at all'}"
+    )
 
 
 def read_extra(path: Path) -> dict[str, Any]:
@@ -70,22 +112,26 @@ def read_extra(path: Path) -> dict[str, Any]:
         if not isinstance(extra, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
-        raise ValueError(
+        raise DamagedCheckpointError(
             f"{path / EXTRA} is damaged ({error}): load an earlier checkpoint"
         ) from None
     return extra
 
 
-def _complete(folder: Path) -> list[Path]:
-    """Returns complete checkpoints, the latest first; a later one may have an earlier step."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if _OURS.fullmatch(path.name) and (path / COMPLETE).is_file():
-            found.append(((path / COMPLETE).stat().st_mtime_ns, path.name, path))
-    return [path for *_, path in sorted(found, reverse=True)]
-
-
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
     (path / COMPLETE).unlink(missing_ok=True)
     if path.exists():
         shutil.rmtree(path)
+
+
+def _ours(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if step_of(path) >= 0] if folder.is_dir() else []
+
+
+def _free_name(path: Path) -> Path:
+    """Returns step-00000160.aside, or with a number if that exists."""
+    for number in count(1):
+        new = path.with_name(path.name + _ASIDE + (f"-{number}" if number > 1 else ""))
+        if not new.exists():
+            return new
+    raise AssertionError

@@ -7,11 +7,10 @@ A dedicated server has no weights. It runs the same steps with the same plans, a
 attention.
 """
 
-import os
-import signal
+import math
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,37 +21,53 @@ import torch.distributed as dist
 from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
-from distca.pipeline.memory import Memory
-from distca.pipeline.mesh import MeshShape
 from distca.runtime.batches import Prefetched, Prefetcher
+from distca.runtime.launched import RankFailedError, is_launched
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import StepRunner
-from distca.train import setup
+from distca.runtime.together import gather, together
+from distca.train import given, setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.metrics import Record, Records
-from distca.train.optimizer import adamw, clip, freeze, learning_rate
+from distca.train.metrics import Record, Records, writing_to
+from distca.train.optimizer import adamw, clip, freeze, is_finite, learning_rate
+from distca.train.run_lock import RunLock
+from distca.train.step_folders import newest
+from distca.train.stop import StopRequest
 from distca.train.trace import tracing
 
 Show = Callable[[Record], None]
+Tell = Callable[[str], None]
 
 
 class Trainer:
-    """One rank of a run. Raises ValueError with one sentence for a config that cannot run."""
+    """One rank of a run. Raises ValueError with one sentence for a config that cannot run.
 
-    def __init__(self, config: Config, show: Show | None = None) -> None:
-        self.config, self._show = config, show
+    show: called with the record of each step, on rank 0.
+    tell: called with sentences for the user, on rank 0, such as where a run continues.
+    stop: ends the run after its step, on all ranks; by default ``fit`` makes SIGTERM do that.
+    sides: runs that share the memory of a rank.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        show: Show | None = None,
+        tell: Tell | None = None,
+        *,
+        stop: StopRequest | None = None,
+        sides: int = 1,
+    ) -> None:
+        self.config, self._show, self._tell = config, show, tell
+        self.stop = stop or StopRequest()
         self.device = setup.join_world()
-        parallel = setup.parallel_of(config, dist.get_world_size())
-        tokenizer = setup.tokenizer_of(config)
-        self.model_config = setup.model_of(config, tokenizer)
-        self.loader = setup.loader_of(config, tokenizer)
-        self.planner = setup.planner_of(config, parallel, self.model_config, self.device)
-        self.memory = self._check_memory(parallel)
-        self.context = join_mesh(parallel, self.device)
+        parts = self._prepare(sides)
+        self.model_config, self.loader, self.planner = parts.model, parts.loader, parts.planner
+        self.memory = parts.memory
+        self.context = join_mesh(parts.parallel, self.device)
         self.runner = StepRunner.of(
             self.context,
             halves=1 + config.parallel.ping_pong,
@@ -61,42 +76,54 @@ class Trainer:
             deterministic=config.train.deterministic,
             dtype=setup.precision_of(config, self.device).compute,
         )
-        self.folder = Path(config.out)
-        self.first_step = 0
-        self._stop = False
+        self.folder = Path(gather(config.out)[0])
+        self._lock = self._lock_folder()
+        self.first_step, self._skipped = 0, 0
         self.model: Llama | None = None
-        if not self.context.only_serves:
-            self._build()
-        self._agree_on_start()
+        try:
+            if not self.context.only_serves:
+                self._build()
+            self._agree_on_start()
+        except BaseException:
+            self._unlock()
+            raise
 
     def fit(self) -> list[Record]:
         """Trains until the last step or a signal; returns the records of the steps on rank 0."""
-        train, taken = self.config.train, []
-        records = self._open_records()
-        batches = Prefetcher(self.loader, self.planner)
-        with _on_sigterm(self._request_stop):
+        with self.stop.on_sigterm():
+            taken = list(self.steps())
+        return [] if self.context.rank else taken
+
+    def steps(self) -> Generator[Record]:
+        """Trains, and yields the record of each step; saves and ends on a request to stop."""
+        train, batches = self.config.train, Prefetcher(self.loader, self.planner)
+        records = None
+        try:
+            records = self._open_records()
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
                     record = self._step(step, batches.next())
-                last = step + 1 == train.steps or record["stopped"]
-                if train.eval_every and ((step + 1) % train.eval_every == 0 or last):
+                stopped, last = record["stopped"], step + 1 == train.steps
+                if _is_due(step, train.checkpoint_every) or (
+                    train.save_at_end and (stopped or last)
+                ):
+                    self._save(step + 1)
+                if train.eval_every and not stopped and (_is_due(step, train.eval_every) or last):
                     record |= self.evaluate()
                 if records is not None:
                     records.write(record)
-                    taken.append(record)
                 if self._show is not None and self.context.rank == 0:
                     self._show(record)
-                due = train.checkpoint_every and ((step + 1) % train.checkpoint_every == 0 or last)
-                if due or record["stopped"]:
-                    self._save(step + 1)
-                if record["stopped"]:
+                yield record
+                if stopped:
                     break
-            batches.close()
             if self.model is not None:
-                self.checkpoints.wait()  # still inside the handler: a signal must not end it
-        if records is not None:
-            records.close()
-        return taken
+                self.checkpoints.wait()
+        finally:
+            batches.close()
+            if records is not None:
+                records.close()
+            self._unlock()
 
     def evaluate(self) -> dict[str, float]:
         """Returns losses of the first ``eval_tokens`` tokens of held-out documents."""
@@ -104,6 +131,26 @@ class Trainer:
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
         return evaluate(self.model, self.runner, self.planner, batches)
+
+    def _prepare(self, sides: int) -> setup.Parts:
+        """Prepares this rank's parts. Raises ValueError on all ranks if one cannot, or differs."""
+        given.agree(given.config_of(self.config))
+        with together():
+            parts = setup.Parts.of(self.config, dist.get_world_size(), self.device, sides=sides)
+        given.agree(given.parts_of(parts.model, parts.loader.fingerprints, parts.weights))
+        return parts
+
+    def _lock_folder(self) -> RunLock | None:
+        """Locks the folder on rank 0, unless the launcher has done so."""
+        lock = None
+        with together(self.context.world_group):
+            if self.context.rank == 0 and not is_launched():
+                lock = RunLock(self.folder)
+        return lock
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
 
     def _build(self) -> None:
         config, train = self.config, self.config.train
@@ -122,49 +169,92 @@ class Trainer:
             folder, self.model, self.optimizer, self.context, keep=train.keep
         )
 
-    def _check_memory(self, parallel: MeshShape) -> Memory:
-        """Returns the estimate for a worker. Raises ValueError if it exceeds the memory."""
-        memory = setup.memory_of(self.config, parallel, self.model_config, self.device)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", dist.get_world_size()))
-        limit = setup.available_bytes(self.device, local, self.config.parallel.memory_gib)
-        setup.check_memory(memory, limit)
-        return memory
-
     def _agree_on_start(self) -> None:
         """Continues on all ranks from the step and the data position that rank 0 has loaded."""
-        found: list[Any] = [None]
-        if self.model is not None and self.config.resume and (path := self.checkpoints.newest()):
-            found = [self.checkpoints.load(path)]
-        dist.broadcast_object_list(found, src=0, group=self.context.world_group)
-        if found[0] is not None:
-            self.first_step = found[0]["step"]
-            self.loader.restore(found[0]["loader"])
-            self._loader_state = found[0]["loader"]
+        start: list[Any] = [None]
+        with together(self.context.world_group):
+            if self.model is not None and self.config.resume:
+                chosen = None if self.config.from_step < 0 else self.config.from_step
+                resumed = self.checkpoints.resume(chosen)
+                start = [resumed and (resumed.extra, resumed.notes)]
+        dist.broadcast_object_list(start, src=0, group=self.context.world_group)
+        words = f"starting new in {self.folder}"
+        notes: list[str] = []
+        if start[0] is not None:
+            extra, notes = start[0]
+            with together(self.context.world_group):
+                self._restore(extra)
+            words = f"resumed from step {self.first_step} of {self.folder}"
+        if self.model is not None:
+            aside = self.checkpoints.set_aside_after(self.first_step if start[0] else -1)
+            notes += [f"{name} is later, and is kept but not used" for name in aside]
+        if self._tell is not None and self.context.rank == 0:
+            for line in (*notes, words):
+                self._tell(line)
+
+    def _restore(self, extra: dict[str, Any]) -> None:
+        try:
+            self.first_step = int(extra["step"])
+            self.loader.restore(extra["loader"])
+        except (KeyError, TypeError, AttributeError, IndexError) as error:
+            raise ValueError(
+                f"extra.json of the checkpoint in {self.folder} is damaged ({error!r}): use --from"
+                " with an earlier step"
+            ) from None
+        self._loader_state = extra["loader"]
 
     def _open_records(self) -> Records | None:
         if self.context.rank:
             return None
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self.config.save(self.folder / "config.json")
-        return Records(self.folder, self.first_step)
+        with writing_to(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self.config.save(self.folder / "config.json")
+            return Records(self.folder, self.first_step)
 
     def _step(self, step: int, fetched: Prefetched) -> Record:
         start = time.perf_counter()
         self._loader_state = fetched.loader_state
         loss = float(self.runner.train(self.model, fetched.step))
-        norm = 0.0 if self.model is None else self._update(step)
+        norm = 0.0
+        if self.model is not None:
+            norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
+        skipped = self._any(not (math.isfinite(loss) and math.isfinite(norm)))
+        if self.model is not None:
+            self._update(step, skipped)
         taken = time.perf_counter() - start
-        return self._record(step, fetched, loss, norm, taken)
+        record = self._record(step, fetched, loss, norm, taken) | {"skipped": skipped}
+        self._skipped = self._skipped + 1 if skipped else 0
+        if self._skipped > self.config.train.skip_non_finite:
+            self._fail(
+                f"step {step + 1} has a loss of {record['loss']:.4g} and a gradient norm of"
+                f" {record['grad_norm']:.4g}, so weights were not updated"
+            )
+        return record
 
-    def _update(self, step: int) -> float:
-        """Updates the weights; returns the norm of the gradients."""
-        assert self.model is not None
-        norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
+    def _update(self, step: int, skip: bool) -> None:
+        """Updates the weights with the gradients, or only drops these."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, self.config.train)
-        self.optimizer.step()
+        if not skip:
+            self.optimizer.step()
         self.optimizer.zero_grad()
-        return norm
+
+    def _fail(self, what: str) -> None:
+        """Ends the run on all ranks, after the save that is in progress."""
+        if self.model is not None:
+            self.checkpoints.wait()
+        found = newest(self.folder / "checkpoints")
+        where = f"the last checkpoint is {found}" if found else "there is no checkpoint"
+        raise RankFailedError(
+            f"{what}; {where}: lower train.lr or train.clip, look at the data of this step, or set"
+            " train.skip_non_finite"
+        )
+
+    def _any(self, mine: bool) -> bool:
+        """Returns whether it is true on any rank."""
+        flag = torch.tensor(int(mine))
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.context.world_group)
+        return bool(flag)
 
     def _record(
         self, step: int, fetched: Prefetched, loss: float, norm: float, taken: float
@@ -174,8 +264,9 @@ class Trainer:
             sum(seconds.get(name, 0.0) for seconds in spent) for name in ("attention", "exposed")
         )
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        stop = float(self.stop.requested)
         mine = torch.tensor(
-            [loss, norm, taken, attention, exposed, fetched.waited_s, memory, float(self._stop)],
+            [loss, norm, taken, attention, exposed, fetched.waited_s, memory, stop],
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
@@ -212,22 +303,11 @@ class Trainer:
         return tracing(self.folder / "traces", self.context.world_group)
 
     def _save(self, step: int) -> None:
+        if self._any(self.model is not None and not is_finite(self.model)):
+            self._fail(f"weights are not finite after step {step}, so they are not saved")
         if self.model is not None:
             self.checkpoints.save(step, {"step": step, "loader": self._loader_state})
 
-    def _request_stop(self) -> None:
-        self._stop = True
 
-
-@contextmanager
-def _on_sigterm(react: Callable[[], None]) -> Iterator[None]:
-    """Calls ``react`` on SIGTERM, so that the run ends after its step and saves a checkpoint."""
-    try:
-        before = signal.signal(signal.SIGTERM, lambda *_: react())
-    except ValueError:  # not the main thread, so signals are handled elsewhere
-        yield
-        return
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and (step + 1) % every == 0

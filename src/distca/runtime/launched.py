@@ -1,0 +1,125 @@
+"""A rank's side of its launcher: the store that it joins, and the errors that it reports.
+
+A rank sends its error over the socket that it shares with its launcher, at the moment of the
+failure. When the launcher is gone, the rank ends, so that it does not stay behind as an orphan.
+"""
+
+import json
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+# Environment variables with file descriptors: a rank's socket to its launcher, and the socket on
+# which the store of rank 0 listens.
+CHANNEL, LISTENER = "DISTCA_CHANNEL", "DISTCA_LISTENER"
+ERROR_BYTES = 1 << 16
+
+
+class RankFailedError(RuntimeError):
+    """A run failed for a reason other than a user's mistake, which is told in one sentence."""
+
+
+def is_rank() -> bool:
+    """Returns whether torchrun or ``launch`` has started this process as one of several ranks."""
+    return "RANK" in os.environ
+
+
+def is_launched() -> bool:
+    """Returns whether ``launch`` has started this process; then it has announced the run too."""
+    return CHANNEL in os.environ
+
+
+def loopback_store() -> dict[str, Any]:
+    """Returns ``store``, ``rank`` and ``world_size`` for ``init_process_group`` in a launched rank.
+
+    By default torch's store listens on all interfaces. Under torchrun nothing is returned, and
+    torchrun's own store is used.
+    """
+    if not is_launched():
+        return {}
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    listener = os.environ.get(LISTENER)
+    store = TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        size,
+        is_master=rank == 0,
+        master_listen_fd=None if listener is None else int(listener),
+    )
+    return {"store": store, "rank": rank, "world_size": size}
+
+
+@contextmanager
+def reporting() -> Iterator[None]:
+    """Reports an error inside the context to the launcher, or to torchrun for its summary."""
+    number = os.environ.get(CHANNEL)
+    if number is None:
+        try:
+            yield
+        except (ValueError, OSError, RankFailedError) as error:
+            if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+                Path(file).write_text(
+                    json.dumps({"message": sentence(error), "timestamp": int(time.time())})
+                )
+            raise
+        return
+    channel = socket.socket(fileno=int(number))
+    channel.set_inheritable(False)
+    Thread(target=_end_with_launcher, args=(channel,), daemon=True).start()
+    try:
+        yield
+    except Exception as error:
+        report = {
+            "kind": type(error).__name__,
+            "message": sentence(error),
+            "mistake": isinstance(error, ValueError | OSError),
+            "explained": isinstance(error, RankFailedError),
+        }
+        with suppress(ValueError):  # not the main thread
+            # This rank ends by itself; the launcher must not end it while it prints its traceback.
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        with suppress(OSError):  # the launcher may be gone
+            channel.sendall(json.dumps(report).encode()[: ERROR_BYTES - 1] + b"\n")
+        raise
+    finally:
+        channel.detach()  # the socket stays open until the process ends, which closes it
+
+
+def sentence(error: Exception) -> str:
+    """Returns an error in one line: what failed, the values, the rule, the way out."""
+    if isinstance(error, OSError) and error.errno is not None:
+        reason = (error.strerror or type(error).__name__).lower()
+        if error.filename:
+            return (
+                f"cannot open {error.filename}: {reason}; give a path that can be read or written"
+            )
+        return f"{reason}: check the disks that this run reads from and writes to"
+    return " ".join(str(error).split())
+
+
+def mark_repeated(error: Exception, repeated: bool) -> None:
+    """Marks an error that another rank reports as well, so that a user reads it once."""
+    error._distca_repeated = repeated  # type: ignore[attr-defined]
+
+
+def is_repeated(error: Exception) -> bool:
+    return getattr(error, "_distca_repeated", False)
+
+
+def _end_with_launcher(channel: socket.socket) -> None:
+    """Kills this rank's session when the launcher is gone.
+
+    The launcher never writes to the socket, so a read returns only when the launcher closes it.
+    """
+    with suppress(OSError):
+        if os.read(channel.fileno(), 1):
+            return
+    os.killpg(os.getpgrp(), signal.SIGKILL)

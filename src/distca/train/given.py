@@ -1,0 +1,61 @@
+"""What ranks were given: they compare it before anything else.
+
+Ranks with different configs would train to another loss without a word, or wait for each other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from distca import __version__
+from distca.runtime.together import gather
+from distca.train.config import Config
+
+# All other keys must agree.
+MAY_DIFFER = {
+    "out": "that of rank 0 is used on all ranks",
+    "parallel.memory_gib": "each rank compares its own memory",
+}
+_LISTED = 3  # differences in a message
+
+
+def config_of(config: Config) -> dict[str, Any]:
+    """Returns the config by key, and the versions of what executes it."""
+    values = _flat("", config.to_json())
+    versions = {"version of distca": __version__, "version of torch": str(torch.__version__)}
+    return {key: value for key, value in values.items() if key not in MAY_DIFFER} | versions
+
+
+def parts_of(model: Any, data: list[dict[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the model's config, and the fingerprints of weights and data, by key."""
+    sources = {f"source {number}": values for number, values in enumerate(data)}
+    return _flat("", {"model config": asdict(model), "weights": weights, "data": sources})
+
+
+def agree(mine: Mapping[str, Any]) -> None:
+    """Raises ValueError on all ranks unless all were given the same, with keys and values."""
+    first, *others = gather(dict(mine))
+    for rank, other in enumerate(others, 1):
+        differing = [
+            f"{key} is {first.get(key, 'missing')} on rank 0 and {other.get(key, 'missing')} on"
+            f" rank {rank}"
+            for key in first | other
+            if first.get(key) != other.get(key)
+        ]
+        if differing:
+            more = f", and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
+            raise ValueError(
+                f"{', '.join(differing[:_LISTED])}{more}: start all ranks with the same config,"
+                " versions and files"
+            )
+
+
+def _flat(where: str, value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {where: value}
+    flat: dict[str, Any] = {}
+    for key, inner in value.items():
+        flat |= _flat(f"{where}.{key}" if where else str(key), inner)
+    return flat
