@@ -82,7 +82,7 @@ def test_machines_get_one_object_and_files_a_line_for_each_case(run: Any) -> Non
         (["--sample=1"], "a sample of 1"),
         (["--rounds=0"], "give 1 or more layers and rounds"),
         (["--latency=-1"], "a latency of 0 or more"),
-        (["--across=fast"], "'fast' is not a number of bytes"),
+        (["--across=fast"], "'fast' is not a bandwidth"),
         (["--ranks=0"], "ranks = 0"),
         (["--out=."], "cannot open"),
     ],
