@@ -20,6 +20,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import date
+from itertools import product
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +29,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
 
 import numpy as np
 
-from distca.data.lengths import LengthDistribution, pretrain, prolong
+from distca.data.lengths import LengthDistribution, distribution, pretrain, prolong
 from distca.dispatch.layout import Layout
 from distca.planning.api import place_and_plan
 from distca.planning.checks import verify
@@ -40,6 +42,16 @@ MODEL = "llama3-8b"
 CONTEXTS = (65536, 131072, 524288)
 SERVERS = (8, 16, 32, 64, 128, 256, 512)
 SEEDS = (0, 1, 2)
+# Lengths of the first and of the second half of the ranks.
+SHORT = {
+    "chat": ("lognormal:150:0.8",) * 2,
+    "SFT": ("lognormal:600:1.0",) * 2,
+    "RL": ("lognormal:3000:0.7",) * 2,
+    "64s and 20s": ("fixed:64", "fixed:20"),
+    "chat and SFT": ("lognormal:150:0.8", "lognormal:600:1.0"),
+    "chat and pretrain": ("lognormal:150:0.8", "pretrain"),
+}
+SHORT_SERVERS, SHORT_TOKENS = (8, 64, 512), (32768, 131072)
 GROWTH = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -163,12 +175,93 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def allowed_s(documents: int, servers: int) -> float:
+    return 0.1 + 1e-6 * documents * log2(servers)
+
+
+def short(quick: bool) -> list[dict[str, Any]]:
+    """Batches of short documents: bound, bytes, and seconds of one core against those allowed."""
+    rows = []
+    for name, spec in SHORT.items():
+        for servers in SHORT_SERVERS[:1] if quick else SHORT_SERVERS:
+            for tokens in SHORT_TOKENS:
+                halves = [
+                    ended(
+                        Placement.in_order(
+                            distribution(one, tokens).batch(tokens * servers // 2, seed),
+                            servers // 2,
+                        )
+                    )
+                    for seed, one in enumerate(spec)
+                ]
+                lengths = np.concatenate([half.lengths for half in halves])
+                worker = np.concatenate([halves[0].worker, halves[1].worker + servers // 2])
+                number = np.arange(len(lengths))
+                given = Placement(lengths, number, number * 0, lengths, worker, servers)
+                for placement, cost in product(
+                    ("given", "balanced"), ("pairs", "analytic", "h200")
+                ):
+                    began = time.process_time()
+                    made = place_and_plan(
+                        given, policy_of("distca", placement), model=MODEL, cost=cost
+                    )
+                    taken = time.process_time() - began
+                    verify(made)
+                    rows.append(
+                        {
+                            "data": name,
+                            "tokens": tokens,
+                            "servers": servers,
+                            "documents": len(lengths),
+                            "placement": placement,
+                            "cost": cost,
+                            "imbalance_before": made.imbalance_before,
+                            "imbalance": made.imbalance,
+                            "megabytes": made.traffic.total / servers / 1e6,
+                            "seconds": taken,
+                            "allowed_s": allowed_s(len(lengths), servers),
+                        }
+                    )
+    return rows
+
+
+def short_report(rows: list[dict[str, Any]]) -> list[str]:
+    """One line for each batch and placement; seconds and imbalance are the largest of all costs."""
+    lines = [
+        "",
+        "## Short documents (largest figures of the costs pairs, analytic and h200; one core)",
+        "",
+        "| data | tokens a rank | servers | documents | placement | imbalance before | imbalance"
+        " | MB a rank | seconds | allowed |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    keys = dict.fromkeys((r["data"], r["tokens"], r["servers"], r["placement"]) for r in rows)
+    for data, tokens, servers, placement in keys:
+        part = [
+            r
+            for r in rows
+            if (r["data"], r["tokens"], r["servers"], r["placement"])
+            == (data, tokens, servers, placement)
+        ]
+        largest = {name: max(r[name] for r in part) for name in part[0] if name != "cost"}
+        late = " **above**" if largest["seconds"] > largest["allowed_s"] else ""
+        lines.append(
+            f"| {data} | {tokens // 1024}K | {servers} | {largest['documents']} | {placement}"
+            f" | {largest['imbalance_before']:.2f} | {largest['imbalance']:.4f}"
+            f" | {largest['megabytes']:.1f} | {largest['seconds']:.3f}{late}"
+            f" | {largest['allowed_s']:.3f} |"
+        )
+    return lines
+
+
 def geometric_mean(values: list[float]) -> float:
     """A ratio below 0.01 (a balanced placement that cuts no document moves nothing) counts 0.01."""
     return float(np.exp(np.mean(np.log(np.maximum(values, 0.01)))))
 
 
-def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
+def report(
+    rows: list[dict[str, Any]], times: list[dict[str, Any]], short_rows: list[dict[str, Any]]
+) -> str:
     lines = [
         "# Plans against the head-tail greedy",
         "",
@@ -255,7 +348,7 @@ def report(rows: list[dict[str, Any]], times: list[dict[str, Any]]) -> str:
             f" | {t['given_pairs_s']:.3f} | {t['given_analytic_s']:.3f}"
             f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join([*lines, *short_report(short_rows)]) + "\n"
 
 
 def main() -> None:
@@ -273,9 +366,12 @@ def main() -> None:
     rows = [row for case in track(todo, "planning") for row in run_case(*case)]
     times = growth(arguments.quick)
     arguments.out.mkdir(parents=True, exist_ok=True)
-    text = report(rows, times)
+    short_rows = short(arguments.quick)
+    text = report(rows, times, short_rows)
     (arguments.out / "plan.md").write_text(text)
-    (arguments.out / "plan.json").write_text(json.dumps({"cases": rows, "seconds": times}) + "\n")
+    (arguments.out / "plan.json").write_text(
+        json.dumps({"cases": rows, "seconds": times, "short": short_rows}) + "\n"
+    )
     sys.stdout.write(text)
 
 
