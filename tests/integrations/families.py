@@ -69,11 +69,14 @@ SMALL: dict[str, Any] = (
 )
 MIXED = ["conv", "full_attention", "conv", "full_attention"]
 OF_FAMILY: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
     "codegen": {"rotary_dim": 4},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "attention_layers": ["global", "local"] * 2},
     "gptj": {"rotary_dim": 4},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "lfm2": {"layer_types": MIXED},
     "lfm2_moe": {"layer_types": MIXED},
     "lfm2_vl": {"layer_types": MIXED},

@@ -11,6 +11,7 @@ arguments of models with ours. Models themselves are not changed: they can be co
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,7 +36,7 @@ class CallInProgress:
 
     @property
     def uses_positions(self) -> bool:
-        named = "position_ids" in _parameters(type(self.model))
+        named = "position_ids" in _parameters(type(self.model).forward)
         return named and self.given.get("position_ids") is not None
 
     @property
@@ -76,7 +77,9 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     if self.config._attn_implementation not in _names:
         return nn.Module.__call__(self, *args, **kwargs)
     outer, learns = _calls.get(), torch.is_grad_enabled()
-    call = CallInProgress(self, dict(zip(_parameters(type(self)), args, strict=False)) | kwargs)
+    call = CallInProgress(
+        self, dict(zip(_parameters(type(self).forward), args, strict=False)) | kwargs
+    )
     kwargs.pop(PLANNED, None)  # not every model takes arguments that it does not know
     if not outer:
         refusals.refuse_arguments(call)
@@ -91,5 +94,5 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @cache
-def _parameters(kind: Any) -> tuple[str, ...]:
-    return tuple(inspect.signature(kind.forward).parameters)[1:]
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]

@@ -9,6 +9,8 @@ whatever the model has computed since.
 Legend: B rows, S tokens in a row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,6 +43,11 @@ class ModelCall:
     num_tokens: int  # in a row
     models: Calls = ()  # the model and those that contain it
     batch: PlannedBatch | None = None  # set by the first layer
+
+    def has_same_masks(self, other: ModelCall) -> bool:
+        sizes = (self.grad_enabled, self.num_rows, self.num_tokens, self.models)
+        others = (other.grad_enabled, other.num_rows, other.num_tokens, other.models)
+        return self.config is other.config and sizes == others
 
     def planned(self, given: Mapping[str, Any]) -> BatchFuture | None:
         """Returns the plans that the batch carries. given: the arguments of a layer."""
@@ -156,9 +163,10 @@ class PackedMaskFactory:
             num_tokens = asked["cache_position"].shape[0]
         rows, grad = asked["batch_size"], torch.is_grad_enabled()
         new = ModelCall(asked.get("config"), grad, rows, num_tokens, in_progress())
-        if self._latest is None or vars(self._latest) != vars(new):  # or its layers have begun
-            self._latest = new
-        return self._latest
+        latest = self._latest
+        if latest is None or latest.batch is not None or not latest.has_same_masks(new):
+            latest = self._latest = new
+        return latest
 
 
 def _starts(asked: Mapping[str, Any], call: ModelCall, mask: Mask) -> Tensor | None:

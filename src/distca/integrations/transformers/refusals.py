@@ -6,13 +6,16 @@ Models of transformers are known by their code. What cannot be known is a warnin
 
 from __future__ import annotations
 
+import inspect
 import logging
 import re
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 if TYPE_CHECKING:
     from distca.integrations.transformers.calls import CallInProgress, Calls
@@ -37,16 +40,26 @@ _OF_MODELS = {  # the same of models
 }
 # Classes of modules that carry a state from token to token, besides convolutions.
 _STATEFUL = re.compile(r"Mamba|Recurrent|Rglru|DeltaNet|ShortConv|Lightning|LinearAttention|Rwkv")
+# A choice among a model's own classes, by which older models raise a KeyError for other names.
+_CHOICE = re.compile(r"_CLASSES\[\s*(self\.)?config\._attn_implementation")
 
 _log = logging.getLogger(__name__)
 _checked: set[type[nn.Module]] = set()
 
 
 def refuse_own_attention(kind: Any, name: str) -> None:
-    """Raises if a language model of transformers computes its attention itself."""
-    ours = kind.__module__.startswith("transformers.") and kind.main_input_name == "input_ids"
+    """Raises if a model of transformers computes its attention itself.
+
+    transformers tells that of a file. It is not asked about models with several configs, whose text
+    model is in another file, nor about the encoders of images and sounds.
+    """
+    if not kind.__module__.startswith("transformers."):
+        return
     uses_interface = getattr(kind, "_can_set_attn_implementation", lambda: True)
-    if ours and not uses_interface():
+    is_text = kind.main_input_name == "input_ids" and not kind.config_class.sub_configs
+    if (is_text and not uses_interface()) or _CHOICE.search(
+        inspect.getsource(sys.modules[kind.__module__])
+    ):
         raise ValueError(
             f"{kind.__name__} computes its attention itself and cannot use"
             f" attn_implementation={name!r}: {WAY_OUT}"
@@ -101,7 +114,7 @@ def refuse_packed(calls: Calls) -> None:
     if told and not any(call.uses_positions for call in told):
         _refuse_model(told[0].model, "ignores position_ids, so that positions do not restart")
     for call in calls[-1:]:  # the model that made the mask, without encoders beside it
-        module = next(filter(_is_stateful, call.model.modules()), None)
+        module = next(filter(_is_stateful, _own_modules(call.model)), None)
         if module is not None:
             kind = type(module).__name__
             _refuse_model(call.model, f"carries a state from each to the next ({kind})")
@@ -137,6 +150,14 @@ def _layers_without(call: CallInProgress) -> list[str]:
             if any(used):
                 found += [f"{name}.{number}" for number, one in enumerate(used) if not one]
     return found
+
+
+def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields the modules inside, except those of other models, such as an encoder of sounds."""
+    for child in module.children():
+        if not isinstance(child, PreTrainedModel):
+            yield child
+            yield from _own_modules(child)
 
 
 def _is_stateful(module: nn.Module) -> bool:
