@@ -20,7 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+COMMAND = (
+    "PYTHONPATH=src:tests python -m integrations.families docs/integrations/transformers_families.md"
+)
 LENGTHS = (19, 7, 1, 12)
+PADDED = "padding"
+KINDS = {
+    "equal": "Logits and gradients are those of the reference, whatever is given.",
+    "refused": "One sentence says why, at the first training step at the latest.",
+    "warned": "A warning names `distca check`.",
+    "wrong": "None may be here.",
+    "not built": "These could not be made small, or take no text alone.",
+}
 VOCAB = 61
 MOST_PARAMETERS = 30_000_000
 
@@ -186,31 +197,150 @@ def logits_by_document(model: Any, batch: dict[str, Tensor]) -> Tensor:
     return torch.cat([model(**one, use_cache=False).logits for one in given], 1)
 
 
+def gradients(model: Any, logits: Tensor) -> Tensor:
+    """Returns all gradients of a sum with random weights in one tensor."""
+    model.zero_grad()
+    draw = torch.Generator().manual_seed(1)
+    (logits * torch.randn(logits.shape, generator=draw)).sum().backward()
+    found = (p.grad if p.grad is not None else torch.zeros_like(p) for p in model.parameters())
+    return torch.cat([grad.flatten() for grad in found])
+
+
+def ways(num_tokens: int) -> dict[str, dict[str, Any]]:
+    """Returns further arguments with which trainers call models."""
+    from transformers import DynamicCache
+
+    ones = torch.ones(1, num_tokens, dtype=torch.int64)
+    padded = ones.clone()
+    padded[:, -3:] = 0
+    return {
+        "packed": {"use_cache": False},
+        "a mask of ones": {"use_cache": False, "attention_mask": ones},
+        "an empty cache": {"past_key_values": DynamicCache()},
+        "use_cache=True": {"use_cache": True},
+        PADDED: {"use_cache": False, "attention_mask": padded},
+    }
+
+
+def outcome(family: str) -> Outcome:
+    try:
+        model = model_of(family, "eager")
+        right = logits_by_document(model, packed())
+        exact = gradients(model, right)
+    except Exception as error:
+        return Outcome(family, "not built", _first(error))
+    words: dict[str, str] = {}
+    with recorded_warnings() as warned:
+        for way, given in ways(sum(LENGTHS)).items():
+            try:
+                model = model_of(family, "distca")
+                logits = model(**packed() | given).logits
+                error = max(_error(logits, right), _error(gradients(model, logits), exact))
+                words[way] = "" if error < 1e-4 else f"{way}: off by {error:.0%}"
+            except Exception as raised:
+                words[way] = _first(raised)
+                if way == "packed":
+                    return Outcome(family, "refused", words[way])
+    wrong = [said for said in words.values() if ": off by " in said]
+    if not words[PADDED]:
+        wrong.append(f"{PADDED} is computed")
+    if warned:
+        return Outcome(family, "warned", warned[0])
+    return Outcome(family, "wrong", "; ".join(wrong)) if wrong else Outcome(family, "equal")
+
+
+def _error(found: Tensor, right: Tensor) -> float:
+    if found.shape != right.shape:
+        return float("inf")
+    return float((found - right).norm() / right.norm())
+
+
+def _first(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0][:200]}"
+
+
+@contextmanager
+def recorded_warnings() -> Iterator[list[str]]:
+    """Records the warnings of distca, of every model anew."""
+    from distca.integrations.transformers import refusals
+
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    refusals._log.addHandler(handler)
+    refusals._checked.clear()
+    try:
+        yield found
+    finally:
+        refusals._log.removeHandler(handler)
+
+
+REASONS = {  # what a refusal says, and the heading under which its families are listed
+    "computes its attention itself": "compute their attention themselves, at load",
+    "ignores position_ids": "ignore `position_ids`, with several documents in a row",
+    "carries a state": "carry a state from token to token, with several documents in a row",
+    "has not called": "never call the attention that they are given",
+    "attention sinks": "have attention sinks",
+    "caps its scores": "cap their scores",
+    "bias to its scores": "add a bias to their scores",
+    "neither causal": "have another kind of mask",
+    "computes with its masks": "compute with their masks",
+    "mask of its own": "give layers a mask of their own",
+}
+
+
+def table(outcomes: list[Outcome]) -> str:
+    """Returns the page with all outcomes."""
+    import transformers
+
+    by_kind = {kind: [one for one in outcomes if one.kind == kind] for kind in KINDS}
+    lines = [
+        "# Families of transformers",
+        "",
+        f"Made by `{COMMAND}` with transformers {transformers.__version__}: each",
+        "family with a causal or an image-text model, as a tiny model with random weights and text only, is",
+        "trained for one step on four packed documents. Its logits and gradients are compared with those of",
+        "transformers' `eager` attention, which gets each document as a row. Besides plain packed batches it",
+        "is given an `attention_mask` of ones, an empty cache and `use_cache=True`; padding must be refused.",
+        f"`tests/integrations/test_transformers_families.py` (`-m slow`) repeats it.",
+        "",
+    ]
+    for kind, meaning in KINDS.items():
+        found = by_kind[kind]
+        lines += [f"## {kind.capitalize()}: {len(found)}", "", meaning, ""]
+        if kind == "refused":
+            lines += ["| families that | |", "|---|---|"]
+            for said, heading in REASONS.items():
+                names = [one.family for one in found if said in one.words]
+                found = [one for one in found if said not in one.words]
+                lines += [f"| {heading} | {_listed(names)} |"] if names else []
+            lines += [f"| {one.words} | {_listed([one.family])} |" for one in found]
+        elif kind == "equal":
+            lines += [_listed([one.family for one in found])]
+        elif found:
+            lines += ["| family | |", "|---|---|"]
+            lines += [f"| `{one.family}` | {one.words.replace('|', ' ')} |" for one in found]
+        else:
+            lines += ["None."]
+        lines += [""]
+    return "\n".join(lines)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
+
+
 if __name__ == "__main__":
-    import time, traceback
+    import transformers
+
     from distca.integrations.transformers import register
+
     register(cost="pairs")
-    transformers_logging = __import__("transformers").logging
-    transformers_logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    names = sys.argv[1:] or families()
-    for f in names:
-        t=time.time()
-        try:
-            model = model_of(f, "eager")
-            size = sum(p.numel() for p in model.parameters())
-            right = logits_by_document(model, packed())
-        except Exception as e:
-            if len(sys.argv)>1: traceback.print_exc()
-            print(f, "NOT BUILT", type(e).__name__, str(e)[:160].replace("\n"," "), flush=True); continue
-        out=[]
-        for extra in ({}, {"attention_mask": torch.ones(1, sum(LENGTHS), dtype=torch.int64)}, {"use_cache": True}):
-          try:
-            m = model_of(f, "distca")
-            got = m(**packed() | {"use_cache": False} | extra).logits
-            err = (got-right).norm()/right.norm()
-            out.append(f"{float(err):.1e}" if got.shape==right.shape else str(got.shape))
-          except Exception as e:
-            out.append(f"{type(e).__name__} {str(e)[-200:]}".replace("\n"," "))
-        if len(set(out))==1: out=out[:1]
-        print(f, f"{size/1e6:.1f}M {time.time()-t:.1f}s", " | ".join(out), flush=True)
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    found = []
+    for number, family in enumerate(families(), 1):
+        found.append(outcome(family))
+        print(number, found[-1], flush=True)
+    Path(sys.argv[1]).write_text(table(found))

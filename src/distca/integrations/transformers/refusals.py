@@ -57,9 +57,11 @@ def refuse_own_attention(kind: Any, name: str) -> None:
         return
     uses_interface = getattr(kind, "_can_set_attn_implementation", lambda: True)
     is_text = kind.main_input_name == "input_ids" and not kind.config_class.sub_configs
-    if (is_text and not uses_interface()) or _CHOICE.search(
-        inspect.getsource(sys.modules[kind.__module__])
-    ):
+    try:
+        source = inspect.getsource(sys.modules[kind.__module__])
+    except OSError:  # installed without it
+        source = ""
+    if (is_text and not uses_interface()) or _CHOICE.search(source):
         raise ValueError(
             f"{kind.__name__} computes its attention itself and cannot use"
             f" attn_implementation={name!r}: {WAY_OUT}"
