@@ -66,6 +66,16 @@ def test_models_that_mix_documents_are_refused_with_plans_too() -> None:
         model_of("bart", "distca")(**batch)
 
 
+def test_positions_that_do_not_restart() -> None:
+    """Only rotary positions need not restart, since their differences count."""
+    batch, offsets = packed([20, 9]), torch.tensor([0, 20, 29], dtype=torch.int32)
+    given = {"input_ids": batch["input_ids"], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    model = tiny_model("llama", "distca")
+    torch.testing.assert_close(model(**given).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"belongs to GPT2Model, .*no position_ids that restart"):
+        model_of("gpt2", "distca")(**given)
+
+
 class Skipping(torch.nn.Module):
     """A layer in place of an attention layer."""
 

@@ -48,6 +48,7 @@ class CallInProgress:
 
 Calls = tuple[CallInProgress, ...]  # the outermost first
 
+_CHOOSE = "get_correct_attn_implementation"  # a method of PreTrainedModel
 _names: set[str] = set()  # of attn_implementation
 _calls: ContextVar[Calls] = ContextVar("distca_calls", default=())
 
@@ -61,7 +62,9 @@ def watch(name: str) -> None:
     _names.add(name)
     if PreTrainedModel.__call__ is not _watched_call:
         PreTrainedModel.__call__ = _watched_call
-        choose = PreTrainedModel.get_correct_attn_implementation
+        choose = getattr(PreTrainedModel, _CHOOSE, None)
+        if choose is None:  # an older transformers
+            return
 
         def checked_choose(self: Any, *args: Any, **kwargs: Any) -> str:
             chosen: str = choose(self, *args, **kwargs)
@@ -69,7 +72,7 @@ def watch(name: str) -> None:
                 refusals.refuse_own_attention(type(self), chosen)
             return chosen
 
-        PreTrainedModel.get_correct_attn_implementation = checked_choose
+        setattr(PreTrainedModel, _CHOOSE, checked_choose)
 
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]

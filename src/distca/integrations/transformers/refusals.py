@@ -110,16 +110,19 @@ def refuse_mask(
 
 def refuse_packed(calls: Calls) -> None:
     """Raises if models that are given several documents in a row are known to mix them."""
-    for call in calls:
-        call.packed = True
+    if not calls:  # layers that are called without their model
+        return
+    model = calls[-1].model  # that made the mask, without the encoders beside it
     told = [call for call in calls if call.given.get("position_ids") is not None]
     if told and not any(call.uses_positions for call in told):
         _refuse_model(told[0].model, "ignores position_ids, so that positions do not restart")
-    for call in calls[-1:]:  # the model that made the mask, without encoders beside it
-        module = next(filter(_is_stateful, _own_modules(call.model)), None)
-        if module is not None:
-            kind = type(module).__name__
-            _refuse_model(call.model, f"carries a state from each to the next ({kind})")
+    if not told and not any(map(_rotates, model.modules())):
+        _refuse_model(model, "no position_ids that restart", "give them too, or ")
+    module = next(filter(_is_stateful, _own_modules(model)), None)
+    if module is not None:
+        _refuse_model(model, f"carries a state from each to the next ({type(module).__name__})")
+    for call in calls:
+        call.packed = True
 
 
 def check_use(call: CallInProgress) -> None:
@@ -167,8 +170,13 @@ def _is_stateful(module: nn.Module) -> bool:
     return convolves or bool(_STATEFUL.search(type(module).__name__))
 
 
-def _refuse_model(model: nn.Module, what: str) -> None:
+def _rotates(module: nn.Module) -> bool:
+    """Tells whether it makes rotary positions: only their differences count, so none restarts."""
+    return "Rotary" in type(module).__name__
+
+
+def _refuse_model(model: nn.Module, what: str, way_out: str = "") -> None:
     raise ValueError(
         f"belongs to {type(model).__name__}, which is given several documents in a row but {what}:"
-        " give each document a row of its own"
+        f" {way_out}give each document a row of its own"
     )
