@@ -104,7 +104,10 @@ def outcome(family: str) -> Outcome:
         wrong.append(f"{PADDED} is computed")
     if warned:
         return Outcome(family, "warned", warned[0])
-    return Outcome(family, "wrong", "; ".join(wrong)) if wrong else Outcome(family, "equal")
+    if wrong:
+        return Outcome(family, "wrong", "; ".join(wrong))
+    raised = [f"{way}: {said}" for way, said in words.items() if said and way != PADDED]
+    return Outcome(family, "equal", "; ".join(raised))
 
 
 def _error(found: Tensor, right: Tensor) -> float:
@@ -176,7 +179,10 @@ def page(outcomes: list[Outcome]) -> str:
             continue
         lines += [f"## {kind.capitalize()}: {len(found)}", "", meaning, ""]
         if kind == "equal":
-            lines += [_listed(found)]
+            lines += [_listed(found), ""]
+            lines += [
+                f"`{one.family}` raises an error with {one.words}" for one in found if one.words
+            ]
         else:
             lines += ["| families | |", "|---|---|", *_rows(found)]
         lines += [""]
