@@ -15,7 +15,9 @@ from integrations import megatron_bodies as bodies
 from integrations import megatron_refusals as refusals
 from integrations.megatron_bodies import Case
 
+from distca.integrations.megatron.attention import mask_of_window
 from distca.integrations.megatron.batches import head_and_tail, lengths_of, lengths_of_mask
+from distca.planning.masks import CAUSAL, Mask
 
 ROWS = [[[96, 96], [96, 96]], [[96, 96], [96, 96]]]
 TWO_ROWS = [[[40, 56, 96], [96, 96]], [[96, 8, 88], [10, 20, 30, 36, 96]]]
@@ -152,6 +154,15 @@ def test_plan_options(four: RankPool, case: Case, node: list[int]) -> None:
     limits = {"speed": [1.0, 0.5], "memory_bytes": 1 << 20}
     for devices in four.run(refusals.devices_of, case, limits, ranks=4):
         assert devices == [{"node": node, "speed": [1.0, 0.5], "memory_bytes": [1 << 20] * 2}]
+
+
+@pytest.mark.parametrize(
+    ("window", "reach"),
+    [((-1, 0), CAUSAL), ((-1, -1), CAUSAL), ((8, 0), 9), ((8, -1), 9), ((0, 0), 1)],
+)
+def test_windows_of_causal_layers(window: tuple[int, int], reach: int) -> None:
+    """-1 is infinite, as in Transformer Engine, and the layer stays causal."""
+    assert mask_of_window(window, "layer 1") == Mask(reach)
 
 
 def test_documents() -> None:

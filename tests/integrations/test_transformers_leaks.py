@@ -70,6 +70,24 @@ def test_a_mixer_that_is_no_attention() -> None:
     assert leaks[3].moved == (0, 1, 2)
 
 
+def test_a_layer_that_changes_its_input_in_place() -> None:
+    """Inputs are those before the call, and outputs those right after it."""
+
+    class InPlace(torch.nn.Module):
+        def __init__(self, inner: torch.nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.add_(x.mean(1, keepdim=True)))
+
+    model = model_of("llama")
+    model.model.layers[1].mlp = InPlace(model.model.layers[1].mlp)
+    leaks = find_leaks(model)
+    assert [leak.changed for leak in leaks] == [0, 1, 2, 3]
+    assert {leak.layer for leak in leaks} == {"model.layers.1.mlp"}
+
+
 @pytest.mark.parametrize("cu_seq_lens", [False, True])
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma3", "opt"])

@@ -130,44 +130,63 @@ def test_lengths_that_do_not_fit(given: dict[str, Any], words: str) -> None:
         loss_of(model_of("llama", "distca"), packed([30]) | given)
 
 
-def test_layers_that_are_told_nothing_of_documents() -> None:
-    """Layers of GPT-BigCode get no position_ids, and with a cache the mask ignores documents."""
-    from transformers import GPTBigCodeConfig, GPTBigCodeForCausalLM
-
-    sizes = {"vocab_size": 61, "n_embd": 32, "n_layer": 1, "n_head": 4}
-    still = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    model = GPTBigCodeForCausalLM(GPTBigCodeConfig(**sizes | still))
-    right = loss_of(model, packed([20, 9]), use_cache=False).item()
-    model.set_attn_implementation("distca")
-    with pytest.raises(
-        ValueError, match=r"layer 0 .*cannot tell where documents begin: .*use_cache"
-    ):
-        loss_of(model, packed([20, 9]))
-    (batch,) = register(cost="pairs").plan_ahead([packed([20, 9])])
-    assert loss_of(model, batch).item() == pytest.approx(right, rel=1e-5)
-    model.config.use_cache = False
-    assert loss_of(model, packed([20, 9])).item() == pytest.approx(right, rel=1e-5)
-
-
-def test_layers_with_several_positions_for_each_token() -> None:
-    """Layers of Qwen2-VL get None if the positions of text are not given separately."""
-    from transformers import LlamaConfig
-
+def test_layers_outside_of_a_model_are_told_nothing_of_documents() -> None:
     one = register(cost="pairs")
-    model, batch = model_of("llama", "distca"), packed([20, 9])
-    mask = one.mask(
-        batch_size=1,
-        q_length=29,
-        kv_length=29,
-        mask_function=lambda b, h, q, k: k <= q,
-        device="cpu",
-        config=LlamaConfig(use_cache=False),
-    )
+    asked = {"batch_size": 1, "q_length": 29, "kv_length": 29, "device": "cpu"}
+    mask = one.mask(**asked, mask_function=lambda b, h, q, k: k <= q)
     q, k, v = torch.zeros(3, 1, 4, 29, 8)
-    layer = model.model.layers[0].self_attn
+    layer = model_of("llama", "distca").model.layers[0].self_attn
     with pytest.raises(ValueError, match=r"layer 0 .*cannot tell where .*give cu_seq_lens_q"):
-        one.attend(layer, q, k, v, mask, position_ids=None)
-    one.attend(layer, q, k, v, mask, position_ids=batch["position_ids"])
+        one.attend(layer, q, k, v, mask)
+    one.attend(layer, q, k, v, mask, position_ids=packed([20, 9])["position_ids"])
+
+
+def test_three_positions_for_each_token() -> None:
+    """Models such as Qwen2-VL take them, but they do not tell where documents begin."""
+    from integrations.family_models import model_of as family
+
+    tokens, positions = packed([20, 9])["input_ids"], torch.zeros(3, 1, 29, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"layer 0 .*\(3, 1, 29\) for 1 rows of 29 tokens: give"):
+        family("qwen2_vl", "distca")(input_ids=tokens, position_ids=positions)
+
+
+def test_arguments_of_models_that_ask_for_more() -> None:
+    model, batch = model_of("llama", "distca"), packed([20, 9])
+    for given in ({"output_attentions": True}, {"head_mask": torch.ones(3, 4)}):
+        (name,) = given
+        for grad in (True, False):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ValueError, match=rf"LlamaForCausalLM is given {name}, but .*eager"),
+            ):
+                model(**batch, **given)
+    assert model(**batch, output_attentions=False).attentions is None
+
+
+def test_caches_with_other_keys_are_refused_in_training() -> None:
+    from transformers import DynamicCache, StaticCache
+
+    model, batch = model_of("llama", "distca"), packed([20, 9])
+    filled = DynamicCache()
+    with torch.no_grad():
+        model(input_ids=batch["input_ids"][:, :5], past_key_values=filled, use_cache=True)
+    for cache, keys in ((filled, 34), (StaticCache(config=model.config, max_cache_len=64), 64)):
+        with pytest.raises(ValueError, match=rf"layer 0 .*{keys} keys for 29 queries: train with"):
+            model(**batch, past_key_values=cache)
+
+
+def test_models_are_left_as_they_are() -> None:
+    """They are copied, pickled and called in parts or by position."""
+    import copy
+    import pickle
+
+    model, batch = model_of("llama", "distca"), packed([20, 9])
+    right = model(**batch).logits
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(**batch).logits, right)
+    assert torch.equal(model(batch["input_ids"], None, batch["position_ids"]).logits, right)
+    inner = model.model(input_ids=batch["input_ids"], position_ids=batch["position_ids"])
+    assert torch.equal(model.lm_head(inner.last_hidden_state), right)
 
 
 def test_fsdp_passes_packed_masks_on_as_they_are() -> None:

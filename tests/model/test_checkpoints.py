@@ -1,6 +1,7 @@
 """Against ``transformers``, on tiny models with random weights."""
 
 import json
+import random
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,74 @@ def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
     with (tmp_path / "model.safetensors").open("r+b") as file:
         file.truncate(60)
     with pytest.raises(ValueError, match=r"model.safetensors is damaged \(.*\): download it again"):
+        load(on_meta(CONFIGS["llama"]), tmp_path)
+
+
+def test_files_cut_or_changed_anywhere_are_loaded_or_refused(tmp_path: Path) -> None:
+    save(ours(CONFIGS["llama"]), tmp_path)
+    path, draw = tmp_path / "model.safetensors", random.Random(0)
+    whole = path.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    damaged = [whole[:size] for size in (0, 1, 7, 8, 9, header - 1, header, len(whole) - 1)]
+    for _ in range(150):
+        changed = bytearray(whole)
+        changed[draw.randrange(header)] ^= 1 << draw.randrange(8)
+        damaged.append(bytes(changed))
+    words = []
+    for content in damaged:
+        path.write_bytes(content)
+        try:
+            load(on_meta(CONFIGS["llama"]), tmp_path)
+        except ValueError as error:
+            words.append(str(error))
+    assert len(words) > 100
+    assert all(len(said.splitlines()) == 1 for said in words)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", "null", '"x"', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json"])
+def test_files_that_are_no_table_are_refused(tmp_path: Path, file: str, content: str) -> None:
+    save(ours(CONFIGS["llama"]), tmp_path, max_file_bytes=9000)
+    (tmp_path / file).write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(ValueError, match=r"cannot be read as JSON|holds .*, not a|no weight_map"):
+        load(on_meta(CONFIGS["llama"]), tmp_path)
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({NORM: "gone.safetensors"}, "names gone.safetensors, but the folder has no such file"),
+        ({NORM: "../other.safetensors"}, "no weight_map from tensors to files of its folder"),
+        ({NORM: 3}, "no weight_map from tensors to files of its folder"),
+        ({NORM: "model-00001-of-{last}.safetensors"}, f"lacks {NORM}, which the index places"),
+    ],
+)
+def test_an_index_that_does_not_fit_its_files(
+    tmp_path: Path, change: dict[str, Any], sentence: str
+) -> None:
+    save(ours(CONFIGS["llama"]), tmp_path, max_file_bytes=9000)
+    path = tmp_path / "model.safetensors.index.json"
+    last = (
+        max(tmp_path.glob("*.safetensors")).name.rpartition("-of-")[2].removesuffix(".safetensors")
+    )
+    index = json.loads(path.read_text())
+    index["weight_map"] |= {
+        name: file.format(last=last) if isinstance(file, str) else file
+        for name, file in change.items()
+    }
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=sentence):
+        load(on_meta(CONFIGS["llama"]), tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn, torch.bool])
+def test_quantized_weights_are_refused(tmp_path: Path, dtype: torch.dtype) -> None:
+    save(ours(CONFIGS["llama"]), tmp_path)
+    rewritten(tmp_path, lambda t: t.update({NORM: t[NORM].to(dtype)}))
+    with pytest.raises(ValueError, match=f"{NORM} is of type .*: quantized weights are not"):
         load(on_meta(CONFIGS["llama"]), tmp_path)
 
 

@@ -121,13 +121,69 @@ def test_old_llamas_leave_things_out() -> None:
 def test_what_the_model_cannot_do_is_refused(
     base: dict[str, Any], change: dict[str, Any], sentence: str
 ) -> None:
-    with pytest.raises(ValueError, match=sentence or "layer types full_attention, .* every n-th"):
+    with pytest.raises(
+        ValueError, match=sentence or "layer types .'full_attention', .* every n-th"
+    ):
         from_hf(base | change)
 
 
 def test_an_incomplete_file_is_refused() -> None:
     with pytest.raises(ValueError, match=r"config\.json has no hidden_size"):
         from_hf({k: v for k, v in QWEN3_06B.items() if k != "hidden_size"})
+
+
+# Values of every type and sign, as a damaged or edited file may have them.
+VALUES = [None, True, False, 0, -1, 3, 10**400, 0.5, -2.0, float("nan"), float("inf"), "", "8", "x"]
+VALUES += [[], [1], ["full_attention"], {}, {"factor": "8"}, {"rope_type": ["llama3"]}, [[]]]
+
+
+@pytest.mark.parametrize("base", [LLAMA32_1B, QWEN3_06B], ids=["llama", "qwen3"])
+def test_every_entry_with_every_type_is_read_or_refused(base: dict[str, Any]) -> None:
+    """Whatever is read has the types and signs of a model that can be built."""
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
+    base = base | windows | {"num_hidden_layers": 4}
+    extra = ["rope_parameters", "layer_types", "partial_rotary_factor", "quantization_config"]
+    nested = [("rope_scaling", name) for name in LLAMA32_1B["rope_scaling"]]
+    for path in [*((name,) for name in [*base, *extra]), *nested]:
+        for value in VALUES:
+            raw = base | {"rope_scaling": dict(LLAMA32_1B["rope_scaling"])}
+            (raw if len(path) == 1 else raw["rope_scaling"])[path[-1]] = value
+            read = from_hf_or_words(raw)
+            if isinstance(read, str):
+                assert len(read.splitlines()) == 1, read
+                assert len(read) < 300, read
+                continue
+            for name, kind in ModelConfig.__annotations__.items():
+                given = getattr(read, name)
+                assert kind not in (int, float, bool) or type(given) is kind, (path, value, name)
+
+
+def from_hf_or_words(raw: dict[str, Any]) -> ModelConfig | str:
+    try:
+        return from_hf(raw)
+    except ValueError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"hidden_size": "2048"}, "hidden_size = '2048' in config.json: it must be a whole number"),
+        ({"hidden_size": 2048.5}, "hidden_size = 2048.5 in config.json: it must be a whole number"),
+        ({"hidden_size": True}, "hidden_size = True in config.json: it must be a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads = 0 in config.json: it must be from 1"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads = 0 in config.json: it must be from 1"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings = 'false' .* be true or false"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps = '1e-5' in config.json: it must be a finite"),
+        ({"rope_theta": float("nan")}, "rope_theta = nan in config.json: it must be a finite"),
+        ({"rope_scaling": "linear"}, "rope_scaling = 'linear' in config.json: it must be a table"),
+        ({"model_type": ["llama"]}, r"model_type = \['llama'\] .* must be a string"),
+        ({"num_hidden_layers": 10**6}, "num_hidden_layers = 1000000 .* at most 1000"),
+    ],
+)
+def test_entries_of_another_type_are_named(change: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        from_hf(LLAMA32_1B | change)
 
 
 def test_layer_types_as_a_pattern() -> None:

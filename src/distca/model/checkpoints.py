@@ -11,6 +11,7 @@ both sides rotate the two halves of a head.
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from distca.model.llama import Llama, on_meta
 
 CONFIG, WHOLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 OUTPUT = "lm_head.weight"
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 _ENDS = {
     "embed": "model.embed_tokens",
@@ -57,7 +59,7 @@ def hf_name(name: str) -> str:
 
 
 def read_config(folder: Path | str) -> ModelConfig:
-    return from_hf(json.loads(_existing(Path(folder) / CONFIG).read_text()))
+    return from_hf(_json(Path(folder) / CONFIG))
 
 
 def load(model: Llama, folder: Path | str, *, device: torch.device | str | None = None) -> None:
@@ -76,6 +78,11 @@ def load(model: Llama, folder: Path | str, *, device: torch.device | str | None 
                 f"{name} has shape {tuple(tensor.shape)} in {files[name]} but"
                 f" {tuple(parameter.shape)} by config.json: the folder is inconsistent; download it"
                 " again"
+            )
+        if tensor.dtype not in _DTYPES:
+            raise ValueError(
+                f"{name} is of type {str(tensor.dtype).removeprefix('torch.')} in {files[name]}:"
+                " quantized weights are not supported; choose another checkpoint"
             )
         fill(parameter, tensor.to(parameter.device))
 
@@ -169,29 +176,58 @@ def _split(sizes: Mapping[str, int], limit: int) -> dict[str, list[str]]:
 
 def _files(folder: Path) -> dict[str, str]:
     """Returns the file of each tensor."""
-    if (folder / INDEX).exists():
-        index: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-        return index
-    with _open(folder / WHOLE) as file:
-        return dict.fromkeys(file.keys(), WHOLE)
+    if not (folder / INDEX).exists():
+        with _reading(folder / WHOLE) as file:
+            return dict.fromkeys(file.keys(), WHOLE)
+    index = _json(folder / INDEX)
+    files = index.get("weight_map") if isinstance(index, dict) else None
+    if not isinstance(files, dict) or not all(_is_file_name(file) for file in files.values()):
+        raise ValueError(
+            f"{folder / INDEX} has no weight_map from tensors to files of its folder: it is"
+            " damaged; download it again"
+        )
+    missing = sorted({file for file in files.values() if not (folder / file).is_file()})
+    if missing:
+        raise ValueError(
+            f"{folder / INDEX} names {_listed(missing)}, but the folder has no such file: download"
+            " it again"
+        )
+    return files
+
+
+def _is_file_name(file: object) -> bool:
+    return isinstance(file, str) and "\0" not in file and Path(file).name == file
 
 
 def _tensors(folder: Path, files: Mapping[str, str]) -> Iterator[tuple[str, Tensor]]:
     """Yields the tensors in ``files``. Files are memory-mapped, so nothing else is read."""
     for name in sorted(set(files.values())):
-        with _open(folder / name) as file:
-            for key in file.keys():  # noqa: SIM118 - it is not a mapping
-                if files.get(key) == name:
-                    yield key, file.get_tensor(key)
+        wanted = {key for key, file in files.items() if file == name}
+        with _reading(folder / name) as file:
+            missing = sorted(wanted - set(file.keys()))
+            if missing:
+                raise ValueError(f"{name} lacks {_listed(missing)}, which the index places there")
+            for key in sorted(wanted):
+                yield key, file.get_tensor(key)
 
 
-def _open(path: Path) -> Any:
+@contextmanager
+def _reading(path: Path) -> Iterator[Any]:
     from safetensors import SafetensorError, safe_open
 
     try:
-        return safe_open(_existing(path), framework="pt")
-    except SafetensorError as error:
+        with safe_open(_existing(path), framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
         raise ValueError(f"{path} is damaged ({error}): download it again") from None
+
+
+def _json(path: Path) -> Any:
+    _existing(path)
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON ({error}): download it again") from None
 
 
 def _existing(path: Path) -> Path:

@@ -43,9 +43,24 @@ _SCALING: dict[str, dict[str, str]] = {
 }
 
 
+_WHOLE = ("original_context",)  # the fields of RopeScaling that are whole numbers
+_MOST_LAYERS = 1000
+_INFINITE = 1e300
+_WORDS = {
+    int: "a whole number",
+    float: "a finite number",
+    bool: "true or false",
+    str: "a string",
+    list: "a list",
+    dict: "a table",
+}
+
+
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a ``config.json``. Raises ValueError for unsupported entries."""
-    kind = raw.get("model_type")
+    if not isinstance(raw, Mapping):
+        raise ValueError(f"config.json holds {_shown(raw)}, not a table of entries")
+    kind = _entry(raw, "model_type", str, "")
     if kind not in ARCHITECTURES:
         raise ValueError(
             f"model_type {kind!r} in config.json: only {' and '.join(ARCHITECTURES)} are supported"
@@ -53,31 +68,31 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     for name, value in _MUST_BE.items():
         if raw.get(name, value) != value:
             raise ValueError(
-                f"{name} = {raw[name]!r} in config.json: only {value!r} is supported; choose"
+                f"{name} = {_shown(raw[name])} in config.json: only {value!r} is supported; choose"
                 " another checkpoint"
             )
-    try:
-        sizes = {name: int(raw[theirs]) for name, theirs in _SIZES.items()}
-        window, pattern = _windows(raw, sizes["layers"]) if kind == "qwen3" else (None, 0)
-        theta, scaling = _rope(raw)
-        head_dim = 128 if kind == "qwen3" else sizes["hidden"] // sizes["heads"]
-        return ModelConfig(
-            **sizes,
-            kv_heads=raw.get("num_key_value_heads") or sizes["heads"],
-            head_dim=raw.get("head_dim") or head_dim,
-            rope_theta=theta,
-            rope_scaling=scaling,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            qk_norm=kind == "qwen3",
-            tied=raw.get("tie_word_embeddings", False),
-            window=window,
-            window_pattern=pattern,
-            context=raw.get("max_position_embeddings", 2048 if kind == "llama" else 32768),
-        )
-    except KeyError as error:
+    sizes = {name: _size(raw, theirs) for name, theirs in _SIZES.items()}
+    if sizes["layers"] > _MOST_LAYERS:
         raise ValueError(
-            f"config.json has no {error.args[0]}: it is incomplete; download it again"
-        ) from None
+            f"num_hidden_layers = {sizes['layers']} in config.json: at most {_MOST_LAYERS} are"
+            " supported"
+        )
+    window, pattern = _windows(raw, sizes["layers"]) if kind == "qwen3" else (None, 0)
+    theta, scaling = _rope(raw)
+    head_dim = 128 if kind == "qwen3" else max(1, sizes["hidden"] // sizes["heads"])
+    return ModelConfig(
+        **sizes,
+        kv_heads=_size(raw, "num_key_value_heads", sizes["heads"]),
+        head_dim=_size(raw, "head_dim", head_dim),
+        rope_theta=theta,
+        rope_scaling=scaling,
+        norm_eps=_entry(raw, "rms_norm_eps", float, 1e-6),
+        qk_norm=kind == "qwen3",
+        tied=_entry(raw, "tie_word_embeddings", bool, False),
+        window=window,
+        window_pattern=pattern,
+        context=_size(raw, "max_position_embeddings", 2048 if kind == "llama" else 32768),
+    )
 
 
 def to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -118,32 +133,73 @@ def to_hf(config: ModelConfig) -> dict[str, Any]:
     return raw
 
 
-def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
-    known = {"rope_theta": raw.get("rope_theta", 10000.0)}
-    rope = known | (raw.get("rope_scaling") or {}) | (raw.get("rope_parameters") or {})
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+def _entry(raw: Mapping[str, Any], name: str, kind: type, default: Any = None) -> Any:
+    """Returns an entry of this type, or the default if it is null or missing.
+
+    A whole number is also a float, but neither is a string or a truth value a number.
+    """
+    value = raw.get(name)
+    if value is None and default is None:
+        raise ValueError(f"config.json has no {name}: it is incomplete; download it again")
+    if value is None:
+        return default
+    given = type(value)
+    if kind is int and given is float and value.is_integer():
+        return int(value)
+    if kind is float and given in (int, float) and abs(value) < _INFINITE:
+        return float(value)
+    if kind is float or given is not kind:
         raise ValueError(
-            f"partial_rotary_factor = {rope['partial_rotary_factor']} in config.json: only"
-            " rotation of whole heads is supported; choose another checkpoint"
+            f"{name} = {_shown(value)} in config.json: it must be {_WORDS[kind]}; download the file"
+            " again"
         )
+    return value
+
+
+def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
+    size: int = _entry(raw, name, int, default)
+    if not 1 <= size < 2**31:
+        raise ValueError(
+            f"{name} = {_shown(size)} in config.json: it must be from 1 to {2**31 - 1}"
+        )
+    return size
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
+    rope: dict[str, Any] = {"rope_theta": _entry(raw, "rope_theta", float, 10000.0)}
+    rope |= _entry(raw, "rope_scaling", dict, {}) | _entry(raw, "rope_parameters", dict, {})
+    kind = _entry(rope, "rope_type", str, _entry(rope, "type", str, "default"))
+    partial = _entry(rope, "partial_rotary_factor", float, 1.0)
+    if partial != 1.0:
+        raise ValueError(
+            f"partial_rotary_factor = {partial} in config.json: only rotation of whole heads is"
+            " supported; choose another checkpoint"
+        )
+    theta: float = _entry(rope, "rope_theta", float)
     if kind == "default":
-        return rope["rope_theta"], None
+        return theta, None
     if kind not in _SCALING:
         raise ValueError(
             f"rope type {kind!r} in config.json: only default, linear and llama3 are supported;"
             " choose another checkpoint"
         )
-    settings = {name: rope[theirs] for name, theirs in _SCALING[kind].items()}
-    return rope["rope_theta"], RopeScaling(kind, **settings)
+    names = _SCALING[kind].items()
+    settings = {n: _size(rope, t) if n in _WHOLE else _entry(rope, t, float) for n, t in names}
+    return theta, RopeScaling(kind, **settings)
 
 
 def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
     """Returns (window, window_pattern) of Qwen3's layer types."""
-    window = raw.get("sliding_window", 4096) if raw.get("use_sliding_window", False) else None
-    first = raw.get("max_window_layers", 28)  # the first layer with a window
+    slides = _entry(raw, "use_sliding_window", bool, False)
+    window = _size(raw, "sliding_window", 4096) if slides else None
+    first = _entry(raw, "max_window_layers", int, 28)  # the first layer with a window
     by_default = [SLIDING if window and layer >= first else FULL for layer in range(layers)]
-    types = raw.get("layer_types") or by_default
+    types = _entry(raw, "layer_types", list, by_default)
     if types == [FULL] * layers:
         return None, 0
     patterns = (0, *range(2, layers + 1)) if window is not None else ()
@@ -153,7 +209,7 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
         ]:
             return window, pattern
     raise ValueError(
-        f"layer types {', '.join(map(str, types))} with window {window} in config.json: a"
+        f"layer types {_shown(types)} with window {window} in config.json: a"
         " window is supported on all layers, on none, or on all but every n-th; choose another"
         " checkpoint"
     )

@@ -149,13 +149,7 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         windows = config.window_size, config.window_attn_skip_freq
         if not is_layer_window_attention(*windows, self.layer_number):
             return Mask(CAUSAL)
-        left, right = config.window_size
-        if right != 0:
-            raise ValueError(
-                f"{self.where} has window_size {config.window_size}, which includes later keys:"
-                " distca supports causal attention only, with windows (N, 0)"
-            )
-        return Mask(CAUSAL) if left < 0 else Mask(left + 1)  # the token itself is one more key
+        return mask_of_window(config.window_size, self.where)
 
     def _refuse_config(self, mask: AttnMaskType, attention: str, dropout: float) -> None:
         config, softmax = self.config, getattr(self.config, "softmax_type", "vanilla")
@@ -182,3 +176,19 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
 
     def _refuse(self, what: str, way_out: str = _WAY_OUT) -> NoReturn:
         raise ValueError(f"{self.where} {what}, which distca does not support: {way_out}")
+
+
+def mask_of_window(window: tuple[int, int], where: str) -> Mask:
+    """Returns the mask of a causal layer with N keys before and 0 after its own (N, 0).
+
+    -1 is infinite on either side. The layer is causal, so an infinite window after its own key adds
+    nothing: Transformer Engine also takes (-1, -1) as causal. (In torchtitan, which has no mask
+    beside the window, it is full attention.)
+    """
+    left, right = window
+    if right > 0:
+        raise ValueError(
+            f"{where} has window_size {window}, which includes later keys: distca supports causal"
+            " attention only, with windows (N, 0)"
+        )
+    return Mask(CAUSAL) if left < 0 else Mask(left + 1)  # the token itself is one more key

@@ -34,18 +34,10 @@ except ImportError as error:
     ) from error
 
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
-from distca.integrations.transformers.batches import PLANNED, documents
+from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
-from distca.integrations.transformers.packed_mask import WAY_OUT, PackedMask, PackedMaskFactory
-
-_REFUSED = {  # arguments by which layers ask for more than softmax(QK^T)V
-    "softcap": "caps its scores (softcap)",
-    "s_aux": "has attention sinks (s_aux)",
-    "position_bias": "adds a bias to its scores (position_bias)",
-    "indices": "selects the keys that it attends to (indices)",
-    "block_indices": "selects the keys that it attends to (block_indices)",
-    "cache": "attends to a paged cache (cache)",
-}
+from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
+from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
 
 
 def register(
@@ -66,6 +58,7 @@ def register(
     registered = Registered(name, PlannedAttention(group, **options))
     AttentionInterface.register(name, registered.attend)
     AttentionMaskInterface.register(name, registered.mask)
+    watch(name)
     return registered
 
 
@@ -109,9 +102,11 @@ class Registered:
     ) -> tuple[Tensor, None]:
         """Returns [B, S, H, D] of query [B, H, S, D], key and value [B, G, S, D]."""
         where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-        _refuse_unsupported(where, dropout, given)
+        for call in in_progress():
+            call.attended.add(module)
+        refuse_layer(where, dropout, given)
         if not isinstance(attention_mask, PackedMask):
-            _refuse_mask(where, module, attention_mask, given)
+            refuse_mask(where, module, attention_mask, given)
             options = {"dropout": dropout, "scaling": scaling, **given}
             out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
             return out, None
@@ -132,16 +127,17 @@ class Registered:
         The first layer of a model call finds it, and the others take it from there.
         """
         call, error, lengths = packed.call, "", list[int]()
-        if call.batch is None and given.get(PLANNED) is not None:
-            call.batch = self.attention.wait(given[PLANNED])
+        first = call.batch is None
+        if first and (planned := call.planned(given)) is not None:
+            call.batch = self.attention.wait(planned)
         try:
             if packed.error:
                 raise ValueError(packed.error)
             if call.batch is None:
-                lengths = documents(call.num_rows, call.num_tokens, given, packed.starts)
-                if call.grad_enabled and len(lengths) == call.num_rows:
-                    _refuse_unknown_documents(call.config, given)
+                lengths = call.documents(given, packed.starts)
             packed.check(call.batch.lengths if call.batch else lengths)
+            if first:  # the same on all ranks if they share the batch
+                call.check_packed(max(map(len, call.batch.ranks if call.batch else [lengths])))
         except ValueError as raised:
             error = f"{where} {raised}"
             if call.batch is not None or not call.grad_enabled:
@@ -163,47 +159,3 @@ class PrefetchCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         if wraps_loader(train_dataloader):
             self._registered.plan_ahead(train_dataloader)
-
-
-def _refuse_unsupported(where: str, dropout: float, given: Mapping[str, Any]) -> None:
-    if dropout:
-        raise ValueError(
-            f"{where} uses attention dropout ({dropout}), which distca does not support: set"
-            " attention_dropout to 0 in the model's config"
-        )
-    for keyword, what in _REFUSED.items():
-        if given.get(keyword) is not None:
-            raise ValueError(f"{where} {what}, which distca does not support: {WAY_OUT}")
-
-
-def _refuse_unknown_documents(config: Any, given: Mapping[str, Any]) -> None:
-    """Raises if packed documents may be in a row without any sign of them.
-
-    Layers that get no positions depend on transformers' mask. That mask ignores positions as well
-    if there is a cache, or if a model has several positions for each token (Qwen2-VL).
-    """
-    if any(given.get(name) is not None for name in ("position_ids", "cu_seq_lens_q")):
-        return
-    several, caches = "position_ids" in given, getattr(config, "use_cache", False)
-    if several or caches:
-        way = "give cu_seq_lens_q" if several else "set use_cache to False in the model's config"
-        raise ValueError(
-            f"cannot tell where documents begin: wrap the loader with plan_ahead, or {way}"
-        )
-
-
-def _refuse_mask(
-    where: str, module: nn.Module, mask: Tensor | None, given: Mapping[str, Any]
-) -> None:
-    """Raises if a causal layer is trained without a PackedMask.
-
-    Layers that are not causal, such as those of an image encoder, are computed by sdpa.
-    """
-    causal = given.get("is_causal")
-    if causal is None:
-        causal = getattr(module, "is_causal", True)
-    if causal and torch.is_grad_enabled():
-        raise ValueError(
-            f"{where} is given {'no mask' if mask is None else 'a mask of its own'}, so that"
-            f" documents cannot be told apart: {WAY_OUT}"
-        )

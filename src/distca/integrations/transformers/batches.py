@@ -40,6 +40,11 @@ def lengths_of(batch: Mapping[str, Any]) -> list[int]:
     return documents(tokens.shape[0], tokens.shape[1], batch)
 
 
+def tells_documents(given: Mapping[str, Any]) -> bool:
+    """Tells whether arguments say where documents begin, also if that cannot be read."""
+    return any(given.get(name) is not None for name in ("cu_seq_lens_q", "position_ids"))
+
+
 def documents(
     num_rows: int, num_tokens: int, given: Mapping[str, Any], starts: Tensor | None = None
 ) -> list[int]:

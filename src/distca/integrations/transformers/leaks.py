@@ -121,6 +121,7 @@ class _Record:
     def __init__(self, names: Mapping[nn.Module, str], num_tokens: int) -> None:
         self._names, self._num_tokens = names, num_tokens
         self._calls: dict[str, int] = {}
+        self._begun: list[list[Tensor]] = []  # inputs of the modules that have not ended
         self.into: dict[Key, list[Tensor]] = {}
         self.out_of: dict[Key, list[Tensor]] = {}
 
@@ -128,18 +129,22 @@ class _Record:
     def watching(self) -> Iterator[None]:
         with ExitStack() as hooks:
             for module in self._names:
-                hooks.enter_context(module.register_forward_hook(self._end, with_kwargs=True))
+                hooks.enter_context(module.register_forward_pre_hook(self._begin, with_kwargs=True))
+                hooks.enter_context(module.register_forward_hook(self._end))
             yield
 
-    def _end(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def _begin(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        self._begun.append(self._rows((args, kwargs)))
+
+    def _end(self, module: nn.Module, _: Any, output: Any) -> None:
         name = self._names[module]
         key = (name, self._calls.setdefault(name, 0))
         self._calls[name] += 1
-        self.into[key], self.out_of[key] = self._rows((args, kwargs)), self._rows(output)
+        self.into[key], self.out_of[key] = self._begun.pop(), self._rows(output)
 
     def _rows(self, values: Any) -> list[Tensor]:
-        """Returns [T, ...] of each tensor that has tokens on its first axis, or on its second after
-        a first one of size 1."""
+        """Returns copies [T, ...] of the tensors that have tokens on their first axis, or on their
+        second after a first one of size 1. Modules may change tensors in place later."""
         if hasattr(values, "to_tuple"):  # a ModelOutput of transformers
             values = values.to_tuple()
         found = []
@@ -148,7 +153,8 @@ class _Record:
                 if value.ndim > 1 and value.shape[0] == 1:
                     value = value[0]
                 if value.shape[0] == self._num_tokens:
-                    found.append(value.detach().flatten(1).cpu() if value.ndim > 1 else value.cpu())
+                    rows = value.detach().to("cpu", copy=True)
+                    found.append(rows.flatten(1) if rows.ndim > 1 else rows)
         return found
 
 

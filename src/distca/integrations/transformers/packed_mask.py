@@ -9,6 +9,8 @@ whatever the model has computed since.
 Legend: B rows, S tokens in a row.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -17,12 +19,13 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from distca.integrations.shared.planned import PlannedBatch
-from distca.integrations.transformers.batches import PADDED
+from distca.integrations.shared.planned import BatchFuture, PlannedBatch
+from distca.integrations.transformers.batches import PADDED, PLANNED, documents, tells_documents
+from distca.integrations.transformers.calls import Calls, in_progress
 from distca.integrations.transformers.masks import document_starts
+from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
 from distca.planning.masks import CAUSAL, Mask
 
-WAY_OUT = "load this model with another attn_implementation, such as 'eager'"
 _UNSUPPORTED = "has a mask that is neither causal nor a sliding window of documents"
 
 
@@ -38,7 +41,46 @@ class ModelCall:
     grad_enabled: bool  # before the first layer: inside, checkpointing may turn it off
     num_rows: int
     num_tokens: int  # in a row
+    models: Calls = ()  # the model and those that contain it
     batch: PlannedBatch | None = None  # set by the first layer
+
+    def has_same_masks(self, other: ModelCall) -> bool:
+        sizes = (self.grad_enabled, self.num_rows, self.num_tokens, self.models)
+        others = (other.grad_enabled, other.num_rows, other.num_tokens, other.models)
+        return self.config is other.config and sizes == others
+
+    def planned(self, given: Mapping[str, Any]) -> BatchFuture | None:
+        """Returns the plans that the batch carries. given: the arguments of a layer."""
+        carried = (source.get(PLANNED) for source in self._sources(given))
+        return next((future for future in carried if future is not None), None)
+
+    def check_packed(self, most_documents: int) -> None:
+        """Raises if the model mixes the documents of a row. most_documents: of any rank."""
+        if most_documents > self.num_rows:
+            refuse_packed(self.models)
+
+    def documents(self, given: Mapping[str, Any], starts: Tensor | None) -> list[int]:
+        """Returns the lengths of documents, by what the outermost model that tells was given.
+
+        starts: where the mask starts documents. It ignores positions if there is a cache or an
+            attention_mask, and some layers get none, but the caller of the model has said them.
+        """
+        sources = self._sources(given)
+        told = next(filter(tells_documents, sources), sources[-1])
+        lengths = documents(self.num_rows, self.num_tokens, told, starts)
+        known = self.models or tells_documents(told) or len(lengths) > self.num_rows
+        if self.grad_enabled and not known:
+            raise ValueError(
+                "cannot tell where documents begin: call the layers by their model, wrap the"
+                " loader with plan_ahead, or give cu_seq_lens_q"
+            )
+        return lengths
+
+    def _sources(self, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+        """Returns what tells about these tokens: the arguments of models, then of the layer."""
+        size = (self.num_rows, self.num_tokens)
+        models = [m for m in self.models if m.tokens is not None and m.tokens.shape[:2] == size]
+        return [*(model.given for model in models), given]
 
 
 class PackedMask:
@@ -120,10 +162,11 @@ class PackedMaskFactory:
         if num_tokens is None:  # transformers 4
             num_tokens = asked["cache_position"].shape[0]
         rows, grad = asked["batch_size"], torch.is_grad_enabled()
-        new = ModelCall(asked.get("config"), grad, rows, num_tokens)
-        if self._latest is None or vars(self._latest) != vars(new):  # or its layers have begun
-            self._latest = new
-        return self._latest
+        new = ModelCall(asked.get("config"), grad, rows, num_tokens, in_progress())
+        latest = self._latest
+        if latest is None or latest.batch is not None or not latest.has_same_masks(new):
+            latest = self._latest = new
+        return latest
 
 
 def _starts(asked: Mapping[str, Any], call: ModelCall, mask: Mask) -> Tensor | None:

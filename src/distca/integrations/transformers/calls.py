@@ -1,0 +1,101 @@
+"""The calls of models that are in progress, with what they were given.
+
+[Note: watched models] transformers tells a layer and the function that makes its mask only a part
+of what a model was given: many layers get no ``position_ids``, the mask ignores them if there is a
+cache or an ``attention_mask``, and a model that computes its attention itself calls neither. So
+``watch`` extends two methods of ``PreTrainedModel``: the one that checks an
+``attn_implementation``, to refuse models that cannot use ours, and ``__call__``, to record the
+arguments of models with ours. Models themselves are not changed: they can be copied and pickled.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from distca.integrations.transformers import refusals
+from distca.integrations.transformers.batches import PLANNED
+
+
+@dataclass(eq=False)
+class CallInProgress:
+    """A call of a model that has not returned yet."""
+
+    model: nn.Module
+    given: dict[str, Any]  # arguments by name
+    attended: set[nn.Module] = field(default_factory=set)  # modules that called our attention
+    packed: bool = False  # some row holds several documents
+
+    @property
+    def uses_positions(self) -> bool:
+        named = "position_ids" in _parameters(type(self.model).forward)
+        return named and self.given.get("position_ids") is not None
+
+    @property
+    def tokens(self) -> Any:
+        """Token ids [B, S] or embeddings [B, S, ...], if it was given any."""
+        given = (self.given.get(name) for name in ("input_ids", "inputs_embeds"))
+        return next((tokens for tokens in given if tokens is not None), None)
+
+
+Calls = tuple[CallInProgress, ...]  # the outermost first
+
+_CHOOSE = "get_correct_attn_implementation"  # a method of PreTrainedModel
+_names: set[str] = set()  # of attn_implementation
+_calls: ContextVar[Calls] = ContextVar("distca_calls", default=())
+
+
+def in_progress() -> Calls:
+    return _calls.get()
+
+
+def watch(name: str) -> None:
+    """Watches the models with ``attn_implementation=name``. [Note: watched models]"""
+    _names.add(name)
+    if PreTrainedModel.__call__ is not _watched_call:
+        PreTrainedModel.__call__ = _watched_call
+        choose = getattr(PreTrainedModel, _CHOOSE, None)
+        if choose is None:  # an older transformers
+            return
+
+        def checked_choose(self: Any, *args: Any, **kwargs: Any) -> str:
+            chosen: str = choose(self, *args, **kwargs)
+            if chosen in _names:
+                refusals.refuse_own_attention(type(self), chosen)
+            return chosen
+
+        setattr(PreTrainedModel, _CHOOSE, checked_choose)
+
+
+@torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
+def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    if self.config._attn_implementation not in _names:
+        return nn.Module.__call__(self, *args, **kwargs)
+    outer, learns = _calls.get(), torch.is_grad_enabled()
+    call = CallInProgress(
+        self, dict(zip(_parameters(type(self).forward), args, strict=False)) | kwargs
+    )
+    kwargs.pop(PLANNED, None)  # not every model takes arguments that it does not know
+    if not outer:
+        refusals.refuse_arguments(call)
+    token = _calls.set((*outer, call))
+    try:
+        result = nn.Module.__call__(self, *args, **kwargs)
+    finally:
+        _calls.reset(token)
+    if learns and not outer:
+        refusals.check_use(call)
+    return result
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)[1:]

@@ -1,0 +1,128 @@
+"""Every family of transformers is right, refused or warned about; none is silently wrong."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from integrations.families import documented, outcome
+from integrations.family_models import families, model_of
+from integrations.tiny import model_of as tiny_model
+from integrations.tiny import packed
+
+pytest.importorskip("transformers", reason="transformers is not installed")
+
+import transformers
+
+from distca.integrations.transformers import refusals, register
+
+
+@pytest.fixture(autouse=True)
+def _registered() -> None:
+    register(cost="pairs")
+    transformers.logging.set_verbosity_error()
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["ctrl", "fuyu", "gpt_bigcode", "ministral3", "moshi", "persimmon", "whisper"],
+)
+def test_layers_that_are_given_no_positions(family: str) -> None:
+    """With a mask of ones, an empty cache or ``use_cache=True`` a row was taken as one document."""
+    assert outcome(family).kind == "equal", outcome(family).words
+
+
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("openai-gpt", "computes its attention itself"),
+        ("cpmant", "computes its attention itself"),
+        ("gptj", "computes its attention itself"),  # a KeyError of transformers
+        ("git", "computes its attention itself"),  # a KeyError, in a model with several configs
+        ("bart", "ignores position_ids"),
+        ("mamba", "has not called the attention"),
+        ("qwen3_next", r"carries a state from each to the next (Qwen3NextGatedDeltaNet)"),
+        ("falcon_h1", "carries a state from each to the next (Conv1d)"),
+        ("minimax", "carries a state from each to the next (MiniMaxLightningAttention)"),
+    ],
+)
+def test_models_that_mix_documents_are_refused(family: str, words: str) -> None:
+    found = outcome(family)
+    assert (found.kind, words in found.words) == ("refused", True), found
+
+
+@pytest.mark.parametrize("family", ["bart", "jamba", "qwen3_next"])
+def test_a_document_in_each_row_is_computed(family: str) -> None:
+    tokens = packed([40])["input_ids"].view(2, 20)
+    right, found = (model_of(family, one)(tokens).logits for one in ("eager", "distca"))
+    torch.testing.assert_close(found, right, rtol=1e-4, atol=1e-5)
+
+
+def test_models_that_mix_documents_are_refused_with_plans_too() -> None:
+    (batch,) = register(cost="pairs").plan_ahead([packed([20, 9])])
+    with pytest.raises(ValueError, match=r"layer 0 .*BartForCausalLM, .*ignores position_ids"):
+        model_of("bart", "distca")(**batch)
+
+
+def test_positions_that_do_not_restart() -> None:
+    """Only rotary positions need not restart, since their differences count."""
+    batch, offsets = packed([20, 9]), torch.tensor([0, 20, 29], dtype=torch.int32)
+    given = {"input_ids": batch["input_ids"], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    model = tiny_model("llama", "distca")
+    torch.testing.assert_close(model(**given).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"belongs to GPT2Model, .*no position_ids that restart"):
+        model_of("gpt2", "distca")(**given)
+
+
+class Skipping(torch.nn.Module):
+    """A layer in place of an attention layer."""
+
+    def forward(self, hidden_states: torch.Tensor, **_: Any) -> tuple[torch.Tensor, None]:
+        return hidden_states, None
+
+
+def test_what_is_not_known_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    refusals._checked.clear()
+    model = tiny_model("llama", "distca")
+    model.model.layers[1].self_attn = Skipping()
+    with caplog.at_level(logging.WARNING, logger=refusals.__name__):
+        model(**packed([29]))  # one document
+        assert not caplog.messages
+        for _ in range(2):
+            model(**packed([20, 9]))
+    (said,) = caplog.messages
+    assert "LlamaForCausalLM has layers that do not call distca's attention" in said
+    assert "(model.layers.1)" in said
+    assert "`distca check MODEL_DIR`" in said
+
+
+def test_models_of_the_users_own_are_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    class Own(transformers.LlamaForCausalLM):  # type: ignore[misc]
+        pass
+
+    model = tiny_model("llama", "distca")
+    own = Own(model.config)
+    with caplog.at_level(logging.WARNING, logger=refusals.__name__):
+        own(**packed([20, 9]))
+    assert "Own is not one of transformers' own models" in caplog.text
+    assert "`distca check MODEL_DIR`" in caplog.text
+
+
+def test_a_model_that_calls_no_attention_of_ours_is_refused_in_training() -> None:
+    model = tiny_model("llama", "distca")
+    for layer in model.model.layers:
+        layer.self_attn = Skipping()
+    with pytest.raises(ValueError, match="LlamaForCausalLM has not called the attention"):
+        model(**packed([20, 9]))
+    with torch.no_grad():
+        model(**packed([20, 9]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", families())
+def test_families_are_as_documented(family: str) -> None:
+    found = outcome(family)
+    assert found.kind == documented()[family], found
+    assert found.kind != "wrong"
