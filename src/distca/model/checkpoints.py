@@ -91,7 +91,8 @@ def check_folder(config: ModelConfig, folder: Path | str) -> set[str]:
     """Returns the files of weights. Raises ValueError unless all are there, for this model."""
     names = set(_check_folder(config, Path(folder)).values())
     for name in names:
-        _open(Path(folder) / name)
+        with _reading(Path(folder) / name):
+            pass
     return names
 
 
