@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distca.attention import op
-from distca.attention.agreement import DisagreementError
 from distca.attention.core import CoreAttention
+from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
@@ -30,11 +31,9 @@ class Counting(LocalTransport):
         super().__init__(inner.world, inner.rank)
         self.exchanges = 0
 
-    def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
-    ) -> Wait:
+    def start(self, *message: Any) -> Wait:
         self.exchanges += 1
-        return super().start(send, recv, send_bytes, recv_bytes)
+        return super().start(*message)
 
 
 def three_ranks(**options: object) -> Plan:
