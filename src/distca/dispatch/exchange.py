@@ -63,10 +63,14 @@ class Exchange:
 
     def receive(self) -> Parts:
         """Waits for the rows of peers after a dispatch, or for own results after a combine."""
-        if self._wait is not None:
-            with self._meter.span("exposed", self._device):
-                self._wait()
-            self._wait = None
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            try:
+                with self._meter.span("exposed", self._device):
+                    wait()
+            except Exception:
+                self.close()  # for the next exchange, after a mistake that was caught
+                raise
         return self._arriving
 
     def close(self) -> None:

@@ -105,7 +105,7 @@ class DistributedTransport:
         if self._control is None:
             return lambda: [mine]
         send = torch.frombuffer(bytearray(mine * self.num_ranks), dtype=torch.uint8)
-        recv = torch.zeros(sum(sizes), dtype=torch.uint8)
+        recv = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
         work = self._control.alltoall_base(
             recv, send, list(sizes), [len(mine)] * self.num_ranks, dist.AllToAllOptions()
         )
