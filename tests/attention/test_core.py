@@ -241,6 +241,23 @@ def test_the_op_is_sound() -> None:
     torch.library.opcheck(torch.ops.distca.core_attention.default, (*qkv, ready.handle))
 
 
+@pytest.mark.parametrize("face", FACES)
+def test_second_derivatives_are_refused(face: str) -> None:
+    plan = Batch([[9, 4]]).plan()
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
+    q, k, v = leaves(Tokens(plan, torch.float64), 0)
+    for power in (1, 2):  # with a constant grad_out, and with one that depends on q
+        out = (
+            attention(q, k, v, plan)
+            if face == "op"
+            else attention.dispatch(q, k, v, plan).combine()
+        )
+        grads = torch.autograd.grad((out**power).sum(), (q, k, v), create_graph=True)
+        for grad in grads:
+            with pytest.raises(RuntimeError, match="differentiated once, not twice"):
+                torch.autograd.grad((grad**2).sum() + (q**2).sum(), q, retain_graph=True)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
