@@ -75,7 +75,8 @@ class DistributedTransport:
             return work
 
         # [Note: when data is sent]
-        begun = self._sender.submit(begin) if send.device.type == "cpu" else run_now(begin)
+        late = check is not None and send.device.type == "cpu"
+        begun = self._sender.submit(begin) if late else run_now(begin)
 
         def wait() -> None:
             work = begun.result()
