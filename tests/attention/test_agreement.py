@@ -22,6 +22,7 @@ GRAIN = {"tile": 16, "min_shard": 16, "cost": "pairs"}
 ORDER = "run the same layers in the same order on every rank, and serve as many of them"
 SENTENCES: dict[Callable[[Ranks], None], str] = {
     mismatches.plan: r"the plan: \w{12} on rank 0 but \w{12} on rank 1; make it from the same",
+    mismatches.new_plan: "the message: dispatch on rank 0 but first use on rank 1; .* new on all",
     mismatches.plan_in_backward: r"the plan: \w{12} on rank 0 but \w{12} on rank 1; make it",
     mismatches.dtype: "the dtype: float64 on rank 0 but float32 on rank 1",
     mismatches.heads: "the heads: 4 on rank 0 but 8 on rank 1",

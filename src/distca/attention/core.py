@@ -3,7 +3,8 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,6 @@ from distca.planning.masks import Mask
 from distca.planning.plan import Plan
 
 _NOTHING = Handshake()
-_REMEMBERED = 64  # plans
-
-Prepared = TypeVar("Prepared")
 
 
 class _Ready(NamedTuple):
@@ -36,24 +34,6 @@ class _Ready(NamedTuple):
     handle: int
     plan: PreparedPlan
     wants_gradient: bool  # on any rank: then all of them join the backward exchange
-
-
-class _Recent(Generic[Prepared]):
-    """What this rank has prepared for the plans that it used last, by their fingerprints.
-
-    Ranks use the same plans in the same order, so they forget the same ones: all or none of them
-    use a plan for the first time.
-    """
-
-    def __init__(self) -> None:
-        self._plans: dict[str, dict[Any, Prepared]] = {}  # the one used last is the last
-
-    def of(self, plan: Plan) -> dict[Any, Prepared]:
-        prepared = self._plans.pop(plan.fingerprint, {})
-        if len(self._plans) == _REMEMBERED:
-            del self._plans[next(iter(self._plans))]
-        self._plans[plan.fingerprint] = prepared
-        return prepared
 
 
 class CoreAttention:
@@ -93,8 +73,8 @@ class CoreAttention:
         self.transport = DistributedTransport(group, control) if transport is None else transport
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
-        self._ready: _Recent[_Ready] = _Recent()
-        self._served: _Recent[PreparedPlan] = _Recent()
+        self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
+        self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
@@ -121,7 +101,7 @@ class CoreAttention:
         error = ""
         if not 0 <= backward <= layers:
             error = f"{backward} of {layers} layers backward: give a number from 0 to {layers}"
-        served, grad_mode = self._served.of(plan), backward != 0
+        served, grad_mode = self._served.setdefault(plan, {}), backward != 0
         if error or grad_mode not in served:
             served[grad_mode] = self._join(plan, grad_mode, error)
         for _ in range(layers):
@@ -189,7 +169,7 @@ class CoreAttention:
     def _agree_on(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
         """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise."""
         key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
-        ready = self._ready.of(plan)
+        ready = self._ready.setdefault(plan, {})
         if key not in ready:
             with self._raising_on_all(plan):
                 _check(q, k, v, plan, self.transport)

@@ -19,7 +19,7 @@ from distca.dispatch.transports.base import RECORD_BYTES, Check, ExchangeError, 
 _ORDER = "run the same layers in the same order on every rank, and serve as many of them"
 _ADVICE = {
     "direction": _ORDER,
-    "message": _ORDER,
+    "message": f"{_ORDER}, by plan objects that are new on all ranks or on none",
     "attention": _ORDER,
     "plan": "make it from the same lengths and options on every rank",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
