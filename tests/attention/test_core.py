@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from distca.attention import op
-from distca.attention.agreement import DisagreementError
 from distca.attention.core import CoreAttention
+from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
@@ -30,11 +31,9 @@ class Counting(LocalTransport):
         super().__init__(inner.world, inner.rank)
         self.exchanges = 0
 
-    def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
-    ) -> Wait:
+    def start(self, *message: Any) -> Wait:
         self.exchanges += 1
-        return super().start(send, recv, send_bytes, recv_bytes)
+        return super().start(*message)
 
 
 def three_ranks(**options: object) -> Plan:
@@ -240,6 +239,23 @@ def test_the_op_is_sound() -> None:
     qkv = leaves(Tokens(plan, torch.float64), 0)
     ready = attention._agree_on(*qkv, plan)
     torch.library.opcheck(torch.ops.distca.core_attention.default, (*qkv, ready.handle))
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_second_derivatives_are_refused(face: str) -> None:
+    plan = Batch([[9, 4]]).plan()
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
+    q, k, v = leaves(Tokens(plan, torch.float64), 0)
+    for power in (1, 2):  # with a constant grad_out, and with one that depends on q
+        out = (
+            attention(q, k, v, plan)
+            if face == "op"
+            else attention.dispatch(q, k, v, plan).combine()
+        )
+        grads = torch.autograd.grad((out**power).sum(), (q, k, v), create_graph=True)
+        for grad in grads:
+            with pytest.raises(RuntimeError, match="differentiated once, not twice"):
+                torch.autograd.grad((grad**2).sum() + (q**2).sum(), q, retain_graph=True)
 
 
 @pytest.mark.parametrize(

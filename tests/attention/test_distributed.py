@@ -104,7 +104,7 @@ REFUSALS = {
     "shape": "where the plan places",
     "device": "does not move meta tensors",
     "serving": "the plan places 72 tokens on rank 1: it cannot only serve",
-    "absence": r"ranks \[1\] did not join",
+    "absence": "rank 1 did not come, while ranks 0, 2 waited in the forward first use of plan",
 }
 
 

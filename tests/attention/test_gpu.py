@@ -21,7 +21,7 @@ from distca.attention.backends.base import Saved, Traits
 from distca.attention.backends.choice import backends
 from distca.attention.core import CoreAttention
 from distca.dispatch.tensors import TensorSpec
-from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.base import Check, Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.masks import Mask
@@ -90,7 +90,12 @@ class Delayed(LocalTransport):
         self.stream = torch.cuda.Stream()
 
     def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_bytes: Sequence[int],
+        recv_bytes: Sequence[int],
+        check: Check | None = None,
     ) -> Wait:
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
@@ -103,6 +108,8 @@ class Delayed(LocalTransport):
         collective = self._post(parts)
 
         def wait() -> None:
+            if check is not None:
+                check()
             arrived = self.world.collect(collective, self.rank)
             with torch.cuda.stream(self.stream):
                 for _, event in arrived:

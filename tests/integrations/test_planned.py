@@ -13,7 +13,7 @@ from integrations import gathering
 from integrations.tiny import packed
 from ranks import RankPool, World
 
-from distca.integrations.shared import background
+from distca.dispatch import background
 from distca.integrations.shared.groups import node_size
 from distca.integrations.shared.lengths import (
     lengths_of_offsets,

@@ -151,7 +151,7 @@ def test_padding_on_one_rank_is_an_error_on_all(pair: RankPool, ahead: bool) -> 
 
 def test_a_missing_rank_is_named(pair: RankPool) -> None:
     waiting, _ = pair.run(bodies.missing, ranks=2)
-    assert "ranks [1] did not join" in waiting
+    assert "rank 1 did not come" in waiting
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])

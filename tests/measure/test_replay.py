@@ -80,10 +80,12 @@ def test_the_bytes_are_those_of_the_plan(ping_pong: bool, monkeypatch: pytest.Mo
     moved = np.zeros((2, 0), np.int64)
     start = ThrottledTransport.start
 
-    def counted(self: Any, send: Any, recv: Any, out: Sequence[int], back: Sequence[int]) -> Any:
+    def counted(
+        self: Any, send: Any, recv: Any, out: Sequence[int], back: Sequence[int], check: Any
+    ) -> Any:
         nonlocal moved
         moved = np.append(moved, [[sum(out)], [sum(back)]], axis=1)
-        return start(self, send, recv, out, back)
+        return start(self, send, recv, out, back, check)
 
     monkeypatch.setattr(ThrottledTransport, "start", counted)
     # Narrow, since matrix products in bfloat16 are slow on some CPUs.

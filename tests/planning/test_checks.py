@@ -143,5 +143,5 @@ def test_a_plan_that_was_edited_is_not_read(change: dict[str, object], message: 
 
 def test_a_plan_with_other_documents_than_masks_is_not_read() -> None:
     data = sound().to_json()
-    with pytest.raises(ValueError, match="2 masks for 3 documents"):
+    with pytest.raises(ValueError, match="not one of 0 to 1, one for each mask"):
         Plan.from_json(data | {"masks": data["masks"][:2]})

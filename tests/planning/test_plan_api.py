@@ -1,5 +1,7 @@
 """``distca.plan``: errors are one clear sentence, and documented calls work."""
 
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -36,10 +38,10 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"cost": "free"}, "cost 'free' is unknown"),
         ({"mask": "diagonal"}, "mask 'diagonal' is unknown"),
         ({"mask": ["causal"]}, "1 masks for 3 documents"),
-        ({"servers": -1}, "-1 dedicated servers: give 0 or more"),
-        ({"ranks_per_node": 0}, "0 ranks per node: give 1 or more"),
+        ({"servers": -1}, "servers = -1: it must be a whole number, 0 or more"),
+        ({"ranks_per_node": 0}, "ranks_per_node = 0: it must be a whole number, 1 or more"),
         ({"speed": [1.0]}, "1 values of speed for 2 ranks: give one for each"),
-        ({"speed": [1.0, -1.0]}, r"speed = -1\.0: it must be finite and at least 0"),
+        ({"speed": [1.0, -1.0]}, r"speed = -1\.0: give each rank a number from 0 to 1e\+06"),
         ({"speed": [1.0, float("inf")]}, "speed"),
         ({"speed": [0.0, 0.0]}, "no rank computes attention"),
         ({"busy_s": [0.0, 0.0, 0.0]}, "3 values of busy_s for 2 ranks"),
@@ -47,7 +49,7 @@ RANKS: list[list[Entry]] = [[100], [8, 8]]
         ({"busy_s": [0.0, float("nan")]}, "busy_s"),
         ({"workers_serve": False}, "no rank computes attention"),
         ({"tile": 0}, "tile = 0"),
-        ({"min_shard": -5}, "minimum shard = -5"),
+        ({"min_shard": -5}, "min_shard = -5"),
         ({"memory_bytes": 100 * OWN_BYTES - 1}, "rank 0 holds 100 tokens, 8000 bytes"),
         ({"memory_bytes": 0}, "memory"),
         ({"memory_bytes": -1}, "memory"),
@@ -176,3 +178,35 @@ def test_a_plan_says_what_made_it(scheduler: str, name: str) -> None:
 def test_unknown_names_are_refused(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+ODD = [float("nan"), float("inf"), -1, 1e300, 10**40, "7", True, None]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("busy_s", "speed", "memory_bytes", "tolerance", "servers", "ranks_per_node", "cp"),
+        *("tile", "min_shard", "search_orders", "heads", "kv_heads", "head_dim", "mask"),
+    ],
+)
+def test_an_option_that_cannot_be_is_one_sentence(name: str, value: object) -> None:
+    options = {"heads": 2, "kv_heads": 1, "head_dim": 8}
+    per_rank = name in ("busy_s", "speed")
+    if per_rank and value is True:
+        return  # numpy reads [True, 1.0] as two ones
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = distca.plan(
+                [[300], [7]], **options | {name: [value, 1.0] if per_rank else value}
+            )
+    except ValueError as error:
+        sentence = str(error)
+    else:
+        optional = ("memory_bytes", "ranks_per_node", "cp", "kv_heads")
+        assert value is None and name in optional, found.summary()  # noqa: PT018
+        return
+    assert "\n" not in sentence
+    assert re.search(name if value is not None else ".", sentence), sentence

@@ -133,7 +133,7 @@ def test_context_parallel_deals_heads_and_tails(lengths: list[int], cp: int) -> 
 @pytest.mark.parametrize("policy", ["head-tail-cp", "per-document-cp", "wlb"])
 @pytest.mark.parametrize("cp", [0, 2, 4])
 def test_a_group_that_does_not_divide_the_workers_is_refused(policy: str, cp: int) -> None:
-    with pytest.raises(ValueError, match=f"cp = {cp} does not divide 3 workers"):
+    with pytest.raises(ValueError, match=f"cp = {cp}"):
         plan_of([[4], [4], [4]], policy, cp=cp)
 
 

@@ -96,8 +96,6 @@ def test_weights_are_gathered_and_reduced_once_a_step(world: World) -> None:
     for seams, counts in answers:
         assert counts["_allgather_base_"] == seams
         assert counts["_reduce_scatter_base_"] == seams
-    # All ranks are in every exchange of every tick, whatever they have to do.
-    assert len({counts["alltoall_base_"] for _, counts in answers}) == 1
 
 
 BREAKS = """

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -9,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.agreement import DisagreementError, Handshake, agree
 from distca.attention.backends.base import Backend, Traits, kind_of
 from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedLayout, PreparedPlan
+from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
@@ -23,6 +24,8 @@ from distca.dispatch.transports.base import Transport
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.planning.masks import Mask
 from distca.planning.plan import Plan
+
+_NOTHING = Handshake()
 
 
 class _Ready(NamedTuple):
@@ -41,9 +44,9 @@ class CoreAttention:
     and gradients are those of one device. One object serves all layers of a model.
 
     group: the ranks of the plan, in order; None is the default group.
-    control: the same ranks in a gloo group, over which they compare handshakes before a plan's
-        first exchange; only needed if the group is a part of the world and moves CUDA tensors
-        alone.
+    control: the same ranks in another gloo group, over which they compare handshakes before every
+        message. By default it is made here, with the timeout of the group; then all ranks of the
+        group construct this object at the same point.
     backend: a name from ``distca.attention.backends``, or ``auto`` for the fastest that fits.
     scale: factor of the scores; 1 / sqrt(D) by default.
     deterministic: whether gradients are bitwise equal from run to run.
@@ -107,19 +110,42 @@ class CoreAttention:
             BackwardPass.without_rows(served[grad_mode]).combine()
 
     def prepare(
-        self, spec: TensorSpec, *, forward: Plan | None = None, backward: Plan | None = None
+        self,
+        spec: TensorSpec,
+        *,
+        forward: Plan | None = None,
+        backward: Plan | None = None,
+        grad_mode: bool | None = None,
     ) -> PreparedPlan:
         """Returns this rank's part of a plan for each direction, which may be the same plan.
 
-        There is no handshake: the caller knows that all ranks run the same.
+        Ranks do not tell each other here whether they can; they compare every message, though.
         """
         rank, plans = self.transport.rank, [plan for plan in (forward, backward) if plan]
+        scale = spec.head_dim**-0.5 if self.scale is None else self.scale
+        handshake = Handshake(
+            heads=spec.heads,
+            kv_heads=spec.kv_heads,
+            head_dim=spec.head_dim,
+            dtype=str(spec.dtype).removeprefix("torch."),
+            device=spec.device.type,
+            scale=scale,
+            grad_mode=grad_mode,
+            attention=self.transport.number,
+        )
+
+        def part(plan: Plan | None, *, backward: bool) -> PreparedLayout | None:
+            if plan is None:
+                return None
+            return PreparedLayout.of(plan, rank, spec, handshake, backward=backward)
+
         prepared = PreparedPlan(
-            forward=PreparedLayout.of(forward, rank, spec, backward=False) if forward else None,
-            backward=PreparedLayout.of(backward, rank, spec, backward=True) if backward else None,
+            forward=part(forward, backward=False),
+            backward=part(backward, backward=True),
             spec=spec,
             backend=self._backend_for(spec, plans),
-            scale=spec.head_dim**-0.5 if self.scale is None else self.scale,
+            scale=scale,
+            handshake=handshake,
             deterministic=self.deterministic,
             transport=self.transport,
             buffers=self.buffers,
@@ -147,21 +173,12 @@ class CoreAttention:
         if key not in ready:
             with self._raising_on_all(plan):
                 _check(q, k, v, plan, self.transport)
-                prepared = self.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
-            mine = Handshake(
-                plan=plan.fingerprint,
-                heads=q.shape[1],
-                kv_heads=k.shape[1],
-                head_dim=q.shape[2],
-                dtype=str(q.dtype).removeprefix("torch."),
-                device=q.device.type,
-                scale=prepared.scale,
-                grad_mode=torch.is_grad_enabled(),
-                wants_gradient=_wants_gradient(q, k, v),
-            )
-            agreed = agree(self.transport, mine)
+                spec, grad_mode = TensorSpec.of(q, k), torch.is_grad_enabled()
+                prepared = self.prepare(spec, forward=plan, backward=plan, grad_mode=grad_mode)
+            first_use, wants = _first_use(plan, prepared.handshake), _wants_gradient(q, k, v)
+            agreed = agree(self.transport, replace(first_use, wants_gradient=wants))
             if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
-                agree(self.transport, Handshake(plan.fingerprint))
+                agree(self.transport, _first_use(plan))
             ready[key] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
         return ready[key]
 
@@ -170,8 +187,8 @@ class CoreAttention:
         rank = self.transport.rank
         if tokens := _num_tokens(plan, rank):
             error = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
-        mine = Handshake(plan.fingerprint, grad_mode=grad_mode, error=error)
-        common = agree(self.transport, mine).common
+        mine = Handshake(grad_mode=grad_mode, error=error)
+        common = agree(self.transport, _first_use(plan, mine)).common
         if common.heads is None or common.kv_heads is None or common.head_dim is None:
             raise DisagreementError("every rank serves and none has tensors: there is no work")
         assert common.dtype is not None
@@ -183,8 +200,8 @@ class CoreAttention:
             device=torch.empty(0, device=common.device).device,  # with its index
         )
         with self._raising_on_all(plan):
-            prepared = self.prepare(spec, forward=plan, backward=plan)
-        agree(self.transport, Handshake(plan.fingerprint))
+            prepared = self.prepare(spec, forward=plan, backward=plan, grad_mode=grad_mode)
+        agree(self.transport, _first_use(plan))
         return prepared
 
     @contextmanager
@@ -193,8 +210,12 @@ class CoreAttention:
         try:
             yield
         except ValueError as error:
-            agree(self.transport, Handshake(plan.fingerprint, error=str(error)))
+            agree(self.transport, _first_use(plan, Handshake(error=str(error))))
             raise
+
+
+def _first_use(plan: Plan, handshake: Handshake = _NOTHING) -> Handshake:
+    return replace(handshake, plan=plan.fingerprint, direction="forward")
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:

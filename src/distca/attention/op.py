@@ -7,6 +7,7 @@ prepared plan.
 """
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -68,8 +69,31 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Te
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     # The lse is a result only so that it is saved; it has no gradient.
-    grads = torch.ops.distca.core_attention_backward(grad_out, *ctx.saved_tensors, ctx.handle)
-    return (*grads, None)
+    saved = ctx.saved_tensors  # read once, since checkpointing computes them again for each read
+    with torch.no_grad():
+        grads = torch.ops.distca.core_attention_backward(grad_out, *saved, ctx.handle)
+    return (*differentiable_once(grads, (grad_out, *saved[:3])), None)
+
+
+def differentiable_once(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Returns gradients that cannot be differentiated by ``inputs``, instead of wrongly."""
+    if not torch.is_grad_enabled():  # as in every backward without create_graph
+        return tuple(grads)
+    once: tuple[Tensor, ...] = _Once.apply(len(grads), *grads, *inputs)  # type: ignore[no-untyped-call]
+    return once
+
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, num_grads: int, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(grad.view_as(grad) for grad in tensors[:num_grads])
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> None:
+        raise RuntimeError(
+            "core attention can be differentiated once, not twice: compute second derivatives, such"
+            " as a gradient penalty, with another attention"
+        )
 
 
 _core_attention.register_autograd(_differentiate, setup_context=_save)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from distca.attention.backends.base import Saved
+from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 
@@ -32,6 +33,7 @@ class AsyncAttention:
         self.plan = plan
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
+        self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
         self._qkv: tuple[Tensor, Tensor, Tensor] | None = (q, k, v)
         self._computed = False
         # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
@@ -69,7 +71,8 @@ class _Dispatch(torch.autograd.Function):
         assert ctx.pending.backward is not None
         grads = ctx.pending.backward.combine()
         ctx.pending.backward = None
-        return None, *grads
+        inputs, ctx.pending.inputs = ctx.pending.inputs, ()
+        return None, *differentiable_once(grads, inputs)
 
 
 class _Compute(torch.autograd.Function):
@@ -102,4 +105,6 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         saved = Saved(*ctx.saved_tensors)
         ctx.pending.backward = BackwardPass(ctx.pending.plan, grad_out, saved)
+        if torch.is_grad_enabled():
+            ctx.pending.inputs = (grad_out, *saved[:3])
         return None, grad_out.new_empty(0), None, None, None

@@ -5,11 +5,12 @@ It is made once per plan and used in every layer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from distca.attention.backends.base import Backend, PackedCall
+from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
 from distca.dispatch.layout import Call, Layout
@@ -22,21 +23,30 @@ from distca.planning.plan import Plan
 
 @dataclass(frozen=True, eq=False)
 class PreparedLayout:
-    """One direction of a plan on one rank: its calls on the device, and its two messages."""
+    """One direction of a plan on one rank: its calls on the device, and its two messages.
+
+    handshakes: what this rank announces before each message.
+    """
 
     layout: Layout
     local: tuple[tuple[Call, PackedCall], ...]
     remote: tuple[tuple[Call, PackedCall], ...]
     messages: Messages
+    handshakes: tuple[Handshake, Handshake]
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
+    def of(
+        cls, plan: Plan, rank: int, spec: TensorSpec, handshake: Handshake, *, backward: bool
+    ) -> PreparedLayout:
         layout = Layout.of(plan, rank, backward=backward)
+        direction = "backward" if backward else "forward"
+        said = replace(handshake, plan=plan.fingerprint, direction=direction)
         return cls(
             layout=layout,
             local=tuple((call, _packed(call, spec.device)) for call in layout.local),
             remote=tuple((call, _packed(call, spec.device)) for call in layout.remote),
             messages=Messages.of(layout, spec, backward=backward),
+            handshakes=(replace(said, message="dispatch"), replace(said, message="combine")),
         )
 
 
@@ -49,6 +59,7 @@ class PreparedPlan:
     spec: TensorSpec
     backend: Backend
     scale: float
+    handshake: Handshake  # what the messages of both directions have in common
     deterministic: bool
     transport: Transport
     buffers: Buffers
@@ -57,7 +68,12 @@ class PreparedPlan:
     def exchange(self, prepared: PreparedLayout) -> Exchange:
         """Returns the exchange of one layer, which holds the buffers from now on."""
         return Exchange(
-            prepared.messages, self.spec.device, self.transport, self.buffers, self.meter
+            prepared.messages,
+            prepared.handshakes,
+            self.spec.device,
+            self.transport,
+            self.buffers,
+            self.meter,
         )
 
 

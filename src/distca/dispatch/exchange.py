@@ -1,15 +1,16 @@
 """One layer's exchange: rows go out to servers (dispatch), and their results come home (combine).
 
 Where the plan moves nothing on any rank, no rank joins the collective; every rank knows that from
-the plan.
+the plan. All other messages are announced, and sent after all ranks have announced the same.
 """
 
 import torch
 from torch import Tensor
 
+from distca.dispatch.agreement import Handshake, announce
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
-from distca.dispatch.transports.base import Transport, Wait
+from distca.dispatch.transports.base import Check, Transport, Wait
 from distca.dispatch.wire import Message, Messages, Parts
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -21,11 +22,14 @@ class Exchange:
     It holds the buffers from its construction until ``close``. What the steps return lies in the
     buffers: received parts are valid until the next step but ``results``, and parts of ``results``
     must be written before ``combine``.
+
+    messages, handshakes: of the dispatch and of the combine.
     """
 
     def __init__(
         self,
         messages: Messages,
+        handshakes: tuple[Handshake, Handshake],
         device: torch.device,
         transport: Transport,
         buffers: Buffers,
@@ -34,9 +38,11 @@ class Exchange:
         self._dispatch, self._combine = messages
         self._device, self._transport, self._buffers = device, transport, buffers
         self._meter = meter
+        self._handshakes = handshakes
         self._wait: Wait | None = None
         self._arriving: Parts = []
         buffers.acquire(self)
+        self._check = self._announce(self._dispatch, handshakes[0])
 
     def dispatch(self, *tensors: Tensor) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
@@ -47,7 +53,8 @@ class Exchange:
         self._start(self._dispatch)
 
     def results(self) -> Parts:
-        """Returns the parts to which this rank writes its results for peers."""
+        """Announces the combine, and returns the parts to which this rank writes its results."""
+        self._check = self._announce(self._combine, self._handshakes[1])
         return self._outgoing(self._combine)
 
     def combine(self) -> None:
@@ -56,15 +63,22 @@ class Exchange:
 
     def receive(self) -> Parts:
         """Waits for the rows of peers after a dispatch, or for own results after a combine."""
-        if self._wait is not None:
-            with self._meter.span("exposed", self._device):
-                self._wait()
-            self._wait = None
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            try:
+                with self._meter.span("exposed", self._device):
+                    wait()
+            except Exception:
+                self.close()  # for the next exchange, after a mistake that was caught
+                raise
         return self._arriving
 
     def close(self) -> None:
         self._arriving = []
         self._buffers.release()
+
+    def _announce(self, message: Message, handshake: Handshake) -> Check | None:
+        return announce(self._transport, handshake) if message.moves else None
 
     def _outgoing(self, message: Message) -> Parts:
         if not message.moves:
@@ -79,5 +93,5 @@ class Exchange:
         recv = self._buffers.recv(message.recv.num_bytes, self._device)
         self._arriving = message.recv.views(recv)
         self._wait = self._transport.start(
-            send, recv, message.send.rank_bytes, message.recv.rank_bytes
+            send, recv, message.send.rank_bytes, message.recv.rank_bytes, self._check
         )

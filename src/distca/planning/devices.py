@@ -11,6 +11,13 @@ from distca.planning.costs.base import PS
 from distca.planning.spans import Floats, Ints
 
 UNLIMITED = 1 << 62
+_FASTEST = 1e6  # and the slowest is 1 / _FASTEST, so that picoseconds stay within 64 bits
+_LIMITS: dict[str, tuple[type, float]] = {
+    "node": (np.int64, UNLIMITED),
+    "memory_bytes": (np.int64, UNLIMITED),
+    "speed": (np.float64, _FASTEST),
+    "busy_s": (np.float64, 1e6),  # eleven days
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,23 +35,26 @@ class Devices:
     busy_s: Floats  # [ranks]
 
     def __post_init__(self) -> None:
-        kinds = {
-            "node": np.int64,
-            "memory_bytes": np.int64,
-            "speed": np.float64,
-            "busy_s": np.float64,
-        }
-        for name, kind in kinds.items():
-            values = np.asarray(getattr(self, name), kind)
-            if values.shape != (len(self.node),):
+        ranks = np.asarray(self.node).size
+        for name, (kind, most) in _LIMITS.items():
+            values = np.asarray(getattr(self, name))
+            if values.shape != (ranks,):
                 raise ValueError(
-                    f"{values.size} values of {name} for {len(self.node)} ranks: give one for each"
+                    f"{values.size} values of {name} for {ranks} ranks: give one for each"
                 )
-            if not np.all(np.isfinite(values)) or np.any(values < 0):
-                raise ValueError(f"{name} = {values.min()}: it must be finite and at least 0")
-            object.__setattr__(self, name, values)
+            numbers = values.dtype.kind in "iuf"
+            # NaN fails every comparison.
+            wrong = values[~((values >= 0) & (values <= most))] if numbers else values
+            if wrong.size:
+                raise ValueError(
+                    f"{name} = {wrong.tolist()[0]!r}: give each rank a number from 0 to {most:.3g}"
+                )
+            object.__setattr__(self, name, values.astype(kind))
         if not np.any(self.speed > 0):
             raise ValueError("no rank computes attention: give at least one a speed above 0")
+        slowest = float(self.speed[self.speed > 0].min())
+        if slowest < 1 / _FASTEST:
+            raise ValueError(f"speed = {slowest}: give each rank 0, or at least {1 / _FASTEST:g}")
 
     @classmethod
     def of(
@@ -67,7 +77,7 @@ class Devices:
             raise ValueError(f"{dedicated} dedicated servers: give 0 or more")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise ValueError(f"{ranks_per_node} ranks per node: give 1 or more")
-        speeds = np.array(np.ones(ranks) if speed is None else speed, np.float64)
+        speeds = np.array(np.ones(ranks) if speed is None else speed)
         if not (workers_serve or (workers_serve is None and dedicated == 0)):
             speeds[:num_workers] = 0.0
         return cls(

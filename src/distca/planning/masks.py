@@ -33,7 +33,7 @@ class Mask:
             return cls(CAUSAL)
         if text == "full":
             return cls(FULL)
-        kind, _, size = text.partition(":")
+        kind, _, size = text.partition(":") if isinstance(text, str) else ("", "", "")
         if kind == "window" and size.isdecimal() and 0 < int(size) < CAUSAL:
             return cls(int(size))
         raise ValueError(
@@ -46,7 +46,7 @@ class Mask:
 
 def reach_of(mask: str | Mask | Sequence[str | Mask], num_documents: int) -> Ints:
     """Returns one reach per document, from one mask for all documents or one for each."""
-    if isinstance(mask, str | Mask):
+    if not isinstance(mask, Sequence) or isinstance(mask, str):
         return np.full(num_documents, Mask.parse(mask).reach, dtype=np.int64)
     if len(mask) != num_documents:
         raise ValueError(

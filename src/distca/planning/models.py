@@ -25,9 +25,10 @@ class ModelShape:
 
     def __post_init__(self) -> None:
         for what in ("heads", "kv_heads", "head_dim", "layers"):
-            if getattr(self, what) < 1:
+            value = getattr(self, what)
+            if not isinstance(value, int) or not 1 <= value <= 1 << 20:
                 raise ValueError(
-                    f"{what} = {getattr(self, what)} in model {self.name}: must be >= 1"
+                    f"{what} = {value!r} in model {self.name}: it must be a whole number, 1 or more"
                 )
         if self.heads % self.kv_heads:
             raise ValueError(

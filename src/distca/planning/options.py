@@ -6,15 +6,31 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
-from distca.planning.devices import Devices
+from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.masks import Mask, reach_of
 from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Placement
 from distca.planning.problem import Grain, Problem
 from distca.planning.spans import Floats
 from distca.schema import check_known
+
+_SIZE, _TOKENS = (1, 1 << 20), (1, 1 << 40)
+_WHOLE = {  # the least and the largest value
+    "heads": _SIZE,
+    "kv_heads": _SIZE,
+    "head_dim": _SIZE,
+    "servers": (0, 1 << 20),
+    "memory_bytes": (0, UNLIMITED),
+    "ranks_per_node": _SIZE,
+    "cp": _SIZE,
+    "tile": _TOKENS,
+    "min_shard": _TOKENS,
+    "search_orders": _SIZE,
+}
 
 
 @dataclass(frozen=True)
@@ -58,10 +74,16 @@ class PlanOptions:
     search_orders: int = 8
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.tolerance < 1.0:
-            raise ValueError(f"tolerance = {self.tolerance}: it must be at least 0 and less than 1")
-        if self.search_orders < 1:
-            raise ValueError(f"search_orders = {self.search_orders}: it must be 1 or more")
+        number = isinstance(self.tolerance, int | float | np.number)
+        if not number or not 0.0 <= self.tolerance < 1.0:
+            raise ValueError(
+                f"tolerance = {self.tolerance!r}: it must be at least 0 and less than 1"
+            )
+        for name, (least, most) in _WHOLE.items():
+            value, default = getattr(self, name), getattr(PlanOptions, name)
+            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+            if value is not default and not (whole and least <= value <= most):
+                raise ValueError(f"{name} = {value!r}: it must be a whole number, {least} or more")
         if self.model is not None and (self.heads, self.kv_heads, self.head_dim) != (None,) * 3:
             name = self.model if isinstance(self.model, str) else self.model.name
             raise ValueError(f"model {name} and heads are both given: give one of them")

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from distca.planning import plan_json
 from distca.planning.checks import verify
 from distca.planning.costs.base import PS
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
-from distca.planning.placement import Placement, Shard
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.placement import Placement
+from distca.planning.spans import Floats, Ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -79,15 +80,15 @@ class Plan:
     @cached_property
     def fingerprint(self) -> str:
         """A hash that is equal on two ranks if and only if they hold the same plan."""
-        digest = hashlib.sha256()
-        p = self.placement
-        for array in (p.lengths, p.document, p.start, p.stop, p.worker, self.reach):
-            digest.update(array.tobytes())
+        p, shape = self.placement, self.shape
+        sizes = (p.num_workers, self.devices.num_ranks, shape.heads, shape.kv_heads, shape.head_dim)
+        digest = hashlib.sha256(repr(sizes).encode())
+        arrays = [p.lengths, p.document, p.start, p.stop, p.worker, self.reach]
         for tasks in (self.forward, self.backward):
-            for array in (tasks.document, tasks.q_start, tasks.q_stop, tasks.server):
-                digest.update(array.tobytes())
-        shape = (self.shape.heads, self.shape.kv_heads, self.shape.head_dim)
-        digest.update(f"{p.num_workers} {self.devices.num_ranks} {shape}".encode())
+            arrays += vars(tasks).values()
+        for array in arrays:
+            digest.update(len(array).to_bytes(8, "big"))  # so that no two lists run together
+            digest.update(array.tobytes())
         return digest.hexdigest()
 
     def summary(self) -> dict[str, Any]:
@@ -120,9 +121,9 @@ class Plan:
         """Returns the plan as an object of JSON values."""
         same = self.backward is self.forward
         return {
-            "placement": _placement_json(self.placement),
-            "tasks": _tasks_json(self.forward),
-            "backward_tasks": None if same else _tasks_json(self.backward),
+            "placement": plan_json.of_placement(self.placement),
+            "tasks": plan_json.of_tasks(self.forward),
+            "backward_tasks": None if same else plan_json.of_tasks(self.backward),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
             "devices": {name: np.asarray(v).tolist() for name, v in vars(self.devices).items()},
@@ -135,26 +136,7 @@ class Plan:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
         """Restores a plan from the result of ``to_json``; raises ``ValueError`` if it is wrong."""
-        shards = [
-            Shard(worker, shard["document"], shard["start"], shard["stop"])
-            for worker, shards in enumerate(data["placement"])
-            for shard in shards
-        ]
-        reach = as_ints([Mask.parse(mask).reach for mask in data["masks"]])
-        placement = Placement.from_shards(None, shards, len(data["placement"]))
-        forward, backward = _tasks_from_json(data["tasks"], placement), data["backward_tasks"]
-        plan = cls(
-            placement=placement,
-            reach=reach,
-            devices=Devices(**data["devices"]),
-            shape=ModelShape(**data["model"]),
-            forward=forward,
-            backward=forward if backward is None else _tasks_from_json(backward, placement),
-            forward_load_ps=as_ints(data["forward_load_ps"]),
-            backward_load_ps=as_ints(data["backward_load_ps"]),
-            gather=data["gather"],
-            **{name: data["summary"][name] for name in _IN_SUMMARY},
-        )
+        plan = cls(**plan_json.read(data))
         verify(plan)
         return plan
 
@@ -165,30 +147,7 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Reads a plan that ``save`` wrote."""
-        return cls.from_json(json.loads(Path(path).read_text()))
-
-
-_IN_SUMMARY = (
-    "policy", "cost", "tolerance", "imbalance_before", "bytes_lower_bound", "shortfall", "plan_s",
-)  # fmt: skip
-
-
-def _placement_json(placement: Placement) -> list[list[dict[str, int]]]:
-    ranks: list[list[dict[str, int]]] = [[] for _ in range(placement.num_workers)]
-    for worker, document, start, stop in placement.shards():
-        ranks[worker].append({"document": document, "start": start, "stop": stop})
-    return ranks
-
-
-def _tasks_json(tasks: Tasks) -> list[dict[str, Any]]:
-    columns = (tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
-    rows = np.stack([*columns, tasks.server], 1).tolist()
-    return [{"document": d, "q": [a, b], "kv": [c, e], "server": s} for d, a, b, c, e, s in rows]
-
-
-def _tasks_from_json(rows: list[dict[str, Any]], placement: Placement) -> Tasks:
-    table = as_ints([(t["document"], *t["q"], *t["kv"], t["server"]) for t in rows]).reshape(-1, 6)
-    document, q_start, q_stop, kv_start, kv_stop, server = table.T.copy()
-    return Tasks(
-        document, q_start, q_stop, kv_start, kv_stop, placement.home(document, q_start), server
-    )
+        try:
+            return cls.from_json(json.loads(Path(path).read_text()))
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: {error}") from error

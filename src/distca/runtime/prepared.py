@@ -35,8 +35,9 @@ def prepare_ticks(
     def prepare(phase: Phase, half: int, plan: Plan) -> PreparedPlan:
         s = plan.shape
         spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
-        direction = "forward" if phase == FORWARD else "backward"
-        return attentions[half].prepare(spec, **{direction: plan})
+        if phase == FORWARD:
+            return attentions[half].prepare(spec, forward=plan)
+        return attentions[half].prepare(spec, backward=plan)
 
     own_backward = {} if stage is None else _own_backward(step, stage)
 

@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from distca.attention.agreement import Handshake, agree
 from distca.attention.core import CoreAttention
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
+from distca.dispatch.agreement import Handshake, agree
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
@@ -168,6 +168,7 @@ class _StepRun:
             plan=self._plan.fingerprint,
             dtype=str(self._runner.dtype).removeprefix("torch."),
             grad_mode=torch.is_grad_enabled(),
+            message="step",
             error=error,
         )
         agree(self._runner.attentions[0].transport, mine)

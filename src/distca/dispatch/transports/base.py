@@ -1,7 +1,7 @@
-"""What every transport provides: an uneven all-to-all of bytes, and a gather of Python objects.
+"""What every transport provides: announcements, an uneven all-to-all of bytes, and a gather.
 
 An all-to-all is asynchronous: between its start and its wait, the caller computes what needs
-nothing from peers.
+nothing from peers. Ranks announce it to each other first (``distca.dispatch.agreement``).
 """
 
 from collections.abc import Callable, Sequence
@@ -10,12 +10,21 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
+RECORD_BYTES = 512  # of every announcement: sizes that differ would abort a collective
 Wait = Callable[[], None]  # returns when the receive buffer is filled and the send buffer is free
+Check = Callable[[], None]  # raises if the ranks do not agree
 Object = TypeVar("Object")
 
 
 class ExchangeError(RuntimeError):
-    """Raised when peers did not join a collective, or were lost inside it."""
+    """Raised when peers did not join a collective, or were lost inside it.
+
+    records: what each rank has announced, empty if it has not; for a failed announcement.
+    """
+
+    def __init__(self, message: str, records: Sequence[bytes] = ()) -> None:
+        super().__init__(message)
+        self.records = records
 
 
 class Transport(Protocol):
@@ -25,11 +34,32 @@ class Transport(Protocol):
     @property
     def num_ranks(self) -> int: ...
 
+    @property
+    def number(self) -> int:
+        """Which one of several transports over the same ranks this is, the same on all of them."""
+        ...
+
+    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
+        """Starts to tell all ranks ``RECORD_BYTES`` bytes over the host.
+
+        The result waits for the records of all ranks and returns them.
+        """
+        ...
+
     def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_bytes: Sequence[int],
+        recv_bytes: Sequence[int],
+        check: Check | None = None,
     ) -> Wait:
         """Starts an all-to-all: consecutive parts of ``send`` go to the ranks in order, and the
-        parts that they send are laid one after another into ``recv``."""
+        parts that they send are laid one after another into ``recv``.
+
+        check: waits for the announcements of all ranks. Nothing is sent before it has returned; if
+            it raises, so does the start or the wait.
+        """
         ...
 
     def all_gather_object(self, mine: Object) -> list[Object]:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import ExchangeError, Object, Wait
+from distca.dispatch.transports.base import Check, ExchangeError, Object, Wait
 
 Result = TypeVar("Result")
 _TIMEOUT_S = 60.0
@@ -52,8 +52,12 @@ class LocalWorld:
             if self._failed:
                 raise ExchangeError(f"rank {rank} waited for a rank that failed")
             if not arrived:
-                missing = [s for _, s in senders if (collective, s) not in self._posted]
-                raise ExchangeError(f"rank {rank} waited {_TIMEOUT_S:g} s for ranks {missing}")
+                posted = [self._posted.get(sender) for sender in senders]
+                missing = [number for number, parts in enumerate(posted) if parts is None]
+                raise ExchangeError(
+                    f"rank {rank} waited {_TIMEOUT_S:g} s for ranks {missing}",
+                    [b"" if parts is None else parts[rank] for parts in posted],
+                )
             parts = [self._posted[sender][rank] for sender in senders]
             self._collected[collective] = self._collected.get(collective, 0) + 1
             if self._collected[collective] == self.num_ranks:
@@ -77,15 +81,27 @@ class LocalWorld:
 class LocalTransport:
     def __init__(self, world: LocalWorld, rank: int) -> None:
         self.world, self.rank, self.num_ranks = world, rank, world.num_ranks
+        self.number = 0
         self._num_collectives = 0
 
+    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
+        collective = self._post([record] * self.num_ranks)
+        return lambda: self.world.collect(collective, self.rank)
+
     def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_bytes: Sequence[int],
+        recv_bytes: Sequence[int],
+        check: Check | None = None,
     ) -> Wait:
         # A copy, since the sender may overwrite its buffer before a slow peer has read it.
         collective = self._post(torch.split(send.clone(), list(send_bytes)))
 
         def wait() -> None:
+            if check is not None:
+                check()
             parts = self.world.collect(collective, self.rank)
             sizes = [part.numel() for part in parts]
             if sizes != list(recv_bytes):

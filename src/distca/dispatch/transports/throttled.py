@@ -6,13 +6,13 @@ numbers that are finite in every floating dtype, so timings are real and values 
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import Object, Wait
+from distca.dispatch.transports.base import Check, Object, Wait
 
 _TRIAL_CYCLES = 20_000_000
 
@@ -32,15 +32,23 @@ class ThrottledTransport:
                 f"a link of {bytes_per_s} bytes/s and {latency_s} s:"
                 " give a bandwidth above 0 and a latency of 0 or more"
             )
-        self.rank, self.num_ranks = rank, num_ranks
+        self.rank, self.num_ranks, self.number = rank, num_ranks, 0
         self.bytes_per_s, self.latency_s = bytes_per_s, latency_s
 
     def seconds(self, send_bytes: Sequence[int], recv_bytes: Sequence[int]) -> float:
         """Returns the seconds of an all-to-all; both directions run at once at full speed."""
         return self.latency_s + max(sum(send_bytes), sum(recv_bytes)) / self.bytes_per_s
 
+    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
+        return lambda: [record]
+
     def start(
-        self, send: Tensor, recv: Tensor, send_bytes: Sequence[int], recv_bytes: Sequence[int]
+        self,
+        send: Tensor,
+        recv: Tensor,
+        send_bytes: Sequence[int],
+        recv_bytes: Sequence[int],
+        check: Check | None = None,
     ) -> Wait:
         seconds = self.seconds(send_bytes, recv_bytes)
         if send.is_cuda:

@@ -12,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from distca.dispatch.background import run_now
 from distca.integrations.megatron.batches import (
     PlannedMicroBatch,
     attach,
@@ -20,7 +21,6 @@ from distca.integrations.megatron.batches import (
     lengths_of_mask,
     planned_of,
 )
-from distca.integrations.shared.background import run_now
 from distca.integrations.shared.planned import BatchFuture, PlannedAttention, PlannedBatch
 from distca.planning.placement import Entry
 

@@ -25,7 +25,7 @@ class PlanGroups:
 
     world: dist.ProcessGroup  # the default group at the time
     layers: dist.ProcessGroup  # exchanges of layers
-    control: dist.ProcessGroup  # handshakes before a plan's first exchange, over the host
+    control: dist.ProcessGroup  # handshakes before every message, over the host
     planning: DistributedTransport  # gathers documents, in a background thread
     ranks_per_node: int  # consecutive plan ranks that share a node
 
@@ -50,7 +50,7 @@ class PlanGroups:
         layers, control, planning = made[mine]
         nodes: list[Any] = [None] * len(mine)
         dist.all_gather_object(nodes, _node(dist.get_rank(world)), group=control)
-        return cls(world, layers, control, DistributedTransport(planning), node_size(nodes))
+        return cls(world, layers, control, DistributedTransport(layers, planning), node_size(nodes))
 
 
 def node_size(nodes: Sequence[Hashable]) -> int:

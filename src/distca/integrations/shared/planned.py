@@ -26,10 +26,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.agreement import gather_or_raise
 from distca.attention.core import CoreAttention
+from distca.dispatch.agreement import gather_or_raise
+from distca.dispatch.background import DaemonExecutor, run_now
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
-from distca.integrations.shared.background import DaemonExecutor, run_now
 from distca.integrations.shared.groups import PlanGroups
 from distca.planning.api import plan
 from distca.planning.masks import CAUSAL, Mask

@@ -26,7 +26,7 @@ class DaemonExecutor:
 
     def submit(self, work: Callable[[], Result]) -> Future[Result]:
         if self._thread is None:
-            self._thread = Thread(target=self._run, name="distca-plan", daemon=True)
+            self._thread = Thread(target=self._run, name="distca", daemon=True)
             self._thread.start()
             atexit.register(self.shutdown, _EXIT_TIMEOUT_S)
         future: Future[Result] = Future()
@@ -44,6 +44,7 @@ class DaemonExecutor:
     def _run(self) -> None:
         while (submitted := self._queue.get()) is not None:
             _complete(*submitted)
+            del submitted  # so that a thread without work keeps no tensors alive
 
 
 def run_now(work: Callable[[], Result]) -> Future[Result]:

@@ -1,0 +1,139 @@
+"""Plans as JSON values. What is read may have been edited, so nothing about it is assumed.
+
+``read`` refuses what is no plan at all; ``checks.verify`` then refuses plans that compute something
+else than attention.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from distca.planning.devices import Devices
+from distca.planning.masks import CAUSAL, Mask
+from distca.planning.models import ModelShape
+from distca.planning.placement import Placement, Shard
+from distca.planning.spans import Ints, as_ints
+from distca.planning.tasks import Tasks
+
+_SUMMARY: dict[str, type] = {
+    "policy": str,
+    "cost": str,
+    "tolerance": float,
+    "imbalance_before": float,
+    "bytes_lower_bound": int,
+    "shortfall": str,
+    "plan_s": float,
+}
+_WORDS = {int: "a whole number of at least 0", float: "a finite number of at least 0", str: "text"}
+
+
+def of_placement(placement: Placement) -> list[list[dict[str, int]]]:
+    ranks: list[list[dict[str, int]]] = [[] for _ in range(placement.num_workers)]
+    for worker, document, start, stop in placement.shards():
+        ranks[worker].append({"document": document, "start": start, "stop": stop})
+    return ranks
+
+
+def of_tasks(tasks: Tasks) -> list[dict[str, Any]]:
+    columns = (tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
+    rows = np.stack([*columns, tasks.server], 1).tolist()
+    return [{"document": d, "q": [a, b], "kv": [c, e], "server": s} for d, a, b, c, e, s in rows]
+
+
+def read(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of ``Plan``; raises ``ValueError`` where a value is of another kind."""
+    try:
+        return _read(data)
+    except (LookupError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(
+            f"this is not a plan as Plan.save writes it ({type(error).__name__}: {error}):"
+            " make it again with distca.plan"
+        ) from error
+
+
+def _read(data: Mapping[str, Any]) -> dict[str, Any]:
+    masks = [Mask.parse(_value(mask, str, "a mask")) for mask in _list(data["masks"], "masks")]
+    placement = _placement(_list(data["placement"], "placement"), len(masks))
+    forward, backward = _tasks(data["tasks"], placement), data["backward_tasks"]
+    devices = _devices(data["devices"], placement.num_workers)
+    summary = {name: data["summary"][name] for name in _SUMMARY}
+    model = {
+        name: _value(value, str if name == "name" else int, f"{name} of the model")
+        for name, value in data["model"].items()
+    }
+    loads = {
+        name: _ints(data[name], (devices.num_ranks,), name)
+        for name in ("forward_load_ps", "backward_load_ps")
+    }
+    if any(np.any(load < 0) or load.sum(dtype=np.float64) > 2.0**62 for load in loads.values()):
+        raise ValueError("a load is negative or too large: loads are picoseconds of at least 0")
+    return dict(
+        placement=placement,
+        reach=as_ints([mask.reach for mask in masks]),
+        devices=devices,
+        shape=ModelShape(**model),
+        forward=forward,
+        backward=forward if backward is None else _tasks(backward, placement),
+        gather=_value(data["gather"], int, "gather"),
+        **loads,
+        **{name: _value(summary[name], kind, name) for name, kind in _SUMMARY.items()},
+    )
+
+
+def _placement(ranks: Sequence[Any], num_documents: int) -> Placement:
+    rows = [
+        (worker, shard["document"], shard["start"], shard["stop"])
+        for worker, shards in enumerate(ranks)
+        for shard in _list(shards, f"placement of rank {worker}")
+    ]
+    table = _ints(rows, (len(rows), 4), "placement")
+    if np.any((table < 0) | (table > CAUSAL)) or np.any(table[:, 1] >= num_documents):
+        raise ValueError(
+            f"a shard has a document that is not one of 0 to {num_documents - 1}, one for each"
+            f" mask, or positions that are not between 0 and {CAUSAL}"
+        )
+    shards = [Shard(*row) for row in table.tolist()]
+    return Placement.from_shards(None, shards, len(ranks))
+
+
+def _tasks(rows: Any, placement: Placement) -> Tasks:
+    table = [(task["document"], *task["q"], *task["kv"], task["server"]) for task in rows]
+    columns = _ints(table, (len(table), 6), "tasks").T.copy()
+    document, q_start, q_stop, kv_start, kv_stop, server = columns
+    home = placement.home(document, q_start)
+    return Tasks(document, q_start, q_stop, kv_start, kv_stop, home, server)
+
+
+def _devices(data: Mapping[str, Any], num_workers: int) -> Devices:
+    devices = Devices(**data)
+    if devices.num_workers != num_workers or devices.num_ranks < num_workers:
+        raise ValueError(
+            f"tokens are placed on {num_workers} workers, but the devices are"
+            f" {devices.num_workers!r} workers of {devices.num_ranks} ranks"
+        )
+    return devices
+
+
+def _ints(values: Any, shape: tuple[int, ...], what: str) -> Ints:
+    """Returns whole numbers of 64 bits as an array of a shape; nothing else is converted."""
+    try:
+        array = np.asarray(values).reshape(-1, *shape[1:])
+    except ValueError:
+        raise ValueError(f"{what} has entries of different lengths") from None
+    if array.shape != shape or (array.size and array.dtype.kind != "i"):
+        raise ValueError(f"{what} must hold {shape} whole numbers of 64 bits")
+    return array.astype(np.int64)
+
+
+def _list(values: Any, what: str) -> list[Any]:
+    if not isinstance(values, list | tuple):
+        raise ValueError(f"{what} is {values!r}: it must be a list")
+    return list(values)
+
+
+def _value(value: Any, kind: type, what: str) -> Any:
+    fits = isinstance(value, (int, float) if kind is float else kind)
+    if not fits or isinstance(value, bool) or (kind is not str and not 0 <= value < 2.0**62):
+        raise ValueError(f"{what} is {value!r}: it must be {_WORDS[kind]}")
+    return value
