@@ -116,10 +116,14 @@ class CoreAttention:
         forward: Plan | None = None,
         backward: Plan | None = None,
         grad_mode: bool | None = None,
+        announce: bool = True,
     ) -> PreparedPlan:
         """Returns this rank's part of a plan for each direction, which may be the same plan.
 
-        Ranks do not tell each other here whether they can; they compare every message, though.
+        Ranks do not tell each other here whether they can.
+
+        announce: whether ranks compare every message before it is sent. Not needed where they have
+            compared a whole step, in which every message has its place.
         """
         rank, plans = self.transport.rank, [plan for plan in (forward, backward) if plan]
         scale = spec.head_dim**-0.5 if self.scale is None else self.scale
@@ -137,7 +141,8 @@ class CoreAttention:
         def part(plan: Plan | None, *, backward: bool) -> PreparedLayout | None:
             if plan is None:
                 return None
-            return PreparedLayout.of(plan, rank, spec, handshake, backward=backward)
+            said = handshake if announce else None
+            return PreparedLayout.of(plan, rank, spec, said, backward=backward)
 
         prepared = PreparedPlan(
             forward=part(forward, backward=False),

@@ -25,28 +25,37 @@ from distca.planning.plan import Plan
 class PreparedLayout:
     """One direction of a plan on one rank: its calls on the device, and its two messages.
 
-    handshakes: what this rank announces before each message.
+    handshakes: what this rank announces before each message; None: nothing.
     """
 
     layout: Layout
     local: tuple[tuple[Call, PackedCall], ...]
     remote: tuple[tuple[Call, PackedCall], ...]
     messages: Messages
-    handshakes: tuple[Handshake, Handshake]
+    handshakes: tuple[Handshake, Handshake] | None
 
     @classmethod
     def of(
-        cls, plan: Plan, rank: int, spec: TensorSpec, handshake: Handshake, *, backward: bool
+        cls,
+        plan: Plan,
+        rank: int,
+        spec: TensorSpec,
+        handshake: Handshake | None,
+        *,
+        backward: bool,
     ) -> PreparedLayout:
         layout = Layout.of(plan, rank, backward=backward)
-        direction = "backward" if backward else "forward"
-        said = replace(handshake, plan=plan.fingerprint, direction=direction)
+        handshakes = None
+        if handshake is not None:
+            direction = "backward" if backward else "forward"
+            said = replace(handshake, plan=plan.fingerprint, direction=direction)
+            handshakes = replace(said, message="dispatch"), replace(said, message="combine")
         return cls(
             layout=layout,
             local=tuple((call, _packed(call, spec.device)) for call in layout.local),
             remote=tuple((call, _packed(call, spec.device)) for call in layout.remote),
             messages=Messages.of(layout, spec, backward=backward),
-            handshakes=(replace(said, message="dispatch"), replace(said, message="combine")),
+            handshakes=handshakes,
         )
 
 

@@ -1,7 +1,8 @@
 """One layer's exchange: rows go out to servers (dispatch), and their results come home (combine).
 
 Where the plan moves nothing on any rank, no rank joins the collective; every rank knows that from
-the plan. All other messages are announced, and sent after all ranks have announced the same.
+the plan. Other messages are announced, and sent after all ranks have announced the same, unless
+they belong to a step that all ranks have compared as a whole.
 """
 
 import torch
@@ -23,13 +24,13 @@ class Exchange:
     buffers: received parts are valid until the next step but ``results``, and parts of ``results``
     must be written before ``combine``.
 
-    messages, handshakes: of the dispatch and of the combine.
+    messages, handshakes: of the dispatch and of the combine; handshakes None: not announced.
     """
 
     def __init__(
         self,
         messages: Messages,
-        handshakes: tuple[Handshake, Handshake],
+        handshakes: tuple[Handshake, Handshake] | None,
         device: torch.device,
         transport: Transport,
         buffers: Buffers,
@@ -38,11 +39,11 @@ class Exchange:
         self._dispatch, self._combine = messages
         self._device, self._transport, self._buffers = device, transport, buffers
         self._meter = meter
-        self._handshakes = handshakes
+        self._handshakes = handshakes or (None, None)
         self._wait: Wait | None = None
         self._arriving: Parts = []
         buffers.acquire(self)
-        self._check = self._announce(self._dispatch, handshakes[0])
+        self._check = self._announce(self._dispatch, self._handshakes[0])
 
     def dispatch(self, *tensors: Tensor) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
@@ -77,8 +78,10 @@ class Exchange:
         self._arriving = []
         self._buffers.release()
 
-    def _announce(self, message: Message, handshake: Handshake) -> Check | None:
-        return announce(self._transport, handshake) if message.moves else None
+    def _announce(self, message: Message, handshake: Handshake | None) -> Check | None:
+        if handshake is None or not message.moves:
+            return None
+        return announce(self._transport, handshake)
 
     def _outgoing(self, message: Message) -> Parts:
         if not message.moves:

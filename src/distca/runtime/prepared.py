@@ -36,8 +36,8 @@ def prepare_ticks(
         s = plan.shape
         spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
         if phase == FORWARD:
-            return attentions[half].prepare(spec, forward=plan)
-        return attentions[half].prepare(spec, backward=plan)
+            return attentions[half].prepare(spec, forward=plan, announce=False)
+        return attentions[half].prepare(spec, backward=plan, announce=False)
 
     own_backward = {} if stage is None else _own_backward(step, stage)
 
