@@ -23,9 +23,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from distca.runtime.launched import CHANNEL, ERROR_BYTES, LISTENER, RankFailedError
+from distca.runtime.launched import CHANNEL, ERROR_BYTES, RankFailedError
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 CPU_RANKS = 2  # without GPUs, ranks are only for trying things out
 LOOPBACK = "127.0.0.1"
@@ -72,10 +75,28 @@ def launch(command: Sequence[str], num_ranks: int, logs: Path) -> Stop | None:
         received: list[signal.Signals] = []
         stack.enter_context(_forward_signals(ranks, received))
         stack.callback(_end, ranks, received)
-        with socket.create_server((LOOPBACK, 0)) as listener:
-            for number in range(num_ranks):
-                ranks.append(_start(command, number, num_ranks, listener, logs))
+        store = _store(num_ranks)
+        for number in range(num_ranks):
+            ranks.append(_start(command, number, num_ranks, store.port, logs))
         return _watch(ranks, received)
+
+
+def _store(num_ranks: int) -> "TCPStore":
+    """Starts the store over which ranks find each other; it ends with this process.
+
+    A store that torch starts by itself, in rank 0, listens on all interfaces.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    listener = socket.create_server((LOOPBACK, 0))
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        num_ranks,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,11 +113,8 @@ class _Rank:
         self.process.wait()
 
 
-def _start(
-    command: Sequence[str], number: int, num_ranks: int, listener: socket.socket, logs: Path
-) -> _Rank:
+def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs: Path) -> _Rank:
     ours, theirs = socket.socketpair()
-    passed = [theirs.fileno()]
     path = logs / f"rank-{number}.log"
     environment = os.environ | {
         "RANK": str(number),
@@ -104,12 +122,10 @@ def _start(
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_WORLD_SIZE": str(num_ranks),
         "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(listener.getsockname()[1]),
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # as under torchrun: the store exists already
         CHANNEL: str(theirs.fileno()),
     }
-    if number == 0:
-        environment[LISTENER] = str(listener.fileno())
-        passed.append(listener.fileno())
     # Ranks that each use all cores slow each other down.
     environment.setdefault("OMP_NUM_THREADS", "1")
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
@@ -121,7 +137,7 @@ def _start(
             stdin=subprocess.DEVNULL,
             stdout=log if number else None,
             stderr=log,
-            pass_fds=passed,
+            pass_fds=[theirs.fileno()],
             start_new_session=True,
         )
     return _Rank(number, process, ours, path)

@@ -1,4 +1,4 @@
-"""A rank's side of its launcher: the store that it joins, and the errors that it reports.
+"""A rank's side of its launcher: how it reports its errors, and how it ends.
 
 A rank sends its error over the socket that it shares with its launcher, at the moment of the
 failure. When the launcher is gone, the rank ends, so that it does not stay behind as an orphan.
@@ -13,11 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
-from typing import Any
 
-# Environment variables with file descriptors: a rank's socket to its launcher, and the socket on
-# which the store of rank 0 listens.
-CHANNEL, LISTENER = "DISTCA_CHANNEL", "DISTCA_LISTENER"
+CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
 ERROR_BYTES = 1 << 16
 
 
@@ -33,28 +30,6 @@ def is_rank() -> bool:
 def is_launched() -> bool:
     """Returns whether ``launch`` has started this process; then it has announced the run too."""
     return CHANNEL in os.environ
-
-
-def loopback_store() -> dict[str, Any]:
-    """Returns ``store``, ``rank`` and ``world_size`` for ``init_process_group`` in a launched rank.
-
-    By default torch's store listens on all interfaces. Under torchrun nothing is returned, and
-    torchrun's own store is used.
-    """
-    if not is_launched():
-        return {}
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    listener = os.environ.get(LISTENER)
-    store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        size,
-        is_master=rank == 0,
-        master_listen_fd=None if listener is None else int(listener),
-    )
-    return {"store": store, "rank": rank, "world_size": size}
 
 
 @contextmanager

@@ -29,8 +29,8 @@ class StageTransfer:
     ) -> None:
         """Starts to pass on tensors.
 
-        outgoing: one tensor for each half, or none.
-        incoming: tensors to be filled by the stage on the other side, or none.
+        outgoing, incoming: one tensor for each half, or none; not both none. Incoming ones are
+            filled by the stage on the other side.
         direction: +1 towards the last stage, -1 towards the first one.
         """
         assert context.stage is not None
@@ -45,7 +45,7 @@ class StageTransfer:
             dist.P2POp(dist.irecv, tensor, context.rank_in_stage(context.stage - direction), group)
             for tensor in self._incoming
         ]
-        self._works = dist.batch_isend_irecv(operations) if operations else []
+        self._works = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
         """Waits until everything is sent and received; returns what was received."""

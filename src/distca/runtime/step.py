@@ -202,6 +202,9 @@ class _StepRun:
         incoming = [] if m is None else self._empty(tick.phase, m, source)
         if self._transfer is not None:
             self._transfer.wait()
+            self._transfer = None
+        if not produced and not incoming:
+            return
         self._transfer = StageTransfer(self._runner.context, produced, incoming, direction)
         if m is not None and incoming:
             self._arrivals[tick.phase, m] = self._transfer

@@ -29,7 +29,6 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
-from distca.runtime.launched import loopback_store
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
 from distca.train.config import Config
@@ -81,7 +80,7 @@ def join_world() -> torch.device:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend, **loopback_store())
+            dist.init_process_group(backend)
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
