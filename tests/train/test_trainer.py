@@ -66,6 +66,8 @@ def check_curve(world: World, mesh: tuple[int, dict[str, str]], out: Path, right
     assert losses(found) == pytest.approx(losses(right), rel=1e-4)
     if ranks // int(settings.get("parallel.tp", 1)) > 1 and settings is not COLOCATED:
         assert sum(record["bytes"] > 0 for record in found) > len(found) / 2  # they do exchange
+    if settings is SERVED:  # one server computes all attention: workers do not count as idle
+        assert {record["imbalance_measured"] for record in found} == {1.0}
 
 
 @pytest.mark.parametrize("mesh", MESHES)

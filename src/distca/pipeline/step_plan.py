@@ -60,6 +60,10 @@ class StepPlan:
             for slot in slots:
                 yield from ((plan, tick.phase != FORWARD) for plan in slot)
 
+    def serves(self, rank: int) -> bool:
+        """Returns whether a plan rank may compute attention in some pass."""
+        return any(plan.devices.speed[rank] > 0 for plan, _ in self.passes)
+
     @property
     def num_bytes(self) -> int:
         """The bytes that all exchanges of the step send."""

@@ -264,15 +264,17 @@ class Trainer:
             sum(seconds.get(name, 0.0) for seconds in spent) for name in ("attention", "exposed")
         )
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        stop = float(self.stop.requested)
+        batch, plan = fetched.step.batch, fetched.step.plan
+        serves, stop = plan.serves(self.context.plan_rank), self.stop.requested
         mine = torch.tensor(
-            [loss, norm, taken, attention, exposed, fetched.waited_s, memory, stop],
+            [loss, norm, taken, attention, serves, exposed, fetched.waited_s, memory, stop],
             dtype=torch.float64,
         )
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=self.context.world_group)
-        losses, norms, seconds, busy, exposures, waits, bytes_, stops = torch.stack(everyone).T
-        batch, plan = fetched.step.batch, fetched.step.plan
+        columns = torch.stack(everyone).T
+        losses, norms, seconds, busy, serving, exposures, waits, bytes_, stops = columns
+        busy = busy[serving > 0]  # workers that leave all attention to servers are not imbalanced
         flops = step_flops(self.model_config, batch.lengths)
         wall, peak = float(seconds.max()), peak_flops(self.device)
         rate = flops / wall / len(everyone)
