@@ -15,6 +15,8 @@ compute each return an empty tensor, an edge, which the next step takes as an in
 empty too; it only makes autograd run the nodes of combine, compute and dispatch in this order.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,6 +26,21 @@ from distca.attention.backends.base import Saved
 from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
+
+
+@dataclass(frozen=True)
+class SlotAttention:
+    """The attention of a stage's layers in one tick, which the model calls layer by layer.
+
+    slots: [layers][halves] the prepared plans, beginning with that of ``first_layer``.
+    """
+
+    slots: Sequence[Sequence[PreparedPlan]]
+    first_layer: int
+
+    def __call__(self, layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> "AsyncAttention":
+        """Dispatches one layer and half."""
+        return AsyncAttention(self.slots[layer - self.first_layer][half], q, k, v)
 
 
 class AsyncAttention:

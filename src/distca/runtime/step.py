@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from distca.attention.core import CoreAttention
-from distca.attention.overlap import AsyncAttention
+from distca.attention.overlap import SlotAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.dispatch.agreement import Handshake, agree
 from distca.model.llama import Arriving, Leaving, Llama
@@ -226,13 +226,9 @@ class _StepRun:
 
     def _forward(self, micro_batch: int, slots: Sequence[PreparedSlot]) -> list[Tensor]:
         assert self._model is not None
-        first_layer = self._model.start
-
-        def dispatch(layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> AsyncAttention:
-            return AsyncAttention(slots[layer - first_layer][half], q, k, v)
-
+        attention = SlotAttention(slots, self._model.start)
         inputs = self._inputs(micro_batch)
-        outputs = self._model(inputs, dispatch, recompute=self._runner.recompute)
+        outputs = self._model(inputs, attention, recompute=self._runner.recompute)
         if self._plan.schedule.has_backward:
             self._in_flight[micro_batch] = _InFlight(inputs, outputs)
         if outputs[0].loss is None:
