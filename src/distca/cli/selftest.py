@@ -39,7 +39,9 @@ class SelftestCommand:
 
     def run(self) -> None:
         if launched.is_rank():
-            with launched.reporting():
+            from distca.runtime.lost_ranks import naming_lost_ranks
+
+            with launched.reporting(), naming_lost_ranks():
                 rows = self._check()
             if not launched.is_launched():
                 raise typer.Exit(0 if all_pass(rows) else 1)

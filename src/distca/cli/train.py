@@ -114,7 +114,9 @@ class TrainCommand:
         if not launched.is_rank():
             self._launch()
             return
-        with launched.reporting():
+        from distca.runtime.lost_ranks import naming_lost_ranks
+
+        with launched.reporting(), naming_lost_ranks():
             import torch.distributed
 
             config, world = self.read(), int(os.environ["WORLD_SIZE"])

@@ -71,8 +71,8 @@ class StepRunner:
 
         options: further ones of ``CoreAttention``, such as ``backend``.
         """
-        group, control = context.attention_group, context.attention_control
-        attentions = (CoreAttention(group, control=control, **options) for _ in range(halves))
+        group = context.attention_group
+        attentions = (CoreAttention(group, **options) for _ in range(halves))
         return cls(context, tuple(attentions), recompute, dtype)
 
     def train(

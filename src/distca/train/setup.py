@@ -29,6 +29,7 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
+from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
 from distca.train.config import Config
@@ -84,6 +85,7 @@ def join_world() -> torch.device:
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        watch_ranks()
     return device
 
 
