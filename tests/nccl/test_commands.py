@@ -38,15 +38,14 @@ def mps_processes() -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("ranks", [8, 2])
-def test_selftest(tmp_path: Path, ranks: int) -> None:
-    command = [*COMMAND, "selftest", "--share-gpu", f"--ranks={ranks}", "--json"]
+def test_selftest(tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", "--share-gpu", "--ranks=8", "--json"]
     ran = subprocess.run(
         [*command, f"--out={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert (ran.returncode, ran.stderr) == (0, "")
     record = json.loads(ran.stdout)
-    assert (record["ranks"], record["device"]) == (ranks, "cuda")
+    assert (record["ranks"], record["device"]) == (8, "cuda")
     assert [row["check"] for row in record["checks"] if row["passed"] is False] == []
 
 
