@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,14 @@ import typer
 from distca.cli.command import (
     OUTPUT,
     argument,
+    check_sharing,
     console,
     exit_if_stopped,
     json_switch,
     option,
     rank_command,
+    share_switch,
+    sharing,
     stop_before_first_step,
 )
 from distca.report import units
@@ -34,6 +38,7 @@ from distca.report.training import (
     verdict,
 )
 from distca.runtime import launch, launched
+from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
     import torch
@@ -84,7 +89,10 @@ class TrainCommand:
         None,
         "--set",
     )
-    ranks: int | None = _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    ranks: int | None = _run(
+        "N", "Ranks to start. Default: one for each GPU, or 2 that share it or the CPU."
+    )
+    share_gpu: bool = share_switch("Run")
     out: Path | None = _run(
         "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
     )
@@ -119,6 +127,7 @@ class TrainCommand:
         with launched.reporting(), naming_lost_ranks():
             import torch.distributed
 
+            check_sharing(self.share_gpu)
             config, world = self.read(), int(os.environ["WORLD_SIZE"])
             if self.ranks not in (None, world):
                 raise ValueError(
@@ -155,38 +164,50 @@ class TrainCommand:
 
     def _launch(self) -> None:
         from distca.train.run_lock import RunLock
-        from distca.train.step_folders import newest
 
-        config, num_ranks = self.read(), launch.local_ranks(self.ranks)
-        check(config, num_ranks, sides=len(SIDES) if self.compare else 1)
-        if not self.as_json:
-            _announce(config, num_ranks, self.compare)
-        out = Path(config.out)
-        lock = RunLock(out)
+        config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
+        sides, out = len(SIDES) if self.compare else 1, Path(config.out)
+        check(config, num_ranks, sides=sides, share_gpu=self.share_gpu)
+        lock, logs = RunLock(out), out / "logs"
         try:
-            stop = launch.launch(rank_command("train", self), num_ranks, out / "logs")
-        except KeyboardInterrupt:
-            found = newest(out / "checkpoints")
-            last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-            typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
-            raise
+            with sharing(self.share_gpu, num_ranks, logs) as gpu:
+                if not self.as_json:
+                    _announce(config, num_ranks, self.compare, gpu)
+                with _tell_what_is_saved(out):
+                    stop = launch.launch(rank_command("train", self), num_ranks, logs, gpu)
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
 
-def check(config: "Config", num_ranks: int, *, sides: int = 1) -> None:
+@contextmanager
+def _tell_what_is_saved(out: Path) -> Iterator[None]:
+    """Names the last checkpoint when a second signal has ended the ranks before they could save."""
+    from distca.train.step_folders import newest
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        found = newest(out / "checkpoints")
+        last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
+        typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
+        raise
+
+
+def check(config: "Config", num_ranks: int, *, sides: int = 1, share_gpu: bool = False) -> None:
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import setup
     from distca.train.step_folders import find
 
-    setup.Parts.of(config, num_ranks, _device(), sides=sides)
+    setup.Parts.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
 
 
-def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
+def _announce(
+    config: "Config", num_ranks: int, compare: bool, gpu: SharedGpu | None = None
+) -> None:
     from distca.pipeline.stages import stage_layers
     from distca.train import setup
 
@@ -209,7 +230,8 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     rows = {
         "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
         f" {units.several(model.layers, 'layer')}, {_precision(config)}",
-        "ranks": f"{num_ranks} on {where}: {' x '.join(axes)}",
+        "ranks": f"{num_ranks} on {where if gpu is None else 'one GPU'}: {' x '.join(axes)}",
+        **({} if gpu is None else {"GPU": str(gpu)}),
         **({"pipeline": _pipeline(stages, p.micro_batches)} if sizes.pp > 1 else {}),
         "attention": how + (", ping-pong" if p.ping_pong else ""),
         "data": f"{', '.join(config.data.sources)}; documents of up to"
