@@ -1,4 +1,4 @@
-"""Ranks that nobody launches or ends, as on several nodes: the loss of one is told by the others."""
+"""Ranks that nobody launches, as on several nodes: the others tell that one of them is lost."""
 
 import os
 import signal
