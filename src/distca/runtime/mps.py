@@ -46,7 +46,8 @@ def mps(logs: Path) -> Iterator[dict[str, str]]:
         yield {}
         return
     logs.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="distca-mps-") as pipes:
+    # Not in TMPDIR, which may be too long a path for a socket.
+    with TemporaryDirectory(prefix="distca-mps-", dir="/tmp") as pipes:
         variables = {PIPES: pipes, LOGS: str(logs.resolve())}
         environment = os.environ | variables
         # The daemon numbers the GPUs that it sees anew, and its processes see those numbers.
