@@ -210,6 +210,19 @@ def test_a_rank_that_fails_or_dies_leaves_nothing_behind(gpu: FakeGpu, tmp_path:
         assert gpu.running() == []
 
 
+def test_an_mps_that_does_not_end_is_killed(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.runtime.mps.END_S", 1.0)
+    gpu.set(FAKE_MPS="stays")
+    with (
+        pytest.raises(RankFailedError, match="MPS did not end within 1 s and was killed: see"),
+        share_gpu(2, tmp_path),
+    ):
+        assert len(gpu.running()) == 2
+    until(lambda: not gpu.running())
+
+
 def test_a_command_says_what_it_found_and_ends_mps(
     gpu: FakeGpu,
     tmp_path: Path,
