@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any
 from unittest import mock
@@ -62,7 +63,8 @@ class RankPool:
         if shared_gpu is None:
             context, variables = mp.get_context("forkserver"), {}
             context.set_forkserver_preload(PRELOADED)
-        else:  # variables such as LD_PRELOAD are for new programs
+        else:  # variables such as LD_PRELOAD are for new programs, but not for this one
+            resource_tracker.ensure_running()
             context, variables = mp.get_context("spawn"), dict(shared_gpu.variables)
         self._ends_by_itself = shared_gpu is not None
         self.is_usable = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -71,19 +72,42 @@ def test_training_with_pipeline_and_server_has_the_losses_of_one_without(tmp_pat
     assert losses["pipeline"] == pytest.approx(losses["colocated"], rel=5e-3)
 
 
-def test_ctrl_c_saves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+def rank_of(launcher: int, number: int) -> int:
+    """Returns the process id of a rank."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"\0RANK={number}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"there is no rank {number}")
+
+
+@pytest.mark.parametrize("how", ["a killed rank", "Ctrl-C"])
+def test_nothing_is_left_behind_by(how: str, tmp_path: Path) -> None:
+    """Both in this order: MPS of the first may be unusable, and the second has one of its own."""
     before = {*mps_processes()}
-    process = subprocess.Popen([*train(tmp_path, 100_000), "--ranks=2"], stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(
+        [*train(tmp_path, 100_000), "--ranks=2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     try:
         deadline = time.monotonic() + LIMIT_S / 2
         while not (tmp_path / "metrics.jsonl").exists():
-            assert process.poll() is None
+            assert process.poll() is None, process.communicate()[1]
             assert time.monotonic() < deadline, "timed out"
             time.sleep(0.2)
         assert {*mps_processes()} > before
-        process.send_signal(signal.SIGINT)
-        assert process.wait(LIMIT_S / 2) == 130
+        if how == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        _, said = process.communicate(timeout=LIMIT_S / 2)
     finally:
         process.kill()
-    assert any((tmp_path / "checkpoints").iterdir())
+    if how == "Ctrl-C":
+        assert process.returncode == 130
+        assert any((tmp_path / "checkpoints").iterdir())
+    else:
+        assert process.returncode == 1
+        assert said.startswith("distca: rank 1 was killed by SIGKILL")
     assert {*mps_processes()} <= before

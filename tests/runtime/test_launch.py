@@ -238,7 +238,9 @@ def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert [local_ranks(None), local_ranks(3)] == [4, 3]
     assert [local_ranks(None, share_gpu=True), local_ranks(8, share_gpu=True)] == [2, 8]
-    with pytest.raises(ValueError, match=r"^5 ranks on 4 GPUs: .* start at most 4.*--share-gpu"):
+    with pytest.raises(ValueError, match=r"^5 ranks on 4 GPUs: .* start at most 4, or set"):
         local_ranks(5)
+    with pytest.raises(ValueError, match=r"start at most 4, let all share one with --share-gpu"):
+        local_ranks(5, share_gpu=False)
     with pytest.raises(ValueError, match=r"^0 ranks: start 1 or more"):
         local_ranks(0)

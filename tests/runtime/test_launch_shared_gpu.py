@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 from runtime.fake_gpu import FakeGpu
 
+from distca.cli import main
 from distca.runtime import nccl, rank_device
 from distca.runtime.launch import launch
 from distca.runtime.launched import RankFailedError
@@ -41,7 +42,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         os.kill(pid, signal.SIGKILL)
 
 
-def until(true: Callable[[], bool], most_s: float = 20) -> None:
+def until(true: Callable[[], bool], most_s: float = 60) -> None:
     deadline = time.monotonic() + most_s
     while not true():
         assert time.monotonic() < deadline, "timed out"
@@ -121,6 +122,8 @@ def test_refusals(
     words: str,
 ) -> None:
     monkeypatch.setattr("distca.runtime.shared_gpu.READY_S", 1.0)
+    if "FAKE_CUDA_HANGS" in variables:
+        monkeypatch.setattr("distca.runtime.shared_gpu.PROBE_S", 1.0)
     gpu.set(**variables)
     with pytest.raises(ValueError, match=words) as refused, share_gpu(4, tmp_path / "logs"):
         pytest.fail("not reached")
@@ -180,7 +183,6 @@ with share_gpu(2, folder / "mps") as shared:
         (signal.SIGTERM, "rank-1"),
         (signal.SIGKILL, "rank-1"),
         (signal.SIGTERM, "fake/pids"),
-        (signal.SIGINT, "fake/pids"),
     ],
     ids=lambda value: getattr(value, "name", value),
 )
@@ -191,9 +193,9 @@ def test_no_signal_leaves_mps_behind(
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     until((tmp_path / when).exists)
     process.send_signal(number)
-    process.wait(30)
+    process.wait(60)
     if number == signal.SIGKILL or when == "fake/pids":  # ended without a chance to wait
-        until(lambda: not gpu.running(), 10)
+        until(lambda: not gpu.running())
     assert gpu.running() == []
 
 
@@ -206,6 +208,37 @@ def test_a_rank_that_fails_or_dies_leaves_nothing_behind(gpu: FakeGpu, tmp_path:
         ):
             launch([sys.executable, "-c", f"import os; os._exit({status})"], 2, tmp_path, shared)
         assert gpu.running() == []
+
+
+def test_an_mps_that_does_not_end_is_killed(
+    gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("distca.runtime.mps.END_S", 1.0)
+    gpu.set(FAKE_MPS="stays")
+    with (
+        pytest.raises(RankFailedError, match="MPS did not end within 1 s and was killed: see"),
+        share_gpu(2, tmp_path),
+    ):
+        assert len(gpu.running()) == 2
+    until(lambda: not gpu.running())
+
+
+def test_a_command_says_what_it_found_and_ends_mps(
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its ranks see that there is no GPU after all, which is a mistake in one sentence."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(SystemExit) as exited:
+        main(["selftest", "--share-gpu", "--ranks=2", f"--out={tmp_path}"])
+    said = capsys.readouterr()
+    assert exited.value.code == 2
+    assert said.out.startswith("2 ranks share one Fake 100: 66 SMs and 39.0 GiB each, through MPS")
+    assert said.err.startswith("distca: DISTCA_SHARE_GPU is 0, but 0 GPUs are visible: give the")
+    assert said.err.count("\n") == 1
+    assert gpu.running() == []
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **variables: str) -> None:

@@ -46,10 +46,12 @@ class Stop:
     early: bool  # a rank ended before it could handle the signal
 
 
-def local_ranks(wanted: int | None, share_gpu: bool = False) -> int:
+def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
     """Returns the number of ranks to start: by default one for each GPU, or a few that share it.
 
     Without GPUs, they share the CPU.
+
+    share_gpu: whether ranks share a GPU; None for a command in which they cannot.
     """
     import torch
 
@@ -61,9 +63,10 @@ def local_ranks(wanted: int | None, share_gpu: bool = False) -> int:
     if wanted < 1:
         raise ValueError(f"{wanted} ranks: start 1 or more")
     if gpus and wanted > gpus and not share_gpu:
+        sharing = "" if share_gpu is None else " let all share one with --share-gpu,"
         raise ValueError(
             f"{wanted} ranks on {gpus} GPUs: each rank needs its own GPU; start at most {gpus},"
-            " let all share one with --share-gpu, or set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"{sharing} or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return wanted
 

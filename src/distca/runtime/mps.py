@@ -46,7 +46,8 @@ def mps(logs: Path) -> Iterator[dict[str, str]]:
         yield {}
         return
     logs.mkdir(parents=True, exist_ok=True)
-    with TemporaryDirectory(prefix="distca-mps-") as pipes:
+    # Not in TMPDIR, which may be too long a path for a socket.
+    with TemporaryDirectory(prefix="distca-mps-", dir="/tmp") as pipes:
         variables = {PIPES: pipes, LOGS: str(logs.resolve())}
         environment = os.environ | variables
         # The daemon numbers the GPUs that it sees anew, and its processes see those numbers.
@@ -120,7 +121,7 @@ def _wait(waiting: subprocess.Popen[bytes], servers: list[int], pipes: str, logs
     deadline = time.monotonic() + END_S
     with suppress(subprocess.TimeoutExpired):
         waiting.wait(END_S)
-    while left := {*filter(_is_running, servers), *_started_with(pipes)}:
+    while left := {*filter(_is_running, servers), *_daemons(pipes)}:
         if time.monotonic() > deadline:
             for process in left:
                 with suppress(ProcessLookupError):
@@ -131,11 +132,13 @@ def _wait(waiting: subprocess.Popen[bytes], servers: list[int], pipes: str, logs
         time.sleep(0.1)
 
 
-def _started_with(pipes: str) -> Iterator[int]:
-    """Yields the processes that know the folder of pipes, such as the daemon."""
-    variable = f"{PIPES}={pipes}\0".encode()
+def _daemons(pipes: str) -> Iterator[int]:
+    """Yields the processes of MPS that were started with a folder of pipes."""
+    name, variable = CONTROL[:15], f"{PIPES}={pipes}\0".encode()  # the kernel cuts names
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # ended, or of another user
+            if (folder / "comm").read_text().strip() != name:
+                continue
             if variable in (folder / "environ").read_bytes() and _is_running(int(folder.name)):
                 yield int(folder.name)
 

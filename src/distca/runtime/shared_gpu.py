@@ -23,6 +23,7 @@ from distca.runtime.nccl import Nccl, find_nccl
 THREADS, MAX_CTAS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_MAX_CTAS"
 CTAS = 32  # of all ranks: they must find room on the GPU together, or they wait for each other
 READY_S = 30.0  # how long a server may need until processes can use it
+PROBE_S = 30.0  # how long one of them may take: a server that was left unusable does not answer
 # cudaErrorMps*, and "devices are busy or unavailable" while an earlier server ends.
 NOT_READY = (46, 805, 806, 807)
 
@@ -97,10 +98,10 @@ def _run_probe(environment: Mapping[str, str]) -> dict[str, Any]:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=READY_S,
+            timeout=PROBE_S,
         )
     except subprocess.TimeoutExpired:
-        return {"error": f"no answer within {READY_S:.0f} s", "code": 0}
+        return {"error": f"no answer within {PROBE_S:.0f} s", "code": 0}
     if ran.returncode:
         last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
         return {"error": last, "code": 0}
