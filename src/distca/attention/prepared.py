@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
-from distca.attention.backends.base import Backend, PackedCall
+from distca.attention.backends.base import Backend
+from distca.attention.calls import PreparedCall
 from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
-from distca.dispatch.layout import Call, Layout
+from distca.dispatch.layout import Layout
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
@@ -29,8 +28,8 @@ class PreparedLayout:
     """
 
     layout: Layout
-    local: tuple[tuple[Call, PackedCall], ...]
-    remote: tuple[tuple[Call, PackedCall], ...]
+    local: tuple[PreparedCall, ...]
+    remote: tuple[PreparedCall, ...]
     messages: Messages
     handshakes: tuple[Handshake, Handshake] | None
 
@@ -50,13 +49,12 @@ class PreparedLayout:
             direction = "backward" if backward else "forward"
             said = replace(handshake, plan=plan.fingerprint, direction=direction)
             handshakes = replace(said, message="dispatch"), replace(said, message="combine")
-        return cls(
-            layout=layout,
-            local=tuple((call, _packed(call, spec.device)) for call in layout.local),
-            remote=tuple((call, _packed(call, spec.device)) for call in layout.remote),
-            messages=Messages.of(layout, spec, backward=backward),
-            handshakes=handshakes,
+        messages = Messages.of(layout, spec, backward=backward)
+        local, remote = (
+            tuple(PreparedCall.of(call, messages, spec, backward=backward) for call in calls)
+            for calls in (layout.local, layout.remote)
         )
+        return cls(layout, local, remote, messages, handshakes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +82,3 @@ class PreparedPlan:
             self.buffers,
             self.meter,
         )
-
-
-def _packed(call: Call, device: torch.device) -> PackedCall:
-    return PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, device)
