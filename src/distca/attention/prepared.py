@@ -6,6 +6,7 @@ It is made once per plan and used in every layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
 from distca.attention.backends.base import Backend
 from distca.attention.calls import PreparedCall
@@ -31,30 +32,41 @@ class PreparedLayout:
     local: tuple[PreparedCall, ...]
     remote: tuple[PreparedCall, ...]
     messages: Messages
-    handshakes: tuple[Handshake, Handshake] | None
+    handshakes: tuple[Handshake, Handshake] | None = None
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        rank: int,
-        spec: TensorSpec,
-        handshake: Handshake | None,
-        *,
-        backward: bool,
-    ) -> PreparedLayout:
+    def of(cls, plan: Plan, rank: int, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
         layout = Layout.of(plan, rank, backward=backward)
-        handshakes = None
-        if handshake is not None:
-            direction = "backward" if backward else "forward"
-            said = replace(handshake, plan=plan.fingerprint, direction=direction)
-            handshakes = replace(said, message="dispatch"), replace(said, message="combine")
         messages = Messages.of(layout, spec, backward=backward)
         local, remote = (
             tuple(PreparedCall.of(call, messages, spec, backward=backward) for call in calls)
             for calls in (layout.local, layout.remote)
         )
-        return cls(layout, local, remote, messages, handshakes)
+        return cls(layout, local, remote, messages)
+
+    def announced(self, handshake: Handshake) -> PreparedLayout:
+        """Returns the same layout, whose messages are announced."""
+        dispatch, combine = (replace(handshake, message=name) for name in ("dispatch", "combine"))
+        return replace(self, handshakes=(dispatch, combine))
+
+
+class PreparedLayouts:
+    """The layouts of plans on one rank: made once, for all layers, as long as the plan lives.
+
+    A thread that plans makes them ahead of the step, which then finds them here.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: WeakKeyDictionary[Plan, dict[tuple[TensorSpec, bool], PreparedLayout]] = (
+            WeakKeyDictionary()
+        )
+
+    def of(self, plan: Plan, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
+        made = self._made.setdefault(plan, {})
+        if (spec, backward) not in made:
+            made[spec, backward] = PreparedLayout.of(plan, self._rank, spec, backward=backward)
+        return made[spec, backward]
 
 
 @dataclass(frozen=True, eq=False)
