@@ -134,7 +134,11 @@ def run(grid: Grid, only: str, backend: str, planners: int, out: Path) -> list[s
     missing = {
         name: case
         for name, case in grid.cases(config, dtype.itemsize)
-        if only in name and known.get(name, {}).get("setting") != setting(grid, case, results)
+        if only in name
+        and (
+            known.get(name, {}).get("setting") != setting(grid, case, results)
+            or "host_s" not in known[name]  # of an earlier version
+        )
     }
     model = layers_of(config, device, dtype)
     context = multiprocessing.get_context("spawn")  # a fork would take CUDA along
@@ -203,6 +207,7 @@ def replayed(
 def in_words(record: Record) -> str:
     return (
         f" {record['step_s'] * 1e3:.1f} ms, worst / mean {record['worst_over_mean']:.3f},"
+        f" host {record['host_s'] / record['step_s']:.2f} of it,"
         f" exposed {record['exposed_s'] * 1e3:.1f} ms, error {record['calibrated']['mean']:.1%}"
         f" (raw {record['raw']['mean']:.1%}); planned in {record['plan_s']:.1f} s,"
         f" replayed in {record['replay_s']:.1f} s"
@@ -225,6 +230,11 @@ COLUMNS = {
     "attention, before": lambda r: f"{r['imbalance_before']:.2f}x",
     "planned": lambda r: f"{r['imbalance']:.3f}x",
     "step ms": lambda r: f"{r['step_s'] * 1e3:.1f}",
+    "device ms a layer": lambda r: per_layer(r, "step_s"),
+    "host ms a layer": lambda r: per_layer(r, "host_s"),
+    "replayed / simulated": lambda r: (
+        f"{over(r, 'calibrated'):.3f}, raw {over(r, 'simulated'):.3f}"
+    ),
     "worst / mean": lambda r: f"{r['worst_over_mean']:.3f}",
     "simulated, all ranks": lambda r: f"{r['simulated_worst_over_mean']:.3f}",
     "exposed ms": lambda r: f"{r['exposed_s'] * 1e3:.2f}",
@@ -237,6 +247,19 @@ COLUMNS = {
     "raw, mean": lambda r: f"{r['raw']['mean']:.1%}",
     "raw, worst": lambda r: f"{r['raw']['worst']:.1%}",
 }
+
+
+def per_layer(record: Record, name: str) -> str:
+    """Milliseconds of one layer, forward and backward."""
+    if name not in record:  # measured by an earlier version
+        return ""
+    return f"{record[name] / record['setting']['layers'] * 1e3:.2f}"
+
+
+def over(record: Record, what: str) -> float:
+    """Replayed over simulated steps, of the ranks that did not calibrate."""
+    rows = [row for row in record["rows"] if not row["calibrates"]]
+    return sum(row["measured"]["step"] for row in rows) / sum(row[what]["step"] for row in rows)
 
 
 def most(record: Record, what: str) -> float:
@@ -262,9 +285,10 @@ def report(results: Record) -> str:
         f" cost {s['cost']}; a link of {s['bytes_per_s'] / 1e9:g} GB/s"
         f" and {s['latency_s'] * 1e6:g} us. {s['sample']} ranks of each plan: most traffic, most"
         " attention, slowest and fastest by simulation, the others at random; step and exposed are"
-        " means over the latter. A third calibrates two factors, of linear layers and of attention;"
-        " errors of simulated step times are those of the other ranks, with the factors and"
-        " without (raw).",
+        " means over the latter. The host launches a step while the device computes it, and has to"
+        " be faster. A third of the ranks calibrates two factors, of linear layers and of"
+        " attention; replayed / simulated and errors of simulated step times are those of the other"
+        " ranks, with the factors and without (raw).",
         "",
         "| " + " | ".join(COLUMNS) + " |",
         "|" + "---|" * len(COLUMNS),

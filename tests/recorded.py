@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distca.attention.core import CoreAttention
-from distca.attention.prepared import PreparedPlan
+from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.transports.base import Transport, Wait
 
 # What ("start" or "wait" of an exchange, "compute"), and which half.
@@ -71,6 +74,19 @@ class RecordedBackend:
     def backward(self, *args: Any) -> Any:
         self.events.append(("compute", self.half))
         return self.backend.backward(*args)
+
+
+@contextmanager
+def preparing_threads() -> Iterator[Counter[str]]:
+    """Counts the layouts that are made, by the name of the thread."""
+    of, counts = PreparedLayout.of, Counter[str]()
+
+    def counted(*args: Any, **options: Any) -> PreparedLayout:
+        counts[threading.current_thread().name] += 1
+        return of(*args, **options)
+
+    with patch.object(PreparedLayout, "of", counted):
+        yield counts
 
 
 class Collectives(TorchDispatchMode):

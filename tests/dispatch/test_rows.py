@@ -3,39 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Draw
-from torch import Tensor
 
-from distca.dispatch.rows import Rows, Run
-from distca.planning.spans import as_ints
-
-
-@dataclass(frozen=True)
-class Case:
-    """Some rows of some blocks; the blocks may be parts of a wider tensor."""
-
-    sizes: list[int]
-    indices: list[int]
-    wide: bool
-
-    @property
-    def rows(self) -> Rows:
-        return rows_of(self.indices, self.sizes)
-
-    def blocks(self) -> list[Tensor]:
-        return [random_rows(size, self.wide) for size in self.sizes]
-
-    def values(self) -> Tensor:
-        return random_rows(len(self.indices), self.wide)
+from distca.dispatch.rows import Places, Rows, Run
+from distca.planning.spans import as_ints, cumulative, expand
 
 
 def rows_of(indices: Sequence[int], sizes: Sequence[int]) -> Rows:
@@ -46,74 +24,43 @@ def rows_of(indices: Sequence[int], sizes: Sequence[int]) -> Rows:
     return Rows.of(block, start, start + 1)
 
 
-def random_rows(count: int, wide: bool) -> Tensor:
-    """[count, 2, 3]."""
-    if wide:
-        return torch.randn(count, 4, 6, dtype=torch.float64)[:, 1:3, ::2]
-    return torch.randn(count, 2, 3, dtype=torch.float64)
-
-
 @st.composite
-def cases(draw: Draw, repeats: bool = True) -> Case:
-    """Runs of rows in any order, which blocks may cut; some blocks are empty."""
+def cases(draw: Draw) -> tuple[list[int], list[int]]:
+    """Sizes of blocks, and runs of rows in any order, which blocks may cut; some are repeated."""
     sizes = draw(st.lists(st.integers(0, 9), min_size=1, max_size=5))
     within = st.integers(0, sum(sizes))
     cuts = sorted({0, sum(sizes), *draw(st.sets(within, max_size=6))})
     shuffled = draw(st.permutations([range(a, b) for a, b in pairwise(cuts)]))
-    runs = shuffled[: draw(st.integers(0, len(shuffled)))]
-    if repeats:
-        again = draw(st.lists(st.tuples(within, within), max_size=3))
-        runs += [range(*sorted(ends)) for ends in again]
-    return Case(sizes, [index for run in runs for index in run], draw(st.booleans()))
+    again = draw(st.lists(st.tuples(within, within), max_size=3))
+    runs = [*shuffled[: draw(st.integers(0, 6))], *(range(*sorted(ends)) for ends in again)]
+    return sizes, [index for run in runs for index in run]
 
 
-@given(cases())
-def test_rows_are_taken_as_indices_would(case: Case) -> None:
-    blocks, out = case.blocks(), case.values()
-    expected = torch.cat(blocks)[case.indices]
-    assert torch.equal(case.rows.take(blocks), expected)
-    assert case.rows.take(blocks, out=out).data_ptr() == out.data_ptr()
-    assert torch.equal(out, expected)
+@given(cases(), st.integers(1, 4), st.integers(0, 3))
+def test_places_are_those_of_the_indices(
+    case: tuple[list[int], list[int]], width: int, gap: int
+) -> None:
+    """Block 0 is memory 5; the others lie in memory 7, with gaps between them."""
+    sizes, indices = case
+    starts = cumulative(as_ints(sizes[1:]) * width + gap)[:-1]
+    memory, offset, size = rows_of(indices, sizes).places(width, 5, 7, starts)
+    found = zip(np.repeat(memory, size).tolist(), expand(offset, size).tolist(), strict=True)
+    first = [0, *starts.tolist()]
+    rows = [(block, row) for block, count in enumerate(sizes) for row in range(count)]
+    expected = [
+        (7 if block else 5, first[block] + row * width + unit)
+        for block, row in (rows[index] for index in indices)
+        for unit in range(width)
+    ]
+    assert list(found) == expected
 
 
-@given(cases(repeats=False))
-def test_what_is_put_is_there_and_nothing_else_changes(case: Case) -> None:
-    blocks, values = case.blocks(), case.values()
-    expected = torch.cat(blocks)
-    expected[case.indices] = values
-    case.rows.put(values, blocks)
-    assert torch.equal(torch.cat(blocks), expected)
-    assert torch.equal(case.rows.take(blocks), values)
-
-
-@given(cases())
-def test_rows_named_twice_are_added_twice(case: Case) -> None:
-    blocks, values = case.blocks(), case.values()
-    expected = torch.cat(blocks).numpy()
-    np.add.at(expected, case.indices, values.numpy())
-    case.rows.add(values, blocks)
-    assert np.array_equal(torch.cat(blocks).numpy(), expected)
-
-
-@given(st.one_of(cases(), cases(repeats=False)))
-def test_disjoint_is_that_no_row_is_named_twice(case: Case) -> None:
-    assert case.rows.disjoint == (len(set(case.indices)) == len(case.indices))
-
-
-@pytest.mark.parametrize("wide", [False, True])
-def test_a_single_run_is_a_view(wide: bool) -> None:
-    blocks = [random_rows(4, wide), random_rows(6, wide)]
-    taken = rows_of(range(5, 9), [4, 6]).take(blocks)
-    assert taken.data_ptr() == blocks[1][1].data_ptr()
-    blocks[1][1:5] = 7
-    assert bool((taken == 7).all())
-
-
-def test_several_runs_are_a_copy() -> None:
-    block = torch.zeros(4, 2)
-    taken = rows_of([0, 2, 3], [4]).take([block])
-    block.fill_(7)
-    assert not taken.any()
+def test_packed_places_lie_one_after_the_other() -> None:
+    packed = Places.packed(2, 10, as_ints([3, 4]))
+    assert [column.tolist() for column in packed] == [[2, 2], [10, 13], [3, 4]]
+    joined = Places.joined([packed, Places.packed(1, 0, as_ints([5]))])
+    assert [column.tolist() for column in joined] == [[2, 2, 1], [10, 13, 0], [3, 4, 5]]
+    assert [column.tolist() for column in Places.joined([])] == [[], [], []]
 
 
 @pytest.mark.parametrize(
@@ -139,13 +86,7 @@ def test_spans_are_joined_only_where_they_touch() -> None:
     assert len(rows) == 11
 
 
-def test_no_rows_move_nothing() -> None:
-    blocks, none = [torch.ones(3, 2, 5), torch.ones(0, 2, 5)], torch.empty(0, 2, 5)
+def test_no_rows() -> None:
     rows = rows_of([], [3, 0])
-    assert rows.take(blocks).shape == (0, 2, 5)
-    assert rows.take(blocks, out=none) is none
-    rows.put(none, blocks)
-    rows.add(none, blocks)
-    assert bool((blocks[0] == 1).all())
-    assert rows.disjoint
+    assert [column.tolist() for column in rows.places(4, 0)] == [[], [], []]
     assert (len(rows), str(rows)) == (0, "")

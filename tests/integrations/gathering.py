@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from integrations.counting import recorded_devices
+from recorded import preparing_threads
 
 from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
 from distca.planning.masks import CAUSAL, Mask
@@ -39,6 +40,17 @@ def devices_of(
         attention = PlannedAttention(cost="pairs", **options)
         attention.gather([8]).plan(spec)
         attention.local([8]).plan(spec)
+    return found
+
+
+def preparing(group: dist.ProcessGroup) -> list[dict[str, int]]:
+    """How many layouts each thread makes for each of three batches."""
+    attention, lengths = PlannedAttention(cost="pairs"), [[300], [20, 7]][dist.get_rank(group)]
+    found = []
+    for _ in range(3):
+        with preparing_threads() as counts:
+            _error(attention, attention.gather(lengths))
+            found.append(dict(counts))
     return found
 
 

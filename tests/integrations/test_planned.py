@@ -124,6 +124,13 @@ def test_documents_of_any_number(pair: RankPool) -> None:
         assert [list(one) for one in ranks] == lengths
 
 
+def test_layouts_are_made_with_the_plans(pair: RankPool) -> None:
+    """In the background, from the second batch on: the first layer tells what tensors are like."""
+    for first, *others in pair.run(gathering.preparing, ranks=2):
+        assert first == {"MainThread": 2}
+        assert others == [{"distca": 2}] * 2
+
+
 def test_groups_that_are_parts_of_the_world(world: World) -> None:
     """One group has a rank without documents, and one has a single rank."""
     errors = world(4).run(gathering.in_parts, ranks=4)

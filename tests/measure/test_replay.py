@@ -72,6 +72,7 @@ def test_every_rank_of_a_plan_runs(ping_pong: bool) -> None:
         measured = replays(case, step, rank)()
         assert 0 < measured.attention_s < measured.step_s
         assert 0 < measured.exposed_s < measured.step_s
+        assert 0 < measured.host_s <= measured.step_s
 
 
 @pytest.mark.parametrize("ping_pong", [False, True])
@@ -124,10 +125,10 @@ def test_a_slow_link_is_waited_for() -> None:
 
 def test_medians_come_after_a_warm_up() -> None:
     rounds = iter(
-        [Measured(100.0, 50.0, 50.0), *(Measured(n, 6.0 - n, n / 2) for n in (3.0, 1, 5))]
+        [Measured(9.0, 5.0, 5.0, 2.0), *(Measured(n, 6.0 - n, n / 2, n) for n in (3.0, 1, 5))]
     )
-    assert measure(lambda: next(rounds), 3) == Measured(3.0, 3.0, 1.5)  # type: ignore[arg-type]
-    assert typical([Measured(2.0, 1.0, 0.5)]) == Measured(2.0, 1.0, 0.5)
+    assert measure(lambda: next(rounds), 3) == Measured(3.0, 3.0, 1.5, 3.0)  # type: ignore[arg-type]
+    assert typical([Measured(2.0, 1.0, 0.5, 0.1)]) == Measured(2.0, 1.0, 0.5, 0.1)
     with pytest.raises(ValueError, match="0 rounds: measure 1 or more"):
         measure(lambda: next(rounds), 0)  # type: ignore[arg-type]
 
@@ -248,7 +249,7 @@ def test_calibration_finds_the_factors_and_is_held_to_others() -> None:
     assert found.raw == pytest.approx({"mean": np.mean(off), "worst": max(off)})
     usual = [row.measured.step for row in found.rows if row.why == "random"]
     assert found.step_s == pytest.approx(np.mean(usual))
-    assert asdict(found)["rows"][0]["measured"].keys() == {"step", "exposed", "attention"}
+    assert asdict(found)["rows"][0]["measured"].keys() == {"step", "exposed", "attention", "host"}
 
 
 def test_what_says_nothing_calibrates_nothing() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from recorded import preparing_threads
 from torch.distributed.tensor import DTensor
 
 from distca.train.config import Config
@@ -28,6 +29,13 @@ def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
 
     trainer._show = show
     return trainer.fit()
+
+
+def preparing(group: dist.ProcessGroup, settings: list[str]) -> dict[str, int]:
+    """How many layouts each thread made in a run."""
+    with preparing_threads() as counts:
+        fit(group, settings)
+    return dict(counts)
 
 
 def start_each(group: dist.ProcessGroup, settings: list[list[list[str]]]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from ranks import World
-from train.runs import fit
+from train.runs import fit, preparing
 
 TINY = {
     "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
@@ -79,6 +79,15 @@ def test_the_curve_is_that_of_one_rank(world: World, mesh: str, tmp_path: Path, 
 @pytest.mark.parametrize("mesh", OTHERS)
 def test_the_curve_on_other_meshes(world: World, mesh: str, tmp_path: Path, alone: Any) -> None:
     check_curve(world, OTHERS[mesh], tmp_path, alone)
+
+
+def test_layouts_are_made_by_the_thread_that_plans(world: World, tmp_path: Path) -> None:
+    chosen = [
+        f"{name}={value}" for name, value in {**TINY, **PING_PONG, "train.steps": "3"}.items()
+    ]
+    for counts in world(2).run(preparing, [*chosen, f"out={tmp_path}"], ranks=2):
+        assert sum(counts.values()) >= 3 * 2 * 2  # steps, halves, directions
+        assert all(name.startswith("distca-plan") for name in counts), counts
 
 
 def test_it_trains_and_writes_it_down(tmp_path: Path, world: World, alone: Any) -> None:

@@ -16,7 +16,7 @@ from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import PreparedLayout, PreparedPlan
+from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan
 from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
@@ -71,6 +71,7 @@ class CoreAttention:
     ) -> None:
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
+        self.layouts = PreparedLayouts(self.transport.rank)
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
@@ -125,7 +126,7 @@ class CoreAttention:
         announce: whether ranks compare every message before it is sent. Not needed where they have
             compared a whole step, in which every message has its place.
         """
-        rank, plans = self.transport.rank, [plan for plan in (forward, backward) if plan]
+        plans = [plan for plan in (forward, backward) if plan]
         scale = spec.head_dim**-0.5 if self.scale is None else self.scale
         handshake = Handshake(
             heads=spec.heads,
@@ -141,8 +142,12 @@ class CoreAttention:
         def part(plan: Plan | None, *, backward: bool) -> PreparedLayout | None:
             if plan is None:
                 return None
-            said = handshake if announce else None
-            return PreparedLayout.of(plan, rank, spec, said, backward=backward)
+            layout = self.layouts.of(plan, spec, backward=backward)
+            if not announce:
+                return layout
+            direction = "backward" if backward else "forward"
+            said = replace(handshake, plan=plan.fingerprint, direction=direction)
+            return layout.announced(said)
 
         prepared = PreparedPlan(
             forward=part(forward, backward=False),

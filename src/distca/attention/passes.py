@@ -17,12 +17,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.calls import PreparedCall
 from distca.attention.prepared import PreparedLayout, PreparedPlan
-from distca.dispatch.layout import Call
 from distca.dispatch.tensors import wide
-
-Blocks = Sequence[Tensor]  # own rows, then what each peer sent
 
 
 class ForwardPass:
@@ -32,10 +30,10 @@ class ForwardPass:
     def __init__(self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
         assert plan.forward is not None, "this plan was prepared for backward only"
         self._plan, self._prepared = plan, plan.forward
-        self._qkv = (q, k, v)
+        self._qkv = _dense((q, k, v), self._prepared)
         self._result: Attended | None = None
         self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch(q, k, v)
+        self._exchange.dispatch(*self._qkv)
 
     @classmethod
     def without_rows(cls, plan: PreparedPlan) -> ForwardPass:
@@ -46,12 +44,9 @@ class ForwardPass:
     def compute(self) -> None:
         self._result = mine = self._compute_local()
         received = self._exchange.receive()
-        outs, lses = self._exchange.results()
-        blocks = [[own, *theirs] for own, theirs in zip(self._qkv, received, strict=True)]
-        for call, packed in self._prepared.remote:
-            attended = self._call(call, packed, *blocks)
-            call.q.put(attended.out, [mine.out, *outs])
-            call.q.put(attended.lse, [mine.lse, *lses])
+        leaving = self._exchange.results()
+        for call in self._prepared.remote:
+            call.scatter([*self._call(call, received), *mine, leaving])
         self._exchange.combine()
 
     @torch.no_grad()
@@ -60,29 +55,24 @@ class ForwardPass:
         if self._result is None:
             self.compute()
         assert self._result is not None
-        outs, lses = self._exchange.receive()
-        sent = self._prepared.layout.q.send.values()
-        for rows, out, lse in zip(sent, outs, lses, strict=True):
-            rows.put(out, [self._result.out])
-            rows.put(lse, [self._result.lse])
+        self._prepared.messages.combine.move([*self._result, self._exchange.receive()])
         self._exchange.close()
         return self._result
 
     def _compute_local(self) -> Attended:
-        q, k, v = self._qkv
         if self._prepared.layout.is_one_call:
-            return self._call(*self._prepared.local[0], [q], [k], [v])
-        result = Attended.empty(q)  # every row is written once, here or later
-        for call, packed in self._prepared.local:
-            attended = self._call(call, packed, [q], [k], [v])
-            call.q.put(attended.out, [result.out])
-            call.q.put(attended.lse, [result.lse])
+            return self._call(self._prepared.local[0])
+        result = Attended.empty(self._qkv[0])  # every row is written once, here or later
+        for call in self._prepared.local:
+            call.scatter([*self._call(call), *result])
         return result
 
-    def _call(self, call: Call, packed: PackedCall, q: Blocks, k: Blocks, v: Blocks) -> Attended:
-        rows = (call.q.take(q), call.kv.take(k), call.kv.take(v))
-        with self._plan.meter.span("attention", self._plan.spec.device):
-            return self._plan.backend.forward(*rows, packed, self._plan.scale)
+    def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
+        q, k, v = call.gather(self._qkv, received)
+        plan = self._plan
+        with plan.meter.span("attention", plan.spec.device):
+            attended = plan.backend.forward(q, k, v, call.packed, plan.scale)
+        return Attended(*(each.contiguous() for each in attended))
 
 
 class BackwardPass:
@@ -93,7 +83,7 @@ class BackwardPass:
         assert plan.backward is not None, "this plan was prepared for forward only"
         self._plan, self._prepared = plan, plan.backward
         # In the order of the message. Kernels need contiguous rows; autograd does not promise them.
-        self._tensors = (*saved, grad_out.contiguous())
+        self._tensors = _dense((*saved, grad_out.contiguous()), self._prepared)
         self._grads: Gradients | None = None  # dk and dv in float32 or float64, to be added up
         self._exchange = plan.exchange(self._prepared)
         self._exchange.dispatch(*self._tensors)
@@ -108,16 +98,10 @@ class BackwardPass:
     def compute(self) -> None:
         self._grads = mine = self._compute_local()
         received = self._exchange.receive()
-        dqs, dks, dvs = self._exchange.results()
-        sums_k, sums_v = (_Sums(parts, self._prepared) for parts in (dks, dvs))
-        blocks = [[own, *theirs] for own, theirs in zip(self._tensors, received, strict=True)]
-        for call, packed in self._prepared.remote:
-            grads = self._call(call, packed, blocks)
-            call.q.put(grads.dq, [mine.dq, *dqs])
-            call.kv.add(grads.dk, [mine.dk, *sums_k.totals])
-            call.kv.add(grads.dv, [mine.dv, *sums_v.totals])
-        sums_k.write()
-        sums_v.write()
+        leaving = self._exchange.results().view(self._plan.spec.dtype)
+        for call in self._prepared.remote:
+            grads = self._call(call, received)
+            call.scatter([*grads, mine.dk, mine.dv, mine.dq, leaving])
         self._exchange.combine()
 
     @torch.no_grad()
@@ -130,56 +114,37 @@ class BackwardPass:
         if self._grads is None:
             self.compute()
         assert self._grads is not None
-        mine, layout = self._grads, self._prepared.layout
-        dqs, dks, dvs = self._exchange.receive()
-        for rows, dq in zip(layout.q.send.values(), dqs, strict=True):
-            rows.put(dq, [mine.dq])
-        for rows, dk, dv in zip(layout.kv.send.values(), dks, dvs, strict=True):
-            rows.add(dk, [mine.dk])
-            rows.add(dv, [mine.dv])
+        mine, result = self._grads, self._grads
+        received = self._exchange.receive().view(self._plan.spec.dtype)
+        if not self._prepared.layout.is_one_call:
+            _, k, v, *_ = self._tensors
+            result = Gradients(mine.dq, torch.empty_like(k), torch.empty_like(v))
+            self._prepared.messages.combine.move([*[received] * 3, mine.dk, mine.dv, *result])
         self._exchange.close()
-        dtype = self._plan.spec.dtype
-        return Gradients(mine.dq, mine.dk.to(dtype), mine.dv.to(dtype))
-
-    def _compute_local(self) -> Gradients:
-        q, k, *_ = self._tensors
-        own = [[tensor] for tensor in self._tensors]
-        if self._prepared.layout.is_one_call:
-            return self._call(*self._prepared.local[0], own)
-        result = Gradients(torch.empty_like(q), _zeros(k), _zeros(k))
-        for call, packed in self._prepared.local:
-            grads = self._call(call, packed, own)
-            call.q.put(grads.dq, [result.dq])
-            call.kv.add(grads.dk, [result.dk])
-            call.kv.add(grads.dv, [result.dv])
         return result
 
-    def _call(self, call: Call, packed: PackedCall, blocks: Sequence[Blocks]) -> Gradients:
-        q, kv, plan = call.q, call.kv, self._plan
-        taken = (rows.take(block) for rows, block in zip((q, kv, kv, q, q, q), blocks, strict=True))
-        *saved, grad_out = taken
+    def _compute_local(self) -> Gradients:
+        if self._prepared.layout.is_one_call:
+            return self._call(self._prepared.local[0])
+        q, k, *_ = self._tensors
+        sums = torch.zeros(2, *k.shape, dtype=wide(k.dtype), device=k.device)
+        result = Gradients(torch.empty_like(q), *sums)
+        for call in self._prepared.local:
+            call.scatter([*self._call(call), result.dk, result.dv, result.dq])
+        return result
+
+    def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
+        *saved, grad_out = call.gather(self._tensors, received)
+        plan = self._plan
         with plan.meter.span("attention", plan.spec.device):
-            return plan.backend.backward(
-                grad_out, Saved(*saved), packed, plan.scale, plan.deterministic
+            grads = plan.backend.backward(
+                grad_out, Saved(*saved), call.packed, plan.scale, plan.deterministic
             )
+        return Gradients(*(each.contiguous() for each in grads))
 
 
-class _Sums:
-    """Sums of the gradients of received keys, each of which is sent home once.
-
-    If no key is in two tasks, nothing is added, and gradients are written directly to the message.
-    """
-
-    def __init__(self, parts: Sequence[Tensor], prepared: PreparedLayout) -> None:
-        self._parts = parts
-        once = all(call.kv.disjoint for call, _ in prepared.remote)
-        self.totals = [part.zero_() if once else _zeros(part) for part in parts]
-
-    def write(self) -> None:
-        for part, total in zip(self._parts, self.totals, strict=True):
-            if part is not total:
-                part.copy_(total)
-
-
-def _zeros(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=wide(like.dtype))
+def _dense(tensors: Sequence[Tensor], prepared: PreparedLayout) -> tuple[Tensor, ...]:
+    """Returns contiguous tensors, unless their rows are not moved."""
+    if prepared.layout.is_one_call:
+        return tuple(tensors)
+    return tuple(tensor.contiguous() for tensor in tensors)

@@ -6,14 +6,14 @@ It is made once per plan and used in every layer.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from weakref import WeakKeyDictionary
 
-import torch
-
-from distca.attention.backends.base import Backend, PackedCall
+from distca.attention.backends.base import Backend
+from distca.attention.calls import PreparedCall
 from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
-from distca.dispatch.layout import Call, Layout
+from distca.dispatch.layout import Layout
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
@@ -29,34 +29,44 @@ class PreparedLayout:
     """
 
     layout: Layout
-    local: tuple[tuple[Call, PackedCall], ...]
-    remote: tuple[tuple[Call, PackedCall], ...]
+    local: tuple[PreparedCall, ...]
+    remote: tuple[PreparedCall, ...]
     messages: Messages
-    handshakes: tuple[Handshake, Handshake] | None
+    handshakes: tuple[Handshake, Handshake] | None = None
 
     @classmethod
-    def of(
-        cls,
-        plan: Plan,
-        rank: int,
-        spec: TensorSpec,
-        handshake: Handshake | None,
-        *,
-        backward: bool,
-    ) -> PreparedLayout:
+    def of(cls, plan: Plan, rank: int, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
         layout = Layout.of(plan, rank, backward=backward)
-        handshakes = None
-        if handshake is not None:
-            direction = "backward" if backward else "forward"
-            said = replace(handshake, plan=plan.fingerprint, direction=direction)
-            handshakes = replace(said, message="dispatch"), replace(said, message="combine")
-        return cls(
-            layout=layout,
-            local=tuple((call, _packed(call, spec.device)) for call in layout.local),
-            remote=tuple((call, _packed(call, spec.device)) for call in layout.remote),
-            messages=Messages.of(layout, spec, backward=backward),
-            handshakes=handshakes,
+        messages = Messages.of(layout, spec, backward=backward)
+        local, remote = (
+            tuple(PreparedCall.of(call, messages, spec, backward=backward) for call in calls)
+            for calls in (layout.local, layout.remote)
         )
+        return cls(layout, local, remote, messages)
+
+    def announced(self, handshake: Handshake) -> PreparedLayout:
+        """Returns the same layout, whose messages are announced."""
+        dispatch, combine = (replace(handshake, message=name) for name in ("dispatch", "combine"))
+        return replace(self, handshakes=(dispatch, combine))
+
+
+class PreparedLayouts:
+    """The layouts of plans on one rank: made once, for all layers, as long as the plan lives.
+
+    A thread that plans makes them ahead of the step, which then finds them here.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._made: WeakKeyDictionary[Plan, dict[tuple[TensorSpec, bool], PreparedLayout]] = (
+            WeakKeyDictionary()
+        )
+
+    def of(self, plan: Plan, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
+        made = self._made.setdefault(plan, {})
+        if (spec, backward) not in made:
+            made[spec, backward] = PreparedLayout.of(plan, self._rank, spec, backward=backward)
+        return made[spec, backward]
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +94,3 @@ class PreparedPlan:
             self.buffers,
             self.meter,
         )
-
-
-def _packed(call: Call, device: torch.device) -> PackedCall:
-    return PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, device)

@@ -7,6 +7,8 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeVar
 
+import torch
+
 Result = TypeVar("Result")
 _EXIT_TIMEOUT_S = 5.0
 
@@ -45,6 +47,23 @@ class DaemonExecutor:
         while (submitted := self._queue.get()) is not None:
             _complete(*submitted)
             del submitted  # so that a thread without work keeps no tensors alive
+
+
+def on_this_stream(work: Callable[[], Result]) -> Callable[[], Result]:
+    """Returns the work for another thread, to run on the CUDA stream of this thread.
+
+    What it copies to the device is then there before this thread's next launch uses it, and its
+    memory is not used for anything else before that is done.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return work
+    stream = torch.cuda.current_stream()
+
+    def run() -> Result:
+        with torch.cuda.stream(stream):
+            return work()
+
+    return run
 
 
 def run_now(work: Callable[[], Result]) -> Future[Result]:

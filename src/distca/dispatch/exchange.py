@@ -12,7 +12,7 @@ from distca.dispatch.agreement import Handshake, announce
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
 from distca.dispatch.transports.base import Check, Transport, Wait
-from distca.dispatch.wire import Message, Messages, Parts
+from distca.dispatch.wire import Message, Messages
 
 _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -20,9 +20,9 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 class Exchange:
     """The exchange in progress: dispatch, receive, results, combine, receive, close, in this order.
 
-    It holds the buffers from its construction until ``close``. What the steps return lies in the
-    buffers: received parts are valid until the next step but ``results``, and parts of ``results``
-    must be written before ``combine``.
+    It holds the buffers from its construction until ``close``. The steps return bytes, laid out as
+    the messages say: what was received is valid until the next step but ``results``, and the buffer
+    of ``results`` must be written before ``combine``.
 
     messages, handshakes: of the dispatch and of the combine; handshakes None: not announced.
     """
@@ -41,20 +41,17 @@ class Exchange:
         self._meter = meter
         self._handshakes = handshakes or (None, None)
         self._wait: Wait | None = None
-        self._arriving: Parts = []
+        self._arriving = _NO_BYTES
         buffers.acquire(self)
         self._check = self._announce(self._dispatch, self._handshakes[0])
 
     def dispatch(self, *tensors: Tensor) -> None:
         """Gathers the rows of each tensor that servers need, and starts to send them."""
-        parts = self._outgoing(self._dispatch)
-        for tensor, peers, views in zip(tensors, self._dispatch.peer_rows, parts, strict=True):
-            for rows, view in zip(peers.send.values(), views, strict=True):
-                rows.take([tensor], out=view)
+        self._dispatch.move([*tensors, self._outgoing(self._dispatch)])
         self._start(self._dispatch)
 
-    def results(self) -> Parts:
-        """Announces the combine, and returns the parts to which this rank writes its results."""
+    def results(self) -> Tensor:
+        """Announces the combine, and returns the buffer to which this rank writes its results."""
         self._check = self._announce(self._combine, self._handshakes[1])
         return self._outgoing(self._combine)
 
@@ -62,7 +59,7 @@ class Exchange:
         """Starts to send the results home."""
         self._start(self._combine)
 
-    def receive(self) -> Parts:
+    def receive(self) -> Tensor:
         """Waits for the rows of peers after a dispatch, or for own results after a combine."""
         wait, self._wait = self._wait, None
         if wait is not None:
@@ -75,7 +72,7 @@ class Exchange:
         return self._arriving
 
     def close(self) -> None:
-        self._arriving = []
+        self._arriving = _NO_BYTES
         self._buffers.release()
 
     def _announce(self, message: Message, handshake: Handshake | None) -> Check | None:
@@ -83,18 +80,17 @@ class Exchange:
             return None
         return announce(self._transport, handshake)
 
-    def _outgoing(self, message: Message) -> Parts:
+    def _outgoing(self, message: Message) -> Tensor:
         if not message.moves:
-            return message.send.views(_NO_BYTES)
-        return message.send.views(self._buffers.send(message.send.num_bytes, self._device))
+            return _NO_BYTES
+        return self._buffers.send(message.send.num_bytes, self._device)
 
     def _start(self, message: Message) -> None:
         if not message.moves:
-            self._arriving = message.recv.views(_NO_BYTES)
+            self._arriving = _NO_BYTES
             return
-        send = self._buffers.send(message.send.num_bytes, self._device)
-        recv = self._buffers.recv(message.recv.num_bytes, self._device)
-        self._arriving = message.recv.views(recv)
+        send = self._outgoing(message)
+        self._arriving = recv = self._buffers.recv(message.recv.num_bytes, self._device)
         self._wait = self._transport.start(
             send, recv, message.send.rank_bytes, message.recv.rank_bytes, self._check
         )

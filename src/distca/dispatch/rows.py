@@ -1,25 +1,40 @@
-"""Rows of a tensor that lies in several blocks, as runs of consecutive rows.
+"""Rows of a tensor that lies in several blocks, as runs of consecutive rows, and their places.
 
-Documents are packed in order, so the rows of a task are a few long runs. Slices copy them in one
-pass, without index tensors on the device; a single run is a view and copies nothing. This is the
-only place where rows are gathered and scattered.
-
-Legend: T rows of all blocks together; R rows that are named.
+Documents are packed in order, so the rows of a task are a few long runs. Rows say which ones;
+places say where those lie in memory, which is what ``distca.dispatch.moves`` copies and adds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.spans import Ints
+from distca.planning.spans import Ints, as_ints, cumulative
 
-if TYPE_CHECKING:  # layouts are made of rows, and a layout needs no torch
-    from torch import Tensor
+
+class Places(NamedTuple):
+    """Stretches of memory in order: the ``size`` units from ``offset`` of a numbered memory.
+
+    Units are bytes where values are copied, and elements where they are added. A memory of -1 is
+    none.
+    """
+
+    memory: Ints
+    offset: Ints
+    size: Ints
+
+    @classmethod
+    def packed(cls, memory: int, start: int, size: Ints) -> Places:
+        """Returns places one after the other."""
+        return cls(np.full_like(size, memory), start + cumulative(size)[:-1], size)
+
+    @classmethod
+    def joined(cls, parts: Iterable[Places]) -> Places:
+        nothing = cls(*as_ints([[], [], []]))
+        return cls(*map(np.concatenate, zip(nothing, *parts, strict=True)))
 
 
 class Run(NamedTuple):
@@ -54,36 +69,16 @@ class Rows:
     def __len__(self) -> int:
         return sum(stop - start for _, start, stop in self.runs)
 
-    @property
-    def disjoint(self) -> bool:
-        """Whether no row is named twice."""
-        return all(a.block != b.block or a.stop <= b.start for a, b in pairwise(sorted(self.runs)))
+    def places(
+        self, width: int, own: int, buffer: int | None = None, starts: Ints | None = None
+    ) -> Places:
+        """Returns where the runs lie.
 
-    def take(self, blocks: Sequence[Tensor], out: Tensor | None = None) -> Tensor:
-        """Returns the rows [R, ...]; a view if they are one run and no ``out`` is given."""
-        import torch
-
-        slices = [blocks[block][start:stop] for block, start, stop in self.runs]
-        if not slices:
-            return blocks[0][:0] if out is None else out
-        if out is None:
-            return slices[0] if len(slices) == 1 else torch.cat(slices)
-        return torch.cat(slices, out=out)
-
-    def put(self, values: Tensor, blocks: Sequence[Tensor]) -> None:
-        """Writes values [R, ...] to the rows, which are disjoint."""
-        for target, part in self._pairs(values, blocks):
-            target.copy_(part)
-
-    def add(self, values: Tensor, blocks: Sequence[Tensor]) -> None:
-        """Adds values [R, ...] to the rows, run by run: the order of the sum is fixed."""
-        for target, part in self._pairs(values, blocks):
-            target.add_(part)
-
-    def _pairs(self, values: Tensor, blocks: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields the rows of each run in the blocks and in the values."""
-        first = 0
-        for block, start, stop in self.runs:
-            last = first + stop - start
-            yield blocks[block][start:stop], values[first:last]
-            first = last
+        width: units of a row.
+        own: the memory of block 0.
+        buffer, starts: the memory of the other blocks, and where each of them starts in it.
+        """
+        block, start, stop = as_ints(self.runs).reshape(-1, 3).T
+        first = np.append(0, [] if starts is None else starts).astype(np.int64)
+        memory = np.where(block > 0, own if buffer is None else buffer, own)
+        return Places(memory, first[block] + start * width, (stop - start) * width)

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from distca.planning.spans import Ints
+
 
 @dataclass(frozen=True)
 class TensorSpec:
@@ -35,3 +37,11 @@ class TensorSpec:
 def wide(dtype: torch.dtype) -> torch.dtype:
     """Returns the dtype to accumulate in: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def to_device(values: Ints, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Copies integers to a device, without synchronizing with it."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    if device.type == "cuda":  # from pinned memory, a copy does not synchronise
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)

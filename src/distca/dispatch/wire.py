@@ -13,15 +13,17 @@ from functools import cached_property
 from math import prod
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from distca.dispatch.layout import Layout, PeerRows
+from distca.dispatch.moves import Move, copies, sums
+from distca.dispatch.rows import Places
 from distca.dispatch.tensors import TensorSpec, wide
+from distca.planning.spans import Ints, as_ints
 
 ALIGNMENT = 128  # bytes
-
-Parts = list[list[Tensor]]  # [tensors][ranks with rows]: [rows, *shape], inside the buffer
 
 
 class RowSpec(NamedTuple):
@@ -30,63 +32,71 @@ class RowSpec(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
 
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
 
-class _RankRows(NamedTuple):
-    tensor: int
-    start: int  # in bytes
-    stop: int
-    num_rows: int
+    def view(self, buffer: Tensor, start: int, num_rows: int) -> Tensor:
+        """Returns rows that lie in a byte buffer, without a copy."""
+        part = buffer[start : start + num_rows * self.num_bytes]
+        return part.view(self.dtype).view(num_rows, *self.shape)
 
 
 @dataclass(frozen=True, eq=False)
 class ByteLayout:
     """Where the rows of each tensor and rank lie in a buffer that is sent, or received."""
 
-    tensors: tuple[RowSpec, ...]
     rank_bytes: tuple[int, ...]  # [ranks]: the split sizes of the all-to-all
-    parts: tuple[_RankRows, ...]
+    starts: tuple[Ints, ...]  # [tensors][ranks with rows]: the first byte
 
     @classmethod
     def of(
         cls, tensors: Sequence[RowSpec], num_rows: Sequence[Mapping[int, int]], num_ranks: int
     ) -> ByteLayout:
         """num_rows: the rows of each tensor by rank; ranks without rows are left out."""
-        rank_bytes, parts, offset = [0] * num_ranks, [], 0
+        rank_bytes, offset = [0] * num_ranks, 0
+        starts: list[list[int]] = [[] for _ in tensors]
         for rank in sorted({rank for counts in num_rows for rank in counts}):
             first = offset
             for index, (tensor, counts) in enumerate(zip(tensors, num_rows, strict=True)):
                 if count := counts.get(rank, 0):
-                    size = count * prod(tensor.shape) * tensor.dtype.itemsize
-                    parts.append(_RankRows(index, offset, offset + size, count))
-                    offset += -(-size // ALIGNMENT) * ALIGNMENT
+                    starts[index].append(offset)
+                    offset += -(-count * tensor.num_bytes // ALIGNMENT) * ALIGNMENT
             rank_bytes[rank] = offset - first
-        return cls(tuple(tensors), tuple(rank_bytes), tuple(parts))
+        return cls(tuple(rank_bytes), tuple(map(as_ints, starts)))
 
     @cached_property
     def num_bytes(self) -> int:
         return sum(self.rank_bytes)
 
-    def views(self, buffer: Tensor) -> Parts:
-        """Returns, for each tensor, the rows of those ranks that have any, without a copy."""
-        views: Parts = [[] for _ in self.tensors]
-        for index, start, stop, num_rows in self.parts:
-            shape, dtype = self.tensors[index]
-            views[index].append(buffer[start:stop].view(dtype).view(num_rows, *shape))
-        return views
-
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """One uneven all-to-all, as one rank sees it."""
+    """One uneven all-to-all, as one rank sees it.
 
-    peer_rows: tuple[PeerRows, ...]  # of each tensor
+    move: gathers what is sent in a dispatch, with the memories (*tensors, sent); brings home what
+        was received in a combine, with (out, lse, received) in the forward pass, and in the
+        backward pass with (received, -, -, sum of dk, sum of dv, dq, dk, dv).
+    """
+
     send: ByteLayout
     recv: ByteLayout
+    moves: bool  # whether any rank sends anything; otherwise no rank joins the collective
+    move: Move
 
-    @property
-    def moves(self) -> bool:
-        """Whether any rank sends anything; otherwise no rank joins the collective."""
-        return any(rows.moves for rows in self.peer_rows)
+
+class RowSpecs(NamedTuple):
+    """The rows of one query and of one key, for tensors of one kind."""
+
+    q: RowSpec
+    kv: RowSpec
+    lse: RowSpec
+
+    @classmethod
+    def of(cls, spec: TensorSpec) -> RowSpecs:
+        q, kv = ((heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads))
+        lse = RowSpec((spec.heads,), wide(spec.dtype))
+        return cls(RowSpec(q, spec.dtype), RowSpec(kv, spec.dtype), lse)
 
 
 class Messages(NamedTuple):
@@ -97,22 +107,64 @@ class Messages(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, spec: TensorSpec, *, backward: bool) -> Messages:
-        q = RowSpec((spec.heads, spec.head_dim), spec.dtype), layout.q
-        kv = RowSpec((spec.kv_heads, spec.head_dim), spec.dtype), layout.kv
-        lse = RowSpec((spec.heads,), wide(spec.dtype)), layout.q
+        specs = RowSpecs.of(spec)
+        q, kv, lse = (specs.q, layout.q), (specs.kv, layout.kv), (specs.lse, layout.q)
         if backward:  # q, k, v, out, lse and grad_out, since servers keep nothing; dq, dk and dv
             out, back = [q, kv, kv, q, lse, q], [q, kv, kv]
         else:  # q, k and v; out and lse
             out, back = [q, kv, kv], [q, lse]
+        away, here = _sides(out, layout.num_ranks)
+        own, buffer = _places(out, away)
+        dispatch = Message(away, here, _moves(out), copies(own, buffer, spec.device))
         # Servers send as many rows home as they received.
-        return cls(_message(out, layout), _message(back, layout, homeward=True))
+        away, here = _sides(back, layout.num_ranks)
+        if backward:
+            move = _sums(back, away, layout.num_tokens, spec)
+        else:
+            own, buffer = _places(back, away)
+            move = copies(buffer, own, spec.device)
+        return cls(dispatch, Message(here, away, _moves(back), move))
 
 
-def _message(
-    tensors: Sequence[tuple[RowSpec, PeerRows]], layout: Layout, *, homeward: bool = False
-) -> Message:
-    specs, peer_rows = zip(*tensors, strict=True)
-    sent = [{rank: len(rows) for rank, rows in each.send.items()} for each in peer_rows]
-    received = [each.recv for each in peer_rows]
-    away, back = (ByteLayout.of(specs, counts, layout.num_ranks) for counts in (sent, received))
-    return Message(peer_rows, back, away) if homeward else Message(peer_rows, away, back)
+Traveling = Sequence[tuple[RowSpec, PeerRows]]  # the tensors of a message
+
+
+def _moves(tensors: Traveling) -> bool:
+    return any(rows.moves for _, rows in tensors)
+
+
+def _sides(tensors: Traveling, num_ranks: int) -> tuple[ByteLayout, ByteLayout]:
+    """Returns the layouts of own rows that are away, and of the rows of peers that are here."""
+    specs = [spec for spec, _ in tensors]
+    sent = [{rank: len(rows) for rank, rows in each.send.items()} for _, each in tensors]
+    received = [each.recv for _, each in tensors]
+    away, here = (ByteLayout.of(specs, counts, num_ranks) for counts in (sent, received))
+    return away, here
+
+
+def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
+    """Returns, in bytes, where own rows lie in the tensors and in the buffer."""
+    own, buffer = [], []
+    for index, ((spec, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
+        for rows, start in zip(peers.send.values(), starts.tolist(), strict=True):
+            own.append(rows.places(spec.num_bytes, index))
+            buffer.append(Places.packed(len(tensors), start, own[-1].size))
+    return Places.joined(own), Places.joined(buffer)
+
+
+def _sums(tensors: Traveling, away: ByteLayout, num_tokens: int, spec: TensorSpec) -> Move:
+    """Returns the move that copies dq, and adds to the sums of dk and dv in the order of ranks."""
+    values, targets, initial = [], [], []
+    for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
+        width, before = prod(row.shape), (-1, 3, 4)[index]
+        for rows, start in zip(peers.send.values(), starts.tolist(), strict=True):
+            targets.append(rows.places(width, 5 + index))
+            values.append(Places.packed(0, start // row.dtype.itemsize, targets[-1].size))
+            initial.append(np.full_like(targets[-1].size, before))
+        if index:  # rows of which no server sends anything
+            everything = as_ints([num_tokens * width])
+            targets.append(Places.packed(5 + index, 0, everything))
+            values.append(Places.packed(-1, 0, everything))
+            initial.append(as_ints([before]))
+    joined = np.concatenate(initial)
+    return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)

@@ -6,6 +6,7 @@ with a transport that has no peers and takes as long as a link of a given bandwi
 are on the device before the step, and plans are prepared once.
 """
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -38,11 +39,16 @@ HEAD_START_CYCLES = 10_000_000  # a few milliseconds
 
 
 class Measured(NamedTuple):
-    """Device seconds: of the step, of its exposed communication, and of its attention kernels."""
+    """Device seconds: of the step, of its exposed communication, and of its attention kernels.
+
+    host_s: how long the host took to launch the step. The device waits for a host that takes longer
+        than the device itself. On a CPU, it is the whole step.
+    """
 
     step_s: float
     exposed_s: float
     attention_s: float
+    host_s: float
 
 
 class Replay:
@@ -96,13 +102,15 @@ class Replay:
             # The host runs ahead of the device, as it does during training.
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
         with self._meter.span("step", self._device):
+            began = time.perf_counter()
             self._runner.train(self.model, self._step, self._prepared)
+            host_s = time.perf_counter() - began
         self.model.zero_grad()
         taken = [attention.meter.take() for attention in self._runner.attentions]
-        return Measured(
-            self._meter.take()["step"],
-            *(sum(one.get(name, 0.0) for one in taken) for name in ("exposed", "attention")),
+        exposed_s, attention_s = (
+            sum(one.get(name, 0.0) for one in taken) for name in ("exposed", "attention")
         )
+        return Measured(self._meter.take()["step"], exposed_s, attention_s, host_s)
 
 
 def measure(replay: Replay, rounds: int) -> Measured:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -14,8 +16,12 @@ from torch import Tensor
 
 from distca.data.documents import IGNORE, Batch
 from distca.data.loader import Loader
+from distca.dispatch.background import on_this_stream
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
+from distca.runtime.prepared import PreparedTicks
+
+Prepare = Callable[[StepPlan], PreparedTicks]
 
 
 class TokenRows(NamedTuple):
@@ -62,17 +68,23 @@ class Prefetched:
     step: Step
     loader_state: dict[str, Any]  # the state of the loader after this batch, for checkpoints
     plan_s: float  # how long planning took, in the background
+    prepared: PreparedTicks | None = None  # None if this rank cannot run the step
     waited_s: float = 0.0  # how long the training loop waited for this batch
 
 
 class Prefetcher:
-    """Loads and plans up to ``depth`` batches ahead, in order, in one background thread."""
+    """Loads, plans and prepares up to ``depth`` batches ahead, in order, in a background thread.
 
-    def __init__(self, loader: Loader, planner: StepPlanner, depth: int = 2) -> None:
-        self._loader, self._planner = loader, planner
+    prepare: makes this rank's layouts of a plan, such as ``StepRunner.prepare``.
+    """
+
+    def __init__(
+        self, loader: Loader, planner: StepPlanner, prepare: Prepare, depth: int = 2
+    ) -> None:
+        self._loader, self._planner, self._prepare = loader, planner, prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
         self._queue: deque[Future[Prefetched]] = deque(
-            self._thread.submit(self._load_and_plan) for _ in range(depth)
+            self._thread.submit(on_this_stream(self._load_and_plan)) for _ in range(depth)
         )
 
     def next(self) -> Prefetched:
@@ -80,7 +92,7 @@ class Prefetcher:
         start = time.perf_counter()
         batch = self._queue.popleft().result()
         waited_s = time.perf_counter() - start
-        self._queue.append(self._thread.submit(self._load_and_plan))
+        self._queue.append(self._thread.submit(on_this_stream(self._load_and_plan)))
         return replace(batch, waited_s=waited_s)
 
     def close(self) -> None:
@@ -91,5 +103,7 @@ class Prefetcher:
             pass  # prompts only, of which nothing can be learned
         state = self._loader.state()
         start = time.perf_counter()
-        step = Step.of(self._planner, batch)
-        return Prefetched(step, state, time.perf_counter() - start)
+        step, prepared = Step.of(self._planner, batch), None
+        with suppress(ValueError):  # the step tries again, and tells all ranks why it cannot
+            prepared = self._prepare(step.plan)
+        return Prefetched(step, state, time.perf_counter() - start, prepared)

@@ -88,11 +88,15 @@ UNCALIBRATED = Factors()
 
 @dataclass(frozen=True)
 class RankSeconds:
-    """Seconds of one rank: of the step, of its exposed communication, and of its attention."""
+    """Seconds of one rank: of the step, of its exposed communication, and of its attention.
+
+    host: how long the host took to launch the step; 0 in a simulation, where it takes no time.
+    """
 
     step: float
     exposed: float
     attention: float
+    host: float = 0.0
 
     @property
     def linear(self) -> float:
@@ -225,6 +229,7 @@ class Comparison:
     calibrated: dict[str, float]  # the same with the factors
     step_s: float  # measured mean
     exposed_s: float  # measured mean
+    host_s: float  # measured mean
     worst_over_mean: float  # measured, of the slowest sampled rank
     simulated_worst_over_mean: float  # over all ranks of the plan
     imbalance_before: float  # of attention, as planned
@@ -268,6 +273,7 @@ def compare(
         calibrated=errors("calibrated"),
         step_s=mean,
         exposed_s=fmean(one.exposed for one in typical),
+        host_s=fmean(one.host for one in typical),
         worst_over_mean=max(row.measured.step for row in rows) / mean,
         simulated_worst_over_mean=float(raw.step_s.max() / raw.step_s.mean()),
         imbalance_before=step.imbalance_before,

@@ -96,7 +96,8 @@ class Trainer:
 
     def steps(self) -> Generator[Record]:
         """Trains, and yields the record of each step; saves and ends on a request to stop."""
-        train, batches = self.config.train, Prefetcher(self.loader, self.planner)
+        train = self.config.train
+        batches = Prefetcher(self.loader, self.planner, self.runner.prepare)
         records = None
         try:
             records = self._open_records()
@@ -214,7 +215,7 @@ class Trainer:
     def _step(self, step: int, fetched: Prefetched) -> Record:
         start = time.perf_counter()
         self._loader_state = fetched.loader_state
-        loss = float(self.runner.train(self.model, fetched.step))
+        loss = float(self.runner.train(self.model, fetched.step, fetched.prepared))
         norm = 0.0
         if self.model is not None:
             norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)

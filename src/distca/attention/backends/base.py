@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.dispatch.tensors import TensorSpec, wide
+from distca.dispatch.tensors import TensorSpec, to_device, wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
 
@@ -55,8 +55,8 @@ class PackedCall:
             )
         return cls(
             mask=mask,
-            q_offsets=_to_device(q_offsets, torch.device(device)),
-            kv_offsets=_to_device(kv_offsets, torch.device(device)),
+            q_offsets=to_device(q_offsets, torch.int32, torch.device(device)),
+            kv_offsets=to_device(kv_offsets, torch.int32, torch.device(device)),
             q_bounds=tuple(q_offsets.tolist()),
             kv_bounds=tuple(kv_offsets.tolist()),
             max_queries=int(queries.max(initial=0)),
@@ -239,10 +239,3 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> None:
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give them one dtype")
-
-
-def _to_device(offsets: Ints, device: torch.device) -> Tensor:
-    tensor = torch.tensor(offsets, dtype=torch.int32, device="cpu")
-    if device.type == "cuda":  # from pinned memory, a copy does not synchronise with the device
-        return tensor.pin_memory().to(device, non_blocking=True)
-    return tensor.to(device)

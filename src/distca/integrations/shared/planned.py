@@ -28,7 +28,8 @@ from torch import Tensor
 
 from distca.attention.core import CoreAttention
 from distca.dispatch.agreement import gather_or_raise
-from distca.dispatch.background import DaemonExecutor, run_now
+from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
+from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.groups import PlanGroups
 from distca.planning.api import plan
@@ -139,7 +140,8 @@ class PlannedAttention:
         self._scheduler = policy_of(policy).scheduler
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
         self._cores: dict[tuple[bool, float], CoreAttention] = {}
-        self._specs: dict[AttentionSpec, None] = {}  # of the layers so far, in order
+        # The layers so far, in order: what plans depend on, their tensors, their scale.
+        self._layers: dict[tuple[AttentionSpec, TensorSpec, float], None] = {}
         self._groups: PlanGroups | None = None
         self._executor = DaemonExecutor()
         if group is not None:
@@ -165,7 +167,7 @@ class PlannedAttention:
         return batch
 
     def submit(self, documents: Documents, *, done: bool = False, error: str = "") -> BatchFuture:
-        """Gathers a batch and plans it for all layers seen so far, in the background.
+        """Gathers a batch, and plans and prepares it for all layers so far, in the background.
 
         A rank that is ``done`` has no batch left, and takes part with filler documents until all
         ranks are done. Then the result is None on every rank.
@@ -174,7 +176,7 @@ class PlannedAttention:
         if groups is None:
             return run_now(lambda: self._plan_local(documents, done, error))
         mine = RankBatch(tuple(documents), done, error)
-        return self._executor.submit(lambda: self._plan_shared(groups, mine))
+        return self._executor.submit(on_this_stream(lambda: self._plan_shared(groups, mine)))
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
@@ -210,7 +212,7 @@ class PlannedAttention:
         size = v.shape[-1]
         q, k, v = _one_head_size(*_autocast(q, k, v))
         spec = AttentionSpec(Mask.parse(mask), q.shape[1], k.shape[1], q.shape[2], q.device.type)
-        self._specs.setdefault(spec)
+        self._layers.setdefault((spec, TensorSpec.of(q, k), scale))
         out: Tensor = self._core(batch.is_local, scale)(q, k, v, batch.plan(spec))
         return out if out.shape[-1] == size else out[..., :size]
 
@@ -239,8 +241,11 @@ class PlannedAttention:
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
         batch = PlannedBatch(ranks, groups.planning.rank, options, self._scheduler, local=False)
-        for spec in list(self._specs):
-            batch.plan(spec)
+        for spec, tensors, scale in list(self._layers):
+            planned = batch.plan(spec)
+            if core := self._cores.get((False, scale)):
+                for backward in (False, True):
+                    core.layouts.of(planned, tensors, backward=backward)
         return batch
 
     def _core(self, local: bool, scale: float) -> CoreAttention:

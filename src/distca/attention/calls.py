@@ -1,0 +1,110 @@
+"""Kernel calls of a plan on one rank: how inputs are gathered, and where results go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from distca.attention.backends.base import PackedCall
+from distca.dispatch.layout import Call
+from distca.dispatch.moves import Move, copies, sums
+from distca.dispatch.rows import Places, Rows
+from distca.dispatch.tensors import TensorSpec
+from distca.dispatch.wire import ByteLayout, Messages, RowSpec, RowSpecs
+
+_Rows = tuple[RowSpec, Rows]  # of one tensor
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedCall:
+    """One fused kernel call.
+
+    scatter: brings the results of the kernel to own results and into what is sent home. Its
+        memories are, in the forward pass, (out, lse, own out, own lse, sent); in the backward pass,
+        (dq, dk, dv, sum of dk, sum of dv, own dq, sent).
+    """
+
+    packed: PackedCall
+    gather: Gather
+    scatter: Move
+
+    @classmethod
+    def of(
+        cls, call: Call, messages: Messages, spec: TensorSpec, *, backward: bool
+    ) -> PreparedCall:
+        specs = RowSpecs.of(spec)
+        q, kv, lse = (specs.q, call.q), (specs.kv, call.kv), (specs.lse, call.q)
+        inputs = [q, kv, kv, q, lse, q] if backward else [q, kv, kv]
+        home = messages.combine.send
+        return cls(
+            packed=PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, spec.device),
+            gather=Gather(inputs, messages.dispatch.recv, spec.device),
+            scatter=_sums([q, kv, kv], home, spec) if backward else _puts([q, lse], home, spec),
+        )
+
+
+class Gather:
+    """Packs the rows of each input in one launch; the rows of a single run are a view.
+
+    received: the layout of what peers sent.
+    """
+
+    def __init__(self, inputs: Sequence[_Rows], received: ByteLayout, device: torch.device) -> None:
+        self._specs = [spec for spec, _ in inputs]
+        buffer, packed = len(inputs), len(inputs) + 1  # memories after those of own tensors
+        num_rows = [{0: len(rows)} if len(rows.runs) > 1 else {} for _, rows in inputs]
+        layout = ByteLayout.of(self._specs, num_rows, 1)
+        self._num_bytes = layout.num_bytes
+        self._views: list[tuple[int, int, int]] = []  # of each input: memory, first, rows
+        sources, targets = [], []
+        for index, (spec, rows) in enumerate(inputs):
+            starts = received.starts[index]
+            if len(rows.runs) == 1:
+                ((block, start, stop),) = rows.runs
+                first = starts[block - 1] + start * spec.num_bytes if block else start
+                self._views.append((buffer if block else index, int(first), stop - start))
+                continue
+            (first,) = layout.starts[index]
+            sources.append(rows.places(spec.num_bytes, index, buffer, starts))
+            targets.append(Places.packed(packed, int(first), sources[-1].size))
+            self._views.append((packed, int(first), len(rows)))
+        self._copy = copies(Places.joined(sources), Places.joined(targets), device)
+
+    def __call__(self, own: Sequence[Tensor], received: Tensor | None = None) -> list[Tensor]:
+        """Returns the rows of each input; ``received`` is not needed by local calls."""
+        packed = own[0].new_empty(self._num_bytes, dtype=torch.uint8)
+        memories = [*own, packed if received is None else received, packed]
+        self._copy(memories)
+        return [
+            memories[memory][first : first + num_rows]
+            if memory < len(own)
+            else spec.view(memories[memory], first, num_rows)
+            for spec, (memory, first, num_rows) in zip(self._specs, self._views, strict=True)
+        ]
+
+
+def _puts(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec) -> Move:
+    """Returns the move of out and lse."""
+    sources, targets = [], []
+    for index, ((row, rows), starts) in enumerate(zip(results, home.starts, strict=True)):
+        targets.append(rows.places(row.num_bytes, 2 + index, 4, starts))
+        sources.append(Places.packed(index, 0, targets[-1].size))
+    return copies(Places.joined(sources), Places.joined(targets), spec.device)
+
+
+def _sums(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec) -> Move:
+    """Returns the move of dq, dk and dv, which are added where tasks share a key."""
+    values, targets, initial = [], [], []
+    for index, ((row, rows), starts) in enumerate(zip(results, home.starts, strict=True)):
+        own = (5, 3, 4)[index]
+        places = rows.places(prod(row.shape), own, 6, starts // row.dtype.itemsize)
+        values.append(Places.packed(index, 0, places.size))
+        targets.append(places)
+        initial.append(np.where((places.memory == own) & (index > 0), own, -1))
+    joined = np.concatenate(initial)
+    return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)
