@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from distca.data.documents import Batch
 from distca.train.config import Config
 from distca.train.trainer import Trainer
 
@@ -28,6 +31,23 @@ def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
 
     trainer._show = show
     return trainer.fit()
+
+
+def stop_in_evaluation(
+    group: dist.ProcessGroup, settings: list[str]
+) -> tuple[list[dict[str, Any]], int]:
+    """The records, and the batches of an evaluation in whose second batch rank 1 is stopped."""
+    trainer = Trainer(Config.read(None, settings))
+    evaluation, numbers = trainer.loader.evaluation, count(1)
+
+    def batches(tokens: int) -> Iterator[Batch]:
+        for batch in evaluation(tokens):
+            yield batch
+            if next(numbers) == 2 and dist.get_rank(group) == 1:
+                trainer.stop.request()
+
+    trainer.loader.evaluation = batches  # type: ignore[method-assign]
+    return trainer.fit(), next(numbers) - 1
 
 
 def start_each(group: dist.ProcessGroup, settings: list[list[list[str]]]) -> list[str]:

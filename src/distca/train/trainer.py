@@ -32,7 +32,7 @@ from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.metrics import Record, Records, writing_to
+from distca.train.metrics import ABANDONED, Record, Records, writing_to
 from distca.train.optimizer import adamw, clip, freeze, is_finite, learning_rate
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import newest
@@ -103,19 +103,20 @@ class Trainer:
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
                     record = self._step(step, batches.next())
-                stopped, last = record["stopped"], step + 1 == train.steps
-                if _is_due(step, train.checkpoint_every) or (
-                    train.save_at_end and (stopped or last)
-                ):
+                last = step + 1 == train.steps
+                if saved := _is_due(step, train.checkpoint_every) or (last and train.save_at_end):
                     self._save(step + 1)
-                if train.eval_every and not stopped and (_is_due(step, train.eval_every) or last):
+                if train.eval_every and (_is_due(step, train.eval_every) or last):
                     record |= self.evaluate()
+                    record["stopped"] = self._stopped()
+                if record["stopped"] and train.save_at_end and not saved:
+                    self._save(step + 1)
                 if records is not None:
                     records.write(record)
                 if self._show is not None and self.context.rank == 0:
                     self._show(record)
                 yield record
-                if stopped:
+                if record["stopped"]:
                     break
             if self.model is not None:
                 self.checkpoints.wait()
@@ -126,11 +127,14 @@ class Trainer:
             self._unlock()
 
     def evaluate(self) -> dict[str, float]:
-        """Returns losses of the first ``eval_tokens`` tokens of held-out documents."""
+        """Returns losses of the first ``eval_tokens`` tokens of held-out documents.
+
+        Ends without any after the first batch in which a stop is requested on any rank.
+        """
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
-        return evaluate(self.model, self.runner, self.planner, batches)
+        return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
 
     def _prepare(self, sides: int) -> setup.Parts:
         """Prepares this rank's parts. Raises ValueError on all ranks if one cannot, or differs."""
@@ -209,7 +213,10 @@ class Trainer:
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.config.save(self.folder / "config.json")
-            return Records(self.folder, self.first_step)
+            records = Records(self.folder, self.first_step)
+        if self._tell is not None and (count := records.num_abandoned):
+            self._tell(f"{count} records of later steps were moved to {self.folder / ABANDONED}")
+        return records
 
     def _step(self, step: int, fetched: Prefetched) -> Record:
         start = time.perf_counter()
@@ -249,6 +256,9 @@ class Trainer:
             f"{what}; {where}: lower train.lr or train.clip, look at the data of this step, or set"
             " train.skip_non_finite"
         )
+
+    def _stopped(self) -> bool:
+        return self._any(self.stop.requested)
 
     def _any(self, mine: bool) -> bool:
         """Returns whether it is true on any rank."""
