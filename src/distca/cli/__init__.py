@@ -76,7 +76,8 @@ def main(args: Sequence[str] | None = None) -> None:
             typer.echo(f"distca: {_sentence(error)}", err=True)
         status = 2
     except RankFailedError as error:
-        typer.echo(f"distca: {sentence(error)}", err=True)
+        if not is_repeated(error):
+            typer.echo(f"distca: {sentence(error)}", err=True)
         status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = 130

@@ -117,11 +117,16 @@ class TrainCommand:
         with launched.reporting():
             import torch.distributed
 
-            config, world = self.read(), int(os.environ["WORLD_SIZE"])
-            if self.ranks not in (None, world):
-                raise ValueError(
-                    f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
-                )
+            from distca.runtime.together import together
+            from distca.train.setup import join_world
+
+            join_world()
+            with together():  # so that a mistake is told once, and not by every rank
+                config, world = self.read(), int(os.environ["WORLD_SIZE"])
+                if self.ranks not in (None, world):
+                    raise ValueError(
+                        f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
+                    )
             if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.

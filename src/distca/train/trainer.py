@@ -22,7 +22,7 @@ from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.runtime.batches import Prefetched, Prefetcher
-from distca.runtime.launched import RankFailedError, is_launched
+from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import StepRunner
@@ -252,10 +252,12 @@ class Trainer:
             self.checkpoints.wait()
         found = newest(self.folder / "checkpoints")
         where = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-        raise RankFailedError(
+        error = RankFailedError(
             f"{what}; {where}: lower train.lr or train.clip, look at the data of this step, or set"
             " train.skip_non_finite"
         )
+        mark_repeated(error, self.context.rank > 0)
+        raise error
 
     def _stopped(self) -> bool:
         return self._any(self.stop.requested)
