@@ -2,8 +2,8 @@
 
 Legend: T own token rows, H heads, G key/value heads, D head size. The constructor dispatches: it
 sends what peers need. ``compute`` first computes the tasks that need nothing from peers, while data
-is under way, then the other tasks, and starts to send their results home. ``combine`` waits for the
-results of this rank's own rows.
+is under way, then the other tasks, and starts the combine: it sends their results home. ``combine``
+waits for the results of this rank's own rows.
 
 The steps do not use autograd, and servers keep nothing: the backward dispatch carries everything
 that it needs. If all ranks run the same steps in the same order, the results are those of one
@@ -13,6 +13,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,7 +53,7 @@ class ForwardPass:
             attended = self._call(call, packed, *blocks)
             call.q.put(attended.out, [mine.out, *outs])
             call.q.put(attended.lse, [mine.lse, *lses])
-        self._exchange.combine()
+        self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Attended:
@@ -81,8 +82,19 @@ class ForwardPass:
 
     def _call(self, call: Call, packed: PackedCall, q: Blocks, k: Blocks, v: Blocks) -> Attended:
         rows = (call.q.take(q), call.kv.take(k), call.kv.take(v))
-        with self._plan.meter.span("attention", self._plan.spec.device):
+        with self._plan.meter.time("attention", self._plan.spec.device):
             return self._plan.backend.forward(*rows, packed, self._plan.scale)
+
+
+class _BackwardBlocks(NamedTuple):
+    """The tensors that a backward call reads, in the order of the dispatched message."""
+
+    q: Blocks
+    k: Blocks
+    v: Blocks
+    out: Blocks
+    lse: Blocks
+    grad_out: Blocks
 
 
 class BackwardPass:
@@ -92,11 +104,11 @@ class BackwardPass:
     def __init__(self, plan: PreparedPlan, grad_out: Tensor, saved: Saved) -> None:
         assert plan.backward is not None, "this plan was prepared for forward only"
         self._plan, self._prepared = plan, plan.backward
-        # In the order of the message. Kernels need contiguous rows; autograd does not promise them.
-        self._tensors = (*saved, grad_out.contiguous())
+        # Kernels need contiguous rows; autograd does not promise them.
+        self._own = _BackwardBlocks(*([own] for own in (*saved, grad_out.contiguous())))
         self._grads: Gradients | None = None  # dk and dv in float32 or float64, to be added up
         self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch(*self._tensors)
+        self._exchange.dispatch(*(own for [own] in self._own))
 
     @classmethod
     def without_rows(cls, plan: PreparedPlan) -> BackwardPass:
@@ -110,7 +122,8 @@ class BackwardPass:
         received = self._exchange.receive()
         dqs, dks, dvs = self._exchange.results()
         sums_k, sums_v = (_Sums(parts, self._prepared) for parts in (dks, dvs))
-        blocks = [[own, *theirs] for own, theirs in zip(self._tensors, received, strict=True)]
+        with_received = ([*own, *theirs] for own, theirs in zip(self._own, received, strict=True))
+        blocks = _BackwardBlocks(*with_received)
         for call, packed in self._prepared.remote:
             grads = self._call(call, packed, blocks)
             call.q.put(grads.dq, [mine.dq, *dqs])
@@ -118,7 +131,7 @@ class BackwardPass:
             call.kv.add(grads.dv, [mine.dv, *sums_v.totals])
         sums_k.write()
         sums_v.write()
-        self._exchange.combine()
+        self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Gradients:
@@ -142,26 +155,29 @@ class BackwardPass:
         return Gradients(mine.dq, mine.dk.to(dtype), mine.dv.to(dtype))
 
     def _compute_local(self) -> Gradients:
-        q, k, *_ = self._tensors
-        own = [[tensor] for tensor in self._tensors]
         if self._prepared.layout.is_one_call:
-            return self._call(*self._prepared.local[0], own)
+            return self._call(*self._prepared.local[0], self._own)
+        [q], [k] = self._own.q, self._own.k
         result = Gradients(torch.empty_like(q), _zeros(k), _zeros(k))
         for call, packed in self._prepared.local:
-            grads = self._call(call, packed, own)
+            grads = self._call(call, packed, self._own)
             call.q.put(grads.dq, [result.dq])
             call.kv.add(grads.dk, [result.dk])
             call.kv.add(grads.dv, [result.dv])
         return result
 
-    def _call(self, call: Call, packed: PackedCall, blocks: Sequence[Blocks]) -> Gradients:
-        q, kv, plan = call.q, call.kv, self._plan
-        taken = (rows.take(block) for rows, block in zip((q, kv, kv, q, q, q), blocks, strict=True))
-        *saved, grad_out = taken
-        with plan.meter.span("attention", plan.spec.device):
-            return plan.backend.backward(
-                grad_out, Saved(*saved), packed, plan.scale, plan.deterministic
-            )
+    def _call(self, call: Call, packed: PackedCall, blocks: _BackwardBlocks) -> Gradients:
+        plan = self._plan
+        saved = Saved(
+            q=call.q.take(blocks.q),
+            k=call.kv.take(blocks.k),
+            v=call.kv.take(blocks.v),
+            out=call.q.take(blocks.out),
+            lse=call.q.take(blocks.lse),
+        )
+        grad_out = call.q.take(blocks.grad_out)
+        with plan.meter.time("attention", plan.spec.device):
+            return plan.backend.backward(grad_out, saved, packed, plan.scale, plan.deterministic)
 
 
 class _Sums:

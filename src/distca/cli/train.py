@@ -184,7 +184,7 @@ def check(config: "Config", num_ranks: int, *, sides: int = 1) -> None:
     from distca.train import setup
     from distca.train.step_folders import find
 
-    setup.Parts.of(config, num_ranks, _device(), sides=sides)
+    setup.Components.of(config, num_ranks, _device(), sides=sides)
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
 

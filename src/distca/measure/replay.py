@@ -95,7 +95,7 @@ class Replay:
         if self._device.type == "cuda":
             # The host runs ahead of the device, as it does during training.
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        with self._meter.span("step", self._device):
+        with self._meter.time("step", self._device):
             self._runner.train(self.model, self._step, self._prepared)
         self.model.zero_grad()
         taken = [attention.meter.take() for attention in self._runner.attentions]

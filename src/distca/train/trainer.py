@@ -26,8 +26,8 @@ from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import StepRunner
-from distca.runtime.together import gather, together
-from distca.train import given, setup
+from distca.runtime.together import from_all_ranks, together
+from distca.train import agreement, setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
@@ -64,10 +64,10 @@ class Trainer:
         self.config, self._show, self._tell = config, show, tell
         self.stop = stop or StopRequest()
         self.device = setup.join_world()
-        parts = self._prepare(sides)
-        self.model_config, self.loader, self.planner = parts.model, parts.loader, parts.planner
-        self.memory = parts.memory
-        self.context = join_mesh(parts.parallel, self.device)
+        own = self._prepare(sides)
+        self.model_config, self.loader, self.planner = own.model, own.loader, own.planner
+        self.memory = own.memory
+        self.context = join_mesh(own.parallel, self.device)
         self.runner = StepRunner.of(
             self.context,
             halves=1 + config.parallel.ping_pong,
@@ -76,7 +76,7 @@ class Trainer:
             deterministic=config.train.deterministic,
             dtype=setup.precision_of(config, self.device).compute,
         )
-        self.folder = Path(gather(config.out)[0])
+        self.folder = Path(from_all_ranks(config.out)[0])
         self._lock = self._lock_folder()
         self.first_step, self._skipped = 0, 0
         self.model: Llama | None = None
@@ -136,13 +136,13 @@ class Trainer:
         batches = islice(self.loader.evaluation(tokens), count)
         return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
 
-    def _prepare(self, sides: int) -> setup.Parts:
-        """Prepares this rank's parts. Raises ValueError on all ranks if one cannot, or differs."""
-        given.agree(given.config_of(self.config))
+    def _prepare(self, sides: int) -> setup.Components:
+        """Raises ValueError on all ranks if one of them cannot run the config, or differs."""
+        agreement.agree(agreement.config_of(self.config))
         with together():
-            parts = setup.Parts.of(self.config, dist.get_world_size(), self.device, sides=sides)
-        given.agree(given.parts_of(parts.model, parts.loader.fingerprints, parts.weights))
-        return parts
+            own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
+        agreement.agree(agreement.components_of(own.model, own.loader.fingerprints, own.weights))
+        return own
 
     def _lock_folder(self) -> RunLock | None:
         """Locks the folder on rank 0, unless the launcher has done so."""
