@@ -43,13 +43,14 @@ if TYPE_CHECKING:
 COMPARE_OUT = "runs/compare"
 # Takes a minute or two on two cores; whole files, so that long and short documents are mixed.
 COMPARE_DEFAULTS = (
-    "train.steps=12",
+    "train.steps=8",
     "train.tokens_per_step=8192",
     "train.warmup=4",
     "train.lr=1e-3",
     "data.context=8192",
     "data.overlong=drop",
 )
+COMPARE_MODEL = "model.sizes.layers=2"  # of the default model, half of its layers
 SIDES: dict[str, dict[str, Any]] = {
     "colocated": {"policy": "colocated", "placement": "given", "ping_pong": False},
     "disaggregated": {"policy": "distca", "placement": "balanced"},
@@ -142,8 +143,10 @@ class TrainCommand:
             raise ValueError("--compare starts both sides from step 0: leave out --resume, --from")
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
-        settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
-        settings += self.settings or []
+        settings = list(self.settings or [])
+        if self.compare and self.config is None:
+            chosen = any(one.startswith("model.") for one in settings)
+            settings = [*COMPARE_DEFAULTS, *([] if chosen else [COMPARE_MODEL]), *settings]
         settings += [] if self.trace is None else [f"train.trace={self.trace}"]
         config = Config.read(self.config, settings)
         if self.out is not None:

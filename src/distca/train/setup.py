@@ -137,7 +137,8 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    return open_tokenizer(config.data.tokenizer)
+    d = config.data
+    return open_tokenizer(d.tokenizer, bos=d.bos, eos=d.eos, add_bos=d.add_bos, add_eos=d.add_eos)
 
 
 def planner_of(
