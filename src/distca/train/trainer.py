@@ -129,7 +129,7 @@ class Trainer:
     def evaluate(self) -> dict[str, float]:
         """Returns losses of the first ``eval_tokens`` tokens of held-out documents.
 
-        Ends without any after the first batch in which a stop is requested on any rank.
+        If a stop is requested on any rank, it ends after the current batch and returns none.
         """
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
@@ -137,7 +137,7 @@ class Trainer:
         return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
 
     def _prepare(self, sides: int) -> setup.Components:
-        """Raises ValueError on all ranks if one of them cannot run the config, or differs."""
+        """Returns what this rank builds. Raises ValueError on all ranks if one cannot, or differs."""
         agreement.agree(agreement.config_of(self.config))
         with together():
             own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
