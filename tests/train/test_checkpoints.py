@@ -214,6 +214,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(world: World, tmp_path: 
     for words, found in world(2).run(fail_to_write, run, 4, ranks=2):
         assert "step-00000004 is incomplete (the cable is out)" in words
         assert found.endswith("step-00000003")
+    for words, found in world(2).run(fail_to_write, run, 5, "finish", 0, ranks=2):
+        assert "step-00000005 is complete, but its save failed (the cable is out)" in words
+        assert found.endswith("step-00000005")
 
 
 @pytest.mark.parametrize(

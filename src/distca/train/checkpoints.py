@@ -117,14 +117,17 @@ class Checkpoints:
         try:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is a BaseException
-            if self._leads:
+            # If a rank is lost after everything was written, the checkpoint is as good as any.
+            done = (path / COMPLETE).is_file()
+            if self._leads and not done:
                 with suppress(OSError):
                     remove(path)
             cause = _cause(error)
             if isinstance(cause, OSError):
                 raise ValueError(self._sentence(path, cause)) from error
             raise RuntimeError(
-                f"{path} is incomplete ({_words(cause)}): earlier checkpoints are not affected"
+                f"{path} is {'complete, but its save failed' if done else 'incomplete'}"
+                f" ({_words(cause)}): earlier checkpoints are not affected"
             ) from error
         if self._leads:
             self._folders.tidy()

@@ -137,7 +137,7 @@ class Trainer:
         return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
 
     def _prepare(self, sides: int) -> setup.Components:
-        """Returns what this rank builds. Raises ValueError on all ranks if one cannot, or differs."""
+        """Returns this rank's components. Raises ValueError on all ranks if one has others."""
         agreement.agree(agreement.config_of(self.config))
         with together():
             own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
