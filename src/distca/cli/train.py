@@ -48,13 +48,14 @@ if TYPE_CHECKING:
 COMPARE_OUT = "runs/compare"
 # Takes a minute or two on two cores; whole files, so that long and short documents are mixed.
 COMPARE_DEFAULTS = (
-    "train.steps=12",
+    "train.steps=8",
     "train.tokens_per_step=8192",
     "train.warmup=4",
     "train.lr=1e-3",
     "data.context=8192",
     "data.overlong=drop",
 )
+COMPARE_MODEL = "model.sizes.layers=2"  # of the default model, half of its layers
 SIDES: dict[str, dict[str, Any]] = {
     "colocated": {"policy": "colocated", "placement": "given", "ping_pong": False},
     "disaggregated": {"policy": "distca", "placement": "balanced"},
@@ -127,12 +128,17 @@ class TrainCommand:
         with launched.reporting(), naming_lost_ranks():
             import torch.distributed
 
+            from distca.runtime.together import together
+            from distca.train.setup import join_world
+
             check_sharing(self.share_gpu)
-            config, world = self.read(), int(os.environ["WORLD_SIZE"])
-            if self.ranks not in (None, world):
-                raise ValueError(
-                    f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
-                )
+            join_world()
+            with together():  # so that a mistake is told once, and not by every rank
+                config, world = self.read(), int(os.environ["WORLD_SIZE"])
+                if self.ranks not in (None, world):
+                    raise ValueError(
+                        f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
+                    )
             if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
@@ -148,8 +154,10 @@ class TrainCommand:
             raise ValueError("--compare starts both sides from step 0: leave out --resume, --from")
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
-        settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
-        settings += self.settings or []
+        settings = list(self.settings or [])
+        if self.compare and self.config is None:
+            chosen = any(one.startswith("model.") for one in settings)
+            settings = [*COMPARE_DEFAULTS, *([] if chosen else [COMPARE_MODEL]), *settings]
         settings += [] if self.trace is None else [f"train.trace={self.trace}"]
         config = Config.read(self.config, settings)
         if self.out is not None:
@@ -200,7 +208,7 @@ def check(config: "Config", num_ranks: int, *, sides: int = 1, share_gpu: bool =
     from distca.train import setup
     from distca.train.step_folders import find
 
-    setup.Parts.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
+    setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
 

@@ -1,4 +1,4 @@
-"""Builds the parts of a rank from a config: device, mesh, data, model and planner."""
+"""Builds the components of a rank from a config: device, mesh, data, model and planner."""
 
 import os
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from distca.train.optimizer import freeze
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Components:
     """What a rank prepares by itself from a config, before it talks to other ranks."""
 
     parallel: MeshShape
@@ -57,7 +57,7 @@ class Parts:
         *,
         sides: int = 1,
         share_gpu: bool = False,
-    ) -> "Parts":
+    ) -> "Components":
         """Raises ValueError for all mistakes that can be found without other ranks.
 
         sides: runs that share the memory of a rank.
@@ -144,7 +144,8 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    return open_tokenizer(config.data.tokenizer)
+    d = config.data
+    return open_tokenizer(d.tokenizer, bos=d.bos, eos=d.eos, add_bos=d.add_bos, add_eos=d.add_eos)
 
 
 def planner_of(
@@ -187,7 +188,7 @@ def check_backend(config: Config, model: ModelConfig, device: torch.device) -> N
 
 
 def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
-    """Returns the first part of the model with a trained parameter (see ``pipeline.stages``)."""
+    """Returns the first model part with a trained parameter (``pipeline.stages`` numbers them)."""
     if not frozen:
         return 0
     whole = on_meta(model)
@@ -196,14 +197,19 @@ def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
 
 
 def _part(name: str, layers: int) -> int:
-    """Returns the part of a parameter: seams.3.before.norm.weight -> 7."""
-    _, seam, kind, *_ = name.split(".")
-    return {
-        "embed": 0,
-        "before": 2 * int(seam) + 1,
-        "after": 2 * int(seam),
-        "head": 2 * layers + 1,
-    }[kind]
+    """Returns the model part of a parameter: that of seams.3.before.norm.weight is 7.
+
+    Seam l has the linear layers after the attention of layer l - 1 and before that of layer l.
+    """
+    match name.split("."):
+        case "seams", _, "embed", *_:
+            return 0
+        case "seams", seam, "after", *_:
+            return 2 * int(seam)
+        case "seams", seam, "before", *_:
+            return 2 * int(seam) + 1
+        case _:
+            return 2 * layers + 1  # the head
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:
