@@ -7,6 +7,8 @@ behind. A process that uses the fake driver makes the daemon start that server.
 from __future__ import annotations
 
 import os
+import shutil
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ if sys.argv[1:] == ["-d"]:
         os._exit(0)
     os.setsid()
     open({pids!r}, "a").write(f"{{os.getpid()}}\\n")
+    open({pipes!r}, "a").write(f"{{pipes}}\\n")
     gpus, preload = os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("LD_PRELOAD")
     note.write(f"daemon started, GPUs {{gpus}}, preload {{preload}}\\n")
     server = None
@@ -98,7 +101,7 @@ class FakeGpu:
         """Makes the files, and an environment in which they are found."""
         fake = cls(folder, monkeypatch)
         control = folder / "nvidia-cuda-mps-control"
-        files = {"events": str(fake.events), "pids": str(fake.pids)}
+        files = {name: str(folder / name) for name in ("events", "pids", "pipes")}
         control.write_text(CONTROL.format(python=sys.executable, **files))
         control.chmod(0o755)
         compile_library(DRIVER, folder / "libcuda.so.1")
@@ -128,6 +131,14 @@ class FakeGpu:
         path.parent.mkdir(exist_ok=True)
         compile_library(f"int ncclGetVersion(int *v) {{ *v = {code}; return 0; }}", path)
         return path
+
+    def clean(self) -> None:
+        """Removes what a launcher that was killed has left: a process of a failed test, pipes."""
+        for pid in self.running():
+            os.kill(pid, signal.SIGKILL)
+        pipes = self.folder / "pipes"
+        for folder in pipes.read_text().split() if pipes.exists() else ():
+            shutil.rmtree(folder, ignore_errors=True)
 
     def running(self) -> list[int]:
         """Returns the process ids of the daemon and its server that are still there."""

@@ -38,8 +38,7 @@ def gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
     folder.mkdir()
     fake = FakeGpu.make(folder, monkeypatch)
     yield fake
-    for pid in fake.running():
-        os.kill(pid, signal.SIGKILL)
+    fake.clean()
 
 
 def until(true: Callable[[], bool], most_s: float = 60) -> None:
