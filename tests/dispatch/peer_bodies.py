@@ -14,6 +14,7 @@ import torch.distributed as dist
 from distca.dispatch.peers import Peers
 
 Seen = list[object]
+PEERS: list[Peers] = []
 
 
 def start(
@@ -22,11 +23,13 @@ def start(
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     peers = Peers.of(dist.group.WORLD)
+    PEERS[:] = [peers]
     pipe.send(body(peers, rank, *args))
     peers.close()
 
 
 def outcome(future: Future) -> list[object]:
+    PEERS[0].flush()
     try:
         return list(future.result(30))
     except Exception as error:
@@ -63,6 +66,7 @@ def fails(peers: Peers, rank: int, victim: int) -> Seen:
 
 def leaves(peers: Peers, rank: int, first: int) -> Seen:
     last = peers.announce("last")
+    peers.flush()
     if rank == first:
         return outcome(last)
     time.sleep(0.5)  # the first one has left before this one looks
@@ -76,6 +80,7 @@ def is_late(peers: Peers, rank: int) -> Seen:
         time.sleep(1)
         return []
     future = peers.announce("second")
+    peers.flush()
     time.sleep(0.3)  # both have announced it
     peers.ask(future)
     return outcome(future)

@@ -75,7 +75,9 @@ def test_an_error_that_nobody_catches_is_told_too(tmp_path: Path) -> None:
         f"store = 'file://{tmp_path}/store'\n"
         "dist.init_process_group('gloo', init_method=store, rank=int(sys.argv[1]), world_size=2)\n"
         "peers = Peers.of(dist.group.WORLD)\n"
-        "peers.announce('here').result()\n"
+        "here = peers.announce('here')\n"
+        "peers.flush()\n"
+        "here.result()\n"
         "if sys.argv[1] == '0':\n"
         "    raise MemoryError('out of memory')\n"
         "print(peers.lost_within(20))\n"
@@ -120,9 +122,9 @@ def test_the_hub_ignores_strangers() -> None:
                 stranger.settimeout(5)
                 assert stranger.recv(100) == b""
         with socket.create_connection(address) as rank:
-            rank.sendall(encode("secret", 0) + encode("record", 0, "here"))
+            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"]))
             rank.settimeout(5)
-            assert rank.recv(100) == b'["same", 0]\n'
+            assert rank.recv(100) == b'["same", [0]]\n'
     finally:
         hub.wait()
 

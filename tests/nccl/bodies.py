@@ -92,3 +92,17 @@ def _step(attention: CoreAttention, plan: Plan) -> None:
         for heads in (HEADS[0], HEADS[1], HEADS[1])
     )
     attention(q, k, v, plan).sum().backward()
+
+
+def disagreeing(group: dist.ProcessGroup, plans: list[Plan]) -> str:
+    """Returns the error of a rank when rank 1 goes on with another plan than the others."""
+    attention, rank = CoreAttention(group, backend="flash"), dist.get_rank(group)
+    for plan in plans:
+        _step(attention, plan)
+    try:
+        for _ in range(50):
+            _step(attention, plans[rank == 1])
+        torch.cuda.synchronize()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"

@@ -7,7 +7,7 @@ import torch
 from attention.bodies import FACES, exact
 from attention.test_distributed import CASES
 from attention.tokens import Tokens, assert_exact, errors
-from nccl.bodies import HEADS, attended_late, memory_of_changing_plans
+from nccl.bodies import HEADS, attended_late, disagreeing, memory_of_changing_plans
 from ranks import World
 from strategies import Batch
 
@@ -44,3 +44,17 @@ def test_memory_is_flat_over_300_changing_plans(gpu_world: World) -> None:
     for allocated in gpu_world(4).run(memory_of_changing_plans, 300, 100, ranks=4):
         first, *later = (max(allocated[at : at + 100]) for at in (0, 100, 200))
         assert max(later) <= first, allocated[::20]
+
+
+@pytest.mark.parametrize("sizes", ["equal", "different"])
+def test_another_plan_on_one_rank_is_told_on_every_rank(gpu_world: World, sizes: str) -> None:
+    """Sizes that differ block the device, which the error has to free."""
+    documents = {"equal": ([1200, 800], [800, 1200]), "different": ([2000], [3000])}[sizes]
+    plans = [Batch([mine, [8]]).plan(cost="pairs") for mine in documents]
+    pool = gpu_world(2)
+    try:
+        for error in pool.run(disagreeing, plans, ranks=2):
+            assert error.startswith("DisagreementError: the ranks disagree on the plan: "), error
+    finally:
+        pool.is_usable = False  # its communicators are aborted
+        pool.close()

@@ -4,9 +4,9 @@ It compares what ranks announce, and it notices when one of them is lost: the op
 closes the connections of a process that dies, and keepalive probes reveal a node that is gone.
 Messages are lists in JSON, a line each.
 
-From a rank: ``["record", index, text]`` announces, ``["late", index]`` asks who has not announced,
+From a rank: ``["records", index, texts]`` announces, ``["late", index]`` asks who has not yet,
 ``["failed", sentence]`` and ``["bye"]`` precede an end.
-To a rank: ``["same", index]`` if all records are equal, ``["records", index, records, why]`` if
+To a rank: ``["same", indices]`` if all records are equal, ``["records", index, records, why]`` if
 they differ or if some (None) have not come, ``["lost", rank, how]`` and ``["failed", rank,
 sentence]`` about another rank, and ``["bye"]`` before the hub ends.
 """
@@ -17,6 +17,7 @@ import asyncio
 import json
 import os
 import socket
+from collections.abc import Iterable
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
@@ -86,9 +87,10 @@ class Hub:
             self._writers[rank] = writer
             while line := await reader.readline():
                 match json.loads(line):
-                    case ["record", index, record]:
-                        self._records.setdefault(index, {})[rank] = record
-                        self._settle(index)
+                    case ["records", first, records]:
+                        for index, record in enumerate(records, first):
+                            self._records.setdefault(index, {})[rank] = record
+                        self._settle(range(first, first + len(records)))
                     case ["late", index]:
                         self._answer(index, "")
                     case ["failed", sentence]:
@@ -110,21 +112,24 @@ class Hub:
             self._first_left.set()
         if kind != "bye":
             self._broadcast(kind, rank, how)
-        for index in list(self._records):
-            self._settle(index)
+        self._settle(list(self._records))
 
-    def _settle(self, index: int) -> None:
-        """Answers if all ranks have announced, or if some of them cannot any more."""
-        records = self._records[index]
-        if len(records) == self._num_ranks:
-            if len(set(records.values())) > 1:
-                self._answer(index, "")
-            else:
-                self._broadcast("same", index)
-            del self._records[index]
-        elif absent := sorted(self._gone - records.keys()):
-            ended = ", ".join(map(str, absent))
-            self._answer(index, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
+    def _settle(self, indices: Iterable[int]) -> None:
+        """Answers where all ranks have announced, or where some of them cannot any more."""
+        same = []
+        for index in indices:
+            records = self._records[index]
+            if len(records) == self._num_ranks:
+                if len(set(records.values())) > 1:
+                    self._answer(index, "")
+                else:
+                    same.append(index)
+                del self._records[index]
+            elif absent := sorted(self._gone - records.keys()):
+                ended = ", ".join(map(str, absent))
+                self._answer(index, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
+        if same:
+            self._broadcast("same", same)
 
     def _answer(self, index: int, why: str) -> None:
         records = self._records.get(index, {})

@@ -52,7 +52,7 @@ class Peers:
         self._hub, self._connection = hub, connection
         self._changed = Condition(Lock())
         self._waiting: dict[int, tuple[str, Future[Records]]] = {}  # by index
-        self._num_records = 0
+        self._num_sent, self._unsent = 0, list[str]()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._closing = connection is None
         if connection is not None:
@@ -71,6 +71,7 @@ class Peers:
         """Tells all ranks what this one is about to do; the result is what each of them does.
 
         It is ``[record]`` if all of them do the same. It raises ExchangeError if a rank has ended.
+        Records are sent by ``flush``, several at once.
         """
         future: Future[Records] = Future()
         if self._connection is None:
@@ -80,10 +81,16 @@ class Peers:
             if self.lost is not None:
                 future.set_exception(self.lost)
                 return future
-            index, self._num_records = self._num_records, self._num_records + 1
-            self._waiting[index] = record, future
-            self._send("record", index, record)
+            self._waiting[self._num_sent + len(self._unsent)] = record, future
+            self._unsent.append(record)
         return future
+
+    def flush(self) -> None:
+        with self._changed:
+            if self._unsent:
+                self._send("records", self._num_sent, self._unsent)
+                self._num_sent += len(self._unsent)
+                self._unsent = []
 
     def ask(self, future: Future[Records]) -> None:
         """Asks the hub to answer now, with the records of those ranks that have come."""
@@ -138,9 +145,10 @@ class Peers:
         with suppress(OSError), self._connection.makefile("rb") as lines:
             while line := lines.readline(LINE_BYTES):
                 match json.loads(line):
-                    case ["same", index]:
-                        if waiting := self._pop(index):
-                            waiting[1].set_result([waiting[0]])
+                    case ["same", indices]:
+                        for index in indices:
+                            if waiting := self._pop(index):
+                                waiting[1].set_result([waiting[0]])
                     case ["records", index, records, why]:
                         if not (waiting := self._pop(index)):
                             continue

@@ -6,16 +6,11 @@ abort the process; meanwhile this rank computes what needs nothing from peers. O
 keeps its collectives in order. On CUDA tensors the collective is launched at once, since a host
 that waits for its peers no longer runs ahead of the device. A mismatch blocks the device there, or
 moves wrong rows; the answer arrives a moment later, aborts the communicators, which frees the
-device, and raises on every rank at its next start or wait. No rank is ever more than
-``MAX_UNANSWERED`` messages ahead of the answers.
+device, and raises on every rank at its next start or wait. A thread sends announcements every few
+milliseconds and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
 """
 
-import atexit
-import logging
-import os
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from weakref import WeakKeyDictionary
@@ -28,9 +23,8 @@ from distca.dispatch.background import DaemonExecutor, run_now
 from distca.dispatch.peers import Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
+from distca.dispatch.transports.late_checks import LateChecks
 
-MAX_UNANSWERED = 8
-_log = logging.getLogger(__name__)
 _NEWS_S = 1.0  # how long the news of a lost rank may take after a collective has failed
 _num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
 _threads: WeakKeyDictionary[dist.ProcessGroup, DaemonExecutor] = WeakKeyDictionary()
@@ -63,15 +57,18 @@ class DistributedTransport:
         self._devices = dist.get_backend_config(self.group)
         self._timeout_s = (timeout or _timeout(self.group)).total_seconds()
         self._thread = _threads.setdefault(self.group, DaemonExecutor())
-        self._unanswered: deque[Future[None]] = deque()  # checks of messages that were sent
+        self._checks: LateChecks | None = None
         if "cuda:" in self._devices:
-            atexit.register(self._end)
+            self._checks = LateChecks(on_failure=abort_communicators)
             self.peers.on_loss(lambda _: abort_communicators())
 
     def announce(self, record: str) -> Callable[[], Records]:
         answer = self.peers.announce(record)
+        if self._checks is None:
+            self.peers.flush()
 
         def wait() -> Records:
+            self.peers.flush()
             try:
                 return answer.result(self._timeout_s)
             except FutureTimeoutError:
@@ -88,7 +85,7 @@ class DistributedTransport:
         recv_bytes: Sequence[int],
         check: Check | None = None,
     ) -> Wait:
-        on_host = send.device.type == "cpu"
+        on_host = send.device.type == "cpu"  # [Note: when data is sent]
 
         def begin() -> dist.Work | None:
             if check is not None and on_host:
@@ -98,20 +95,20 @@ class DistributedTransport:
             )
             return work
 
-        # [Note: when data is sent]
-        self._raise_answers()
         begun = self._thread.submit(begin) if check is not None and on_host else run_now(begin)
-        if check is not None and not on_host:
-            self._check_later(check)
+        if check is not None and self._checks is not None and not on_host:
+            self._checks.raise_failure()
+            self._checks.add(check)
 
         def wait() -> None:
             try:
                 if (work := begun.result()) is not None:
                     work.wait()
             except RuntimeError as error:
-                self._raise_answers()
                 raise self._explain(error, recv_bytes) from error
-            self._raise_answers()
+            finally:
+                if self._checks is not None:
+                    self._checks.raise_failure()
 
         return wait
 
@@ -125,24 +122,6 @@ class DistributedTransport:
             return None
         return f"the group ({self._devices}) does not move {device.type} tensors"
 
-    def _check_later(self, check: Check) -> None:
-        def check_or_abort() -> None:
-            try:
-                check()
-            except Exception as error:
-                _log.error("%s", error)
-                abort_communicators()
-                raise
-
-        self._unanswered.append(self._thread.submit(check_or_abort))
-
-    def _raise_answers(self) -> None:
-        """Raises if the check of an earlier message has failed; waits if too many are under way."""
-        while self._unanswered and (
-            len(self._unanswered) > MAX_UNANSWERED or self._unanswered[0].done()
-        ):
-            self._unanswered.popleft().result()
-
     def _explain(self, error: RuntimeError, recv_bytes: Sequence[int]) -> RuntimeError:
         if isinstance(error, ExchangeError):
             return error
@@ -151,11 +130,6 @@ class DistributedTransport:
         senders = [rank for rank, size in enumerate(recv_bytes) if size]
         what = f"for data of ranks {senders}" if senders else "until its data was sent"
         return ExchangeError(f"rank {self.rank} waited {what}: {error}")
-
-    def _end(self) -> None:
-        """Ends a process whose last messages went wrong, so that it does not end in success."""
-        if any(answer.done() and answer.exception() for answer in self._unanswered):
-            os._exit(1)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:
