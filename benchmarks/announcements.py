@@ -1,19 +1,21 @@
-"""What it costs that ranks announce every message to each other before it is sent.
+"""What it costs that ranks announce every message to each other.
 
-    python benchmarks/announcements.py
+    python benchmarks/announcements.py                                      # two gloo ranks
+    torchrun --nproc-per-node 4 benchmarks/announcements.py                 # NCCL, a GPU for each
 
-Two gloo ranks on the CPU run forward and backward of one layer, with announcements and without,
-in turns, at several sizes. The result is the median of the differences of neighboring runs, with
-the middle half of them, relative to a run without announcements. Announcements are left out by
-replacing the announce function of ``distca.dispatch.exchange``.
+Forward and backward of one layer, with announcements and without, in turns, at several sizes. The
+result is the median of the differences of neighboring runs, with the middle half of them, relative
+to a run without announcements. Announcements are left out by replacing the announce function of
+``distca.dispatch.exchange``. With ``DISTCA_SHARE_GPU=0`` all ranks take that GPU.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import platform
-import tempfile
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -22,94 +24,134 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import distca
 from distca.dispatch import exchange
 
-RESULTS = Path(__file__).parent / "results" / "announcements"
-SHAPE = {"heads": 8, "kv_heads": 2, "head_dim": 64}
-LONGEST = {512: 60, 2048: 30, 4096: 12}  # tokens of the longest document: runs
+RESULTS = Path(__file__).parent / "results"
 ANNOUNCE = exchange.announce
+CPU = {"heads": 8, "kv_heads": 2, "head_dim": 64}
+GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128}
+# Tokens of the longest document: layers in a run, runs. On a GPU the host runs ahead of the device
+# over several layers, as it does in training.
+CPU_SIZES = {512: (1, 60), 2048: (1, 30), 4096: (1, 12)}
+GPU_SIZES = {2048: (8, 30), 8192: (8, 20), 32768: (4, 8)}
 
 
-def layer(attention: distca.CoreAttention, qkv: list[Tensor], plan: distca.Plan) -> float:
-    """Returns the seconds of forward and backward, with both ranks starting together."""
+def layers(attention: distca.CoreAttention, qkv: list[Tensor], plan: distca.Plan, n: int) -> float:
+    """Returns the seconds of n layers forward and backward, with all ranks starting together."""
+    synchronize(qkv[0].device)
     dist.barrier()
     start = time.perf_counter()
-    attention(*qkv, plan).sum().backward()
+    outs = [attention(*qkv, plan) for _ in range(n)]
+    for out in outs:
+        out.sum().backward()
+    synchronize(qkv[0].device)
     return time.perf_counter() - start
 
 
-def measure(rank: int, store: str, out: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=2)
-    attention = distca.CoreAttention()
-    rows: list[dict[str, Any]] = []
-    for longest, runs in LONGEST.items():
-        plan = distca.plan([[longest], [longest // 8] * 8], **SHAPE, cost="cpu")
-        heads = (SHAPE["heads"], SHAPE["kv_heads"], SHAPE["kv_heads"])
-        qkv = [torch.randn(longest, h, SHAPE["head_dim"], requires_grad=True) for h in heads]
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(device: torch.device) -> list[dict[str, Any]]:
+    attention, size, rows = distca.CoreAttention(), dist.get_world_size(), []
+    on_gpu = device.type == "cuda"
+    shape, dtype = (GPU, torch.bfloat16) if on_gpu else (CPU, torch.float32)
+    for longest, (count, runs) in (GPU_SIZES if on_gpu else CPU_SIZES).items():
+        documents = [[longest], *[[longest // 8] * 8] * (size - 1)]
+        plan = distca.plan(documents, **shape, cost="h200" if on_gpu else "cpu")
+        heads = (shape["heads"], shape["kv_heads"], shape["kv_heads"])
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+        qkv = [torch.randn(longest, h, shape["head_dim"], **options) for h in heads]
         seconds: dict[bool, list[float]] = {True: [], False: []}
         for number in range(2 * (runs + 2)):
             announced = number % 2 == (number // 2) % 2  # which of the two is first changes
             exchange.announce = ANNOUNCE if announced else lambda *_: None  # type: ignore[assignment]
-            seconds[announced].append(layer(attention, qkv, plan))
+            seconds[announced].append(layers(attention, qkv, plan, count) / count)
         exchange.announce = ANNOUNCE
         with_, without = (np.asarray(seconds[announced][2:]) for announced in (True, False))
         low, median, high = np.percentile(with_ - without, [25, 50, 75]) * 1e3
         base = float(np.median(without)) * 1e3
         rows.append(
             {
-                "tokens": 2 * longest,
+                "tokens": size * longest,
                 "bytes": plan.traffic.total + plan.backward_traffic.total,
                 "runs": runs,
+                "layers": count,
                 "layer_ms": base,
                 "announcements_ms": float(median),
                 "quartiles_ms": [float(low), float(high)],
                 "percent": 100 * float(median) / base,
             }
         )
-    if rank == 0:
-        Path(out).write_text(json.dumps(rows))
-    dist.barrier()
-    dist.destroy_process_group()
+    return rows
 
 
-def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder) / "rows.json"
-        mp.spawn(measure, (f"file://{folder}/store", str(out)), 2)
-        rows = json.loads(out.read_text())
-    about = {
-        "command": "python benchmarks/announcements.py",
-        "torch": torch.__version__,
-        "machine": f"{platform.machine()}, 2 ranks with a thread each",
-        **SHAPE,
-    }
-    RESULTS.with_suffix(".json").write_text(
-        json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
-    )
+def show(rows: list[dict[str, Any]], device: torch.device, command: str) -> None:
+    ranks = int(os.environ["WORLD_SIZE"])
+    card = torch.cuda.get_device_name() if device.type == "cuda" else platform.machine()
+    shared = ", which they share" if "DISTCA_SHARE_GPU" in os.environ else ""
+    kind = "NCCL" if device.type == "cuda" else "gloo"
+    about = f"{date.today()}, torch {torch.__version__}, {ranks} {kind} ranks on {card}{shared}"
+    name = "announcements" if kind == "gloo" else f"announcements_nccl_{ranks}"
     lines = [
-        "# Announcements of messages",
+        f"# Announcements of messages: {ranks} {kind} ranks",
         "",
-        "Forward and backward of one layer on two gloo ranks, which announce four messages. The",
-        "last three columns are differences of neighboring runs with and without announcements:",
-        "median, middle half, and the median relative to a run without.",
+        "Forward and backward of a layer, in which ranks announce four messages. The last three",
+        "columns are differences of neighboring runs with and without announcements: median,",
+        "middle half, and the median relative to a run without.",
         "",
-        f"`{about['command']}`, torch {about['torch']}, {about['machine']}, float32.",
+        f"{about}: `{command}`",
         "",
-        "| tokens | bytes sent | runs | layer (ms) | announcements (ms) | middle half (ms) | |",
+        "| tokens | bytes sent | runs x layers | layer (ms) | announcements (ms) | middle half | |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         low, high = row["quartiles_ms"]
         lines.append(
-            f"| {row['tokens']:,} | {row['bytes']:,} | {row['runs']} | {row['layer_ms']:.1f}"
-            f" | {row['announcements_ms']:+.2f} | {low:+.2f} to {high:+.2f}"
-            f" | {row['percent']:+.1f} % |"
+            f"| {row['tokens']:,} | {row['bytes']:,} | {row['runs']} x {row['layers']}"
+            f" | {row['layer_ms']:.2f} | {row['announcements_ms']:+.3f}"
+            f" | {low:+.3f} to {high:+.3f} | {row['percent']:+.1f} % |"
         )
-    RESULTS.with_suffix(".md").write_text("\n".join(lines) + "\n")
+    folder = Path(os.environ.get("OUT", RESULTS))
+    record = {"about": about, "command": command, "rows": rows}
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=1) + "\n")
+    (folder / f"{name}.md").write_text("\n".join(lines) + "\n")
     print("\n".join(lines))
+
+
+def run(rank: int, environment: dict[str, str], command: str) -> None:
+    os.environ |= environment | {"RANK": str(rank)} if environment else {}
+    torch.set_num_threads(1)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        index = os.environ.get("DISTCA_SHARE_GPU", os.environ["LOCAL_RANK"])
+        device = torch.device("cuda", int(index))
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    rows = measure(device)
+    if dist.get_rank() == 0:
+        show(rows, device, command)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    if "RANK" in os.environ:
+        ranks = os.environ["WORLD_SIZE"]
+        run(0, {}, f"torchrun --nproc-per-node {ranks} benchmarks/announcements.py")
+        return
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    environment = {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "WORLD_SIZE": "2",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
+    mp.spawn(run, (environment, "python benchmarks/announcements.py"), 2)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,7 @@ def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
     odd = dist.get_rank(group) == 1
     plan = plans[1 if odd and what == "plan" else 0]
     scale = 0.5 if odd and what == "scale" else None
-    control = IMPATIENT[group] if what == "absence" else None
-    attention = CoreAttention(group, control=control, scale=scale)
+    attention = CoreAttention(IMPATIENT[group] if what == "absence" else group, scale=scale)
     q, k, v, _ = Tokens(plan, torch.float32).of_rank(attention.transport.rank)
     if odd:
         change = {

@@ -23,11 +23,8 @@ class Ranks:
     def __init__(
         self, group: dist.ProcessGroup, plans: list[Plan], face: str, *, impatient: bool = False
     ) -> None:
-        control = IMPATIENT[group] if impatient else None
-        self.halves = [
-            CoreAttention(group, control=control, scale=SCALE, backend="reference")
-            for _ in range(2)
-        ]
+        group = IMPATIENT[group] if impatient else group
+        self.halves = [CoreAttention(group, scale=SCALE, backend="reference") for _ in range(2)]
         self.rank, self.plans, self.face = dist.get_rank(group), plans, face
         self.odd = self.rank == 1
         for attention in self.halves:

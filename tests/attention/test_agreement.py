@@ -15,9 +15,6 @@ from attention.tokens import Tokens
 from ranks import RankPool
 from strategies import Batch
 
-from distca.dispatch.agreement import Handshake
-from distca.dispatch.transports.base import RECORD_BYTES
-
 GRAIN = {"tile": 16, "min_shard": 16, "cost": "pairs"}
 ORDER = "run the same layers in the same order on every rank, and serve as many of them"
 SENTENCES: dict[Callable[[Ranks], None], str] = {
@@ -137,11 +134,3 @@ def test_a_server_of_another_number_of_layers_is_told(
     for error in pool.run(mismatches.served, plan, layers, backward, ranks=3):
         assert f"disagree on {sentence}" in error
         assert error.startswith("DisagreementError: ")
-
-
-@pytest.mark.parametrize("error", ["", "short", 'q"\\\n' * 400, "ä" * 900])
-def test_a_handshake_has_one_size(error: str) -> None:
-    one = Handshake(
-        "backward", "f" * 64, 128, 128, 256, "bfloat16", "cuda", 1 / 3, True, error=error
-    )
-    assert len(one.record) == RECORD_BYTES

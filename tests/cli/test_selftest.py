@@ -53,6 +53,18 @@ def test_what_is_not_exact_fails(
     assert said.count("skipped") == 5
 
 
+def test_sharing_a_gpu_under_torchrun_is_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """There, nobody prepares the GPU before the ranks."""
+    monkeypatch.setenv("RANK", "0")
+    for command in ("selftest", "train"):
+        with pytest.raises(SystemExit) as exited:
+            main([command, "--share-gpu"])
+        assert exited.value.code == 2
+        assert "--share-gpu under torchrun: leave out torchrun" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("passed", "expected"), [([True, None], True), ([True, False], False), ([], True)]
 )

@@ -181,18 +181,23 @@ def test_sigterm_before_ranks_are_started(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_mistake_under_torchrun_is_told_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("data.sources=nope.txt", "nope.txt does not exist: give "),
+        ("train.steps=-1", "train.steps = -1: it must be at least 1"),
+    ],
+    ids=["data", "config"],
+)
+def test_a_mistake_under_torchrun_is_told_once(tmp_path: Path, setting: str, words: str) -> None:
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
     ran = subprocess.run(
-        [*torchrun, *command(tmp_path, "data.sources=nope.txt")],
-        capture_output=True,
-        text=True,
-        timeout=100,
+        [*torchrun, *command(tmp_path, setting)], capture_output=True, text=True, timeout=100
     )
     assert ran.returncode == 1  # of torchrun; that of the ranks is 2
-    assert ran.stderr.count("distca: nope.txt does not exist: give ") == 1
+    assert ran.stderr.count(f"distca: {words}") == 1
     assert "exitcode  : 2" in ran.stderr
-    assert "traceback : nope.txt does not exist: give " in ran.stderr
+    assert f"traceback : {words}" in ran.stderr
 
 
 @pytest.mark.slow

@@ -14,8 +14,8 @@ from distca.data.tokenizers import open_tokenizer
 BYTES = open_tokenizer(add_eos=False)
 
 
-def opened(where: str | Path, end: int | None = None) -> Source:
-    return open_source(where, BYTES, context=64, end_of_document=end)
+def opened(where: str | Path) -> Source:
+    return open_source(where, BYTES, context=64)
 
 
 def texts(source: Source) -> list[str]:
@@ -68,11 +68,11 @@ def test_numpy_tokens_end_by_eos_or_by_lengths(tmp_path: Path) -> None:
     path, ids = tmp_path / "a.npy", [5, 257, 6, 7, 257, 8]
     np.save(path, np.array(ids, np.uint16))
     assert tokens(opened(path)) == [[5, 257], [6, 7, 257], [8]]
-    assert tokens(opened(path, end=7)) == [[5, 257, 6, 7], [257, 8]]
+    other = open_source(path, open_tokenizer("ids:259", eos="7"), context=64)
+    assert tokens(other) == [[5, 257, 6, 7], [257, 8]]
     np.save(tmp_path / "a.lengths.npy", np.array([1, 5]))
     assert tokens(opened(path)) == [[5], [257, 6, 7, 257, 8]]
     assert tokens(opened(str(tmp_path / "*.npy"))) == [[5], [257, 6, 7, 257, 8]]
-    assert tokens(opened(path, end=7)) == [[5, 257, 6, 7], [257, 8]]
 
 
 @pytest.mark.parametrize(("code", "dtype"), [(1, "u1"), (4, "<i4"), (5, "<i8"), (8, "<u2")])
@@ -213,7 +213,9 @@ def test_bad_token_files_are_refused(tmp_path: Path) -> None:
 
 def test_lengths_are_asked_for_where_no_eos_is_known(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(3))
-    with pytest.raises(ValueError, match=r"to a\.lengths\.npy next to it, or give the id that en"):
+    with pytest.raises(
+        ValueError, match=r"to a\.lengths\.npy next to it, or set data.eos to the t"
+    ):
         open_source(tmp_path / "a.npy", open_tokenizer("ids:9"), context=8)
 
 

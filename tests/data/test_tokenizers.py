@@ -74,7 +74,7 @@ def test_eos_is_taken_from_the_config_beside_the_file(folder: Path, eos: object)
 
 
 def test_ids_alone() -> None:
-    tokenizer = open_tokenizer("ids:50257", eos=50256)
+    tokenizer = open_tokenizer("ids:50257", eos="50256")
     assert (tokenizer.vocab_size, tokenizer.eos) == (50257, 50256)
     with pytest.raises(ValueError, match=r"ids:50257 reads no text: use bytes or a token"):
         tokenizer.document("a")
@@ -85,14 +85,17 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
     for spec, options, said in (
         ("words", {}, "the tokenizer words does not exist: give bytes, ids:N, a tokenizer.json"),
         (str(folder / "bad.json"), {}, "bad.json is not a tokenizer.json: "),
-        (str(folder), {}, r"has no eos token: set eos = ..., or add_eos = false"),
-        (str(folder), {"eos": "<end>"}, "eos = '<end>' is not a token of .*: set one that is"),
-        (str(folder), {"eos": 1}, "eos = 1: give the tokens of .* as text"),
-        ("bytes", {"eos": "x"}, "bytes has its own bos and eos: leave them out"),
+        (str(folder), {}, r"has no eos token: set data.eos = ..., or data.add_eos = false"),
+        (str(folder), {"eos": "<end>"}, "eos '<end>' is not a token of .*: set data.eos"),
+        ("bytes", {"eos": "x"}, "bytes has its own bos and eos: leave out data.bos"),
         ("ids:", {}, "'ids:': write ids:N with the size N of the vocabulary"),
         ("ids:0", {}, "write ids:N with the size"),
-        ("ids:5", {"eos": 5}, "eos = 5 in the tokenizer ids:5: ids must be from 0 to below 5"),
-        ("ids:5", {"eos": "</s>"}, "give only eos, as the number that ends each document"),
+        (
+            "ids:5",
+            {"eos": "5"},
+            "data.eos = 5 with the tokenizer ids:5: ids must be from 0 to below 5",
+        ),
+        ("ids:5", {"eos": "</s>"}, "give only data.eos, the number that ends each document"),
     ):
         with pytest.raises(ValueError, match=said):
             open_tokenizer(spec, **options)

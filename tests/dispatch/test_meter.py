@@ -15,9 +15,9 @@ CPU = torch.device("cpu")
 def test_spans_add_up_and_are_taken_once() -> None:
     meter = Meter()
     for _ in range(2):
-        with meter.span("attention", CPU):
+        with meter.time("attention", CPU):
             time.sleep(0.01)
-    with meter.span("exposed", CPU):
+    with meter.time("exposed", CPU):
         pass
     taken = meter.take()
     assert taken.keys() == {"attention", "exposed"}
@@ -29,7 +29,7 @@ def test_spans_add_up_and_are_taken_once() -> None:
 def test_events_of_a_gpu_do_not_pile_up() -> None:
     meter, device = Meter(), torch.device("cuda")
     for _ in range(3 * PENDING):
-        with meter.span("attention", device):
+        with meter.time("attention", device):
             torch.cuda._sleep(1000)
         if len(meter._events) >= PENDING:
             torch.cuda.synchronize()

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import rank_device
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -45,6 +46,9 @@ class Case:
     recompute: bool = False
     stage_layers: tuple[int, ...] = ()
     frozen: int = 0  # the embedding and as many layers are not trained
+    compile: bool = False
+    dtype: torch.dtype = torch.float32
+    backend: str = "sdpa"
 
     def planner(self) -> StepPlanner:
         return StepPlanner(
@@ -65,7 +69,7 @@ _contexts: dict[MeshShape, RankContext] = {}
 def context_of(parallel: MeshShape) -> RankContext:
     """Returns the context of a mesh; process groups are made once in a process."""
     if parallel not in _contexts:
-        _contexts[parallel] = join_mesh(parallel, torch.device("cpu"))
+        _contexts[parallel] = join_mesh(parallel, rank_device())
     return _contexts[parallel]
 
 
@@ -75,16 +79,20 @@ def one_step(
     """Returns the mean loss over all targets and its gradients by parameter; None on a server."""
     context = context_of(case.parallel)
     runner = StepRunner.of(
-        context, halves=1 + case.ping_pong, recompute=case.recompute, backend="sdpa"
+        context,
+        halves=1 + case.ping_pong,
+        recompute=case.recompute,
+        backend=case.backend,
+        dtype=case.dtype,
     )
     planner = case.planner()
     model = None
     if context.stage is not None:
         model = on_meta(case.config, *planner.stages[context.stage])
-        parallelize(model, context, Precision())
-        initialize(model, seed=0)
+        parallelize(model, context, Precision(case.dtype), compile=case.compile)
+        initialize(model, seed=0, device=context.device)
         freeze(model, case.frozen)
-    total = runner.train(model, Step.of(planner, batch))
+    total = runner.train(model, Step.of(planner, batch)).cpu()
     dist.all_reduce(total, group=context.world_group)
     if model is None:
         return None
@@ -104,18 +112,27 @@ def freeze(model: Llama, layers: int) -> None:
 def whole(grad: Tensor | None) -> Tensor:
     if grad is None:
         return torch.empty(0)
-    return grad.full_tensor() if isinstance(grad, DTensor) else grad
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).cpu()
+
+
+def plain_step(
+    group: dist.ProcessGroup, case: Case, batch: Batch
+) -> tuple[float, dict[str, Tensor]]:
+    """Runs the plain loop on the device of a rank, on which weights are drawn as in its steps."""
+    return plain_loop(case, batch)
 
 
 def plain_loop(case: Case, batch: Batch) -> tuple[float, dict[str, Tensor]]:
     """Runs one process, document by document, with dense attention."""
-    model = Llama(case.config)
+    model = Llama(case.config).to(rank_device())
     initialize(model, seed=0)
     freeze(model, case.frozen)
     total: Any = 0.0
     for document in batch.documents:
-        tokens, labels = (torch.from_numpy(x) for x in (document.tokens, document.labels))
-        half = Arriving(tokens, torch.arange(len(tokens)), labels=labels)
+        tokens, labels = (
+            torch.from_numpy(x).to(rank_device()) for x in (document.tokens, document.labels)
+        )
+        half = Arriving(tokens, torch.arange(len(tokens), device=tokens.device), labels=labels)
         (leaving,) = model([half], plainly(dense_attention(case.config)))
         total = total + leaving.loss.total
     mean = total / batch.num_targets
@@ -127,7 +144,8 @@ def dense_attention(config: ModelConfig) -> Any:
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         group = q.shape[1] // k.shape[1]
         k, v = (t.repeat_interleave(group, 1) for t in (k, v))
-        behind = torch.arange(len(q))[:, None] - torch.arange(len(q))
+        position = torch.arange(len(q), device=q.device)
+        behind = position[:, None] - position
         reach = config.mask_of(layer).reach
         seen = (behind >= 0) & ((behind < reach) | (reach == CAUSAL))
         scores = torch.einsum("nhd,mhd->hnm", q, k) * q.shape[-1] ** -0.5

@@ -26,9 +26,7 @@ def recorded_step(
     """Events of the forward and of the backward tick, and the collectives of both."""
     context, events = context_of(case.parallel), []
     attentions = tuple(
-        RecordedAttention(
-            DistributedTransport(context.attention_group, context.attention_control), half, events
-        )
+        RecordedAttention(DistributedTransport(context.attention_group), half, events)
         for half in (0, 1)
     )
     runner = StepRunner(

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from distca.runtime import launch as launching
 from distca.runtime.launch import launch, local_ranks
 from distca.runtime.launched import RankFailedError
 
@@ -198,6 +199,18 @@ def test_a_signal_before_ranks_can_react(tmp_path: Path) -> None:
     assert are_gone(tmp_path)
 
 
+def test_a_signal_before_there_are_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = launching._store
+
+    def signalled(num_ranks: int) -> object:
+        signal.raise_signal(signal.SIGTERM)
+        return store(num_ranks)
+
+    monkeypatch.setattr(launching, "_store", signalled)
+    stop = launch(program("time.sleep(60)"), 2, tmp_path)
+    assert stop == launching.Stop(signal.SIGTERM, early=True)
+
+
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:
     process = launcher(tmp_path, "signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)")
     process.send_signal(signal.SIGINT)
@@ -220,9 +233,14 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert [local_ranks(None), local_ranks(5)] == [2, 5]
+    with pytest.raises(ValueError, match=r"^--share-gpu, but there is no GPU: leave it out"):
+        local_ranks(2, share_gpu=True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
     assert [local_ranks(None), local_ranks(3)] == [4, 3]
-    with pytest.raises(ValueError, match=r"^5 ranks on 4 GPUs: .* start at most 4"):
+    assert [local_ranks(None, share_gpu=True), local_ranks(8, share_gpu=True)] == [2, 8]
+    with pytest.raises(ValueError, match=r"^5 ranks on 4 GPUs: .* start at most 4, or set"):
         local_ranks(5)
+    with pytest.raises(ValueError, match=r"start at most 4, let all share one with --share-gpu"):
+        local_ranks(5, share_gpu=False)
     with pytest.raises(ValueError, match=r"^0 ranks: start 1 or more"):
         local_ranks(0)

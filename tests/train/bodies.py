@@ -180,22 +180,29 @@ def save_extra(group: dist.ProcessGroup, run: Run, extra: dict[str, Any]) -> Non
     run.start().checkpoints.save(1, extra)
 
 
-def fail_to_write(group: dist.ProcessGroup, run: Run, step: int) -> tuple[str, str]:
-    """The words of a save whose second rank cannot write, and the newest after it."""
-    trained, write = run.start(), FileSystemWriter.write_data
+def fail_to_write(
+    group: dist.ProcessGroup, run: Run, step: int, method: str = "write_data", rank: int = 1
+) -> tuple[str, str]:
+    """The words of a save in which a rank fails before it writes, and the newest after it.
 
-    def refuse(self: FileSystemWriter, *args: Any) -> Any:
+    method: where it fails. In ``finish`` it fails after everything was written.
+    """
+    trained, original = run.start(), getattr(FileSystemWriter, method)
+
+    def fail(self: FileSystemWriter, *args: Any) -> Any:
+        if method == "finish":
+            original(self, *args)
         raise RuntimeError("the cable is out")
 
-    if dist.get_rank(group) == 1:
-        FileSystemWriter.write_data = refuse  # type: ignore[method-assign]
+    if dist.get_rank(group) == rank:
+        setattr(FileSystemWriter, method, fail)
     try:
         trained.checkpoints.save(step, {"step": step})
         trained.checkpoints.wait()
     except RuntimeError as error:
         return str(error), str(trained.checkpoints.newest())
     finally:
-        FileSystemWriter.write_data = write  # type: ignore[method-assign]
+        setattr(FileSystemWriter, method, original)
     raise AssertionError("the save should have failed")
 
 

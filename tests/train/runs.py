@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch.distributed as dist
 from recorded import preparing_threads
 from torch.distributed.tensor import DTensor
 
+from distca.data.documents import Batch
 from distca.train.config import Config
 from distca.train.trainer import Trainer
 
@@ -36,6 +39,23 @@ def preparing(group: dist.ProcessGroup, settings: list[str]) -> dict[str, int]:
     with preparing_threads() as counts:
         fit(group, settings)
     return dict(counts)
+
+
+def stop_in_evaluation(
+    group: dist.ProcessGroup, settings: list[str]
+) -> tuple[list[dict[str, Any]], int]:
+    """The records, and the batches of an evaluation in whose second batch rank 1 is stopped."""
+    trainer = Trainer(Config.read(None, settings))
+    evaluation, numbers = trainer.loader.evaluation, count(1)
+
+    def batches(tokens: int) -> Iterator[Batch]:
+        for batch in evaluation(tokens):
+            yield batch
+            if next(numbers) == 2 and dist.get_rank(group) == 1:
+                trainer.stop.request()
+
+    trainer.loader.evaluation = batches  # type: ignore[method-assign]
+    return trainer.fit(), next(numbers) - 1
 
 
 def start_each(group: dist.ProcessGroup, settings: list[list[list[str]]]) -> list[str]:

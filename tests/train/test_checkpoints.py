@@ -214,6 +214,9 @@ def test_a_rank_that_cannot_write_fails_the_save_on_all(world: World, tmp_path: 
     for words, found in world(2).run(fail_to_write, run, 4, ranks=2):
         assert "step-00000004 is incomplete (the cable is out)" in words
         assert found.endswith("step-00000003")
+    for words, found in world(2).run(fail_to_write, run, 5, "finish", 0, ranks=2):
+        assert "step-00000005 is complete, but its save failed (the cable is out)" in words
+        assert found.endswith("step-00000005")
 
 
 @pytest.mark.parametrize(
@@ -265,9 +268,11 @@ def test_another_model_is_refused_on_all_ranks(
 def test_damage_is_said_in_a_sentence(
     world: World, tmp_path: Path, file: str, content: bytes, words: str
 ) -> None:
-    """By the first rank, as a mistake; a resumed run takes the one before."""
+    """Without digests, by the first rank, as a mistake; a resumed run takes the one before."""
     run = Run(tmp_path, DP2)
     run_all(world, save_steps, run, [2, 3])
+    for sums in tmp_path.glob("*/SHA256SUMS"):
+        sums.unlink()
     (tmp_path / "step-00000003" / file).write_bytes(content)
     (error, _), _ = world(2).answers(load, run, "step-00000003", ranks=2)
     assert error is not None
@@ -282,6 +287,24 @@ def test_damage_is_said_in_a_sentence(
     with pytest.raises(RankFailedError, match=r"ValueError: no checkpoint can be loaded \(.*fresh"):
         run_all(world, resume, run)
     assert not Path("executed").exists()
+
+
+def test_one_flipped_bit_in_any_file_is_damage(world: World, tmp_path: Path) -> None:
+    run, newer = Run(tmp_path, DP2), tmp_path / "step-00000003"
+    run_all(world, save_steps, run, [2, 3])
+    for file in sorted(newer.iterdir()):
+        content = file.read_bytes()
+        flipped = bytearray(content)
+        flipped[len(content) // 2] ^= 1
+        file.write_bytes(flipped)
+        path, notes = run_all(world, resume, run)
+        assert path == tmp_path / "step-00000002", file
+        assert re.search(r"is damaged \(its digest is not .*: step-00000002 is used", notes[0])
+        file.write_bytes(content)
+    assert run_all(world, resume, run) == (newer, [])
+    (newer / "SHA256SUMS").unlink()
+    path, notes = run_all(world, resume, run)
+    assert notes == [f"{newer} has no SHA256SUMS, so its files could not be checked for damage"]
 
 
 def test_what_cannot_be_saved_or_found(world: World, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from ranks import World
-from train.runs import fit, fit_with_nan, save_with_nan, told
+from train.runs import fit, fit_with_nan, save_with_nan, stop_in_evaluation, told
 
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import complete, newest
@@ -114,16 +114,22 @@ def test_every_start_says_from_where(world: World, tmp_path: Path) -> None:
         "step-00000005.aside is later, and is kept but not used",
         "step-00000006.aside is later, and is kept but not used",
         f"resumed from step 4 of {tmp_path}",
+        f"2 records of later steps were moved to {tmp_path}/metrics.abandoned.jsonl",
     ]
     assert steps(tmp_path)[:2] == [5, 4]
 
     sentences, first = tell(world, tmp_path, **every, from_step="2", **{"train.steps": "3"})
-    assert (sentences[-1], first) == (f"resumed from step 2 of {tmp_path}", 2)
+    assert (sentences[-2], first) == (f"resumed from step 2 of {tmp_path}", 2)
     assert steps(tmp_path) == [3, 2]  # those of the abandoned branch do not win
     error = refused(world, tmp_path, from_step="9")
     assert error.endswith("checkpoints has no complete checkpoint of step 9: choose one of [2, 3]")
-    assert tell(world, tmp_path, resume="false")[0][-1] == f"starting new in {tmp_path}"
+    assert tell(world, tmp_path, resume="false")[0][-2:] == [
+        f"starting new in {tmp_path}",
+        f"3 records of later steps were moved to {tmp_path}/metrics.abandoned.jsonl",
+    ]
     assert steps(tmp_path) == [4]
+    abandoned = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in abandoned] == [4, 5, 2, 3, 4, 0, 1, 2]
 
 
 def test_a_stop_saves_and_never_evaluates(world: World, tmp_path: Path) -> None:
@@ -132,6 +138,16 @@ def test_a_stop_saves_and_never_evaluates(world: World, tmp_path: Path) -> None:
     assert ["eval_loss" in record for record in records] == [True, False]
     assert records[-1]["stopped"]
     assert steps(tmp_path) == [2]
+
+
+def test_a_stop_on_one_rank_ends_an_evaluation_on_all(world: World, tmp_path: Path) -> None:
+    often = {"train.eval_every": "1", "train.eval_tokens": "2560"}
+    run = settings(tmp_path, **often)
+    (records, first), (_, second) = world(2).run(stop_in_evaluation, run, ranks=2)
+    assert (first, second) == (2, 2)
+    assert [(record["step"], record["stopped"]) for record in records] == [(0, True)]
+    assert "eval_loss" not in records[0]
+    assert steps(tmp_path) == [1]
 
 
 def test_changed_data_is_refused_with_what_changed(world: World, tmp_path: Path) -> None:

@@ -54,3 +54,16 @@ def test_what_cannot_fit_is_refused_with_the_numbers() -> None:
 def test_ranks_share_a_host() -> None:
     cpu = torch.device("cpu")
     assert available_bytes(cpu, 2) == available_bytes(cpu, 1) // 2
+
+
+def test_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Properties:
+        total_memory = 100 << 30
+
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: Properties)
+    gpu = torch.device("cuda", 0)
+    assert available_bytes(gpu, 1) == 95 << 30
+    assert available_bytes(gpu, 4) == 24 << 30, "a quarter, less the context of a rank"
+    assert available_bytes(gpu, 4, limit_gib=7) == 7 << 30
+    with pytest.raises(ValueError, match=r"100 ranks need at least 125 GiB .* start at most 80,"):
+        available_bytes(gpu, 100)

@@ -1,4 +1,4 @@
-"""From a config to the parts of a run."""
+"""From a config to the components of a run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.spans import as_ints
 from distca.train.config import Config
-from distca.train.setup import planner_of
+from distca.train.setup import planner_of, tokenizer_of
 
 
 def planner(parallel: MeshShape, *settings: str) -> StepPlanner:
@@ -22,6 +22,12 @@ def planner(parallel: MeshShape, *settings: str) -> StepPlanner:
 def devices(parallel: MeshShape, *settings: str) -> Devices:
     """The devices of a plan of the trainer's planner."""
     return planner(parallel, *settings).plan(as_ints([300, 200, 100, 50])).slots[0][0][0].devices
+
+
+def test_the_tokens_around_documents_can_be_set() -> None:
+    config = Config.read(None, ["data.add_bos=true", "data.add_eos=false"])
+    assert tokenizer_of(config).document("a").tokens.tolist() == [256, 97]
+    assert tokenizer_of(Config.read(None, ["data.tokenizer=ids:9", "data.eos=7"])).eos == 7
 
 
 @pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -43,10 +44,9 @@ class CoreAttention:
     rank without tokens passes empty tensors, and a rank without a model calls ``serve``. Outputs
     and gradients are those of one device. One object serves all layers of a model.
 
-    group: the ranks of the plan, in order; None is the default group.
-    control: the same ranks in another gloo group, over which they compare handshakes before every
-        message. By default it is made here, with the timeout of the group; then all ranks of the
-        group construct this object at the same point.
+    group: the ranks of the plan, in order; None is the default group. All of them construct this
+        object at the same point.
+    timeout: how long a rank waits for the announcement of another; that of the group by default.
     backend: a name from ``distca.attention.backends``, or ``auto`` for the fastest that fits.
     scale: factor of the scores; 1 / sqrt(D) by default.
     deterministic: whether gradients are bitwise equal from run to run.
@@ -62,7 +62,7 @@ class CoreAttention:
         self,
         group: dist.ProcessGroup | None = None,
         *,
-        control: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
         backend: str = "auto",
         scale: float | None = None,
         deterministic: bool = False,
@@ -70,7 +70,7 @@ class CoreAttention:
         transport: Transport | None = None,
     ) -> None:
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
-        self.transport = DistributedTransport(group, control) if transport is None else transport
+        self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}

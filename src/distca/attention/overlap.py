@@ -6,9 +6,18 @@
     ...                                             computation of the other half
     out = ping.combine()                            waits for the results of own rows
 
-Backward runs the same three steps in reverse order, each at its node in the graph: autograd runs
-the newest node first, so what was interleaved stays interleaved. Use these steps between
-checkpointed regions; inside one they would exchange twice.
+Use these steps between checkpointed regions; inside one they would exchange twice.
+
+[Note: steps of the backward pass] The backward pass has the same three steps in the same order, but
+autograd runs the nodes of the graph from the newest to the oldest. So the backward of a node is not
+the step of its forward, but the one at its place in that order:
+
+    node         its forward           its backward
+    _Dispatch    1st step: dispatch    3rd step: combine, which returns dq, dk and dv
+    _Compute     2nd step: compute     2nd step: compute
+    _Combine     3rd step: combine     1st step: dispatch, of grad_out and what was saved
+
+Nodes of two halves alternate in the graph, so their steps alternate in the backward pass too.
 
 [Note: edges] Autograd runs a node only after the nodes that use its outputs. So dispatch and
 compute each return an empty tensor, an edge, which the next step takes as an input. Its gradient is
@@ -77,6 +86,8 @@ class AsyncAttention:
 
 
 class _Dispatch(torch.autograd.Function):
+    """The oldest node: dispatches forward and combines backward."""
+
     @staticmethod
     def forward(ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.pending = pending
@@ -93,6 +104,8 @@ class _Dispatch(torch.autograd.Function):
 
 
 class _Compute(torch.autograd.Function):
+    """The node in between: computes forward and backward."""
+
     @staticmethod
     def forward(ctx: Any, pending: AsyncAttention, edge: Tensor) -> Tensor:
         ctx.pending = pending
@@ -107,6 +120,8 @@ class _Compute(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
+    """The newest node: combines forward and dispatches backward."""
+
     @staticmethod
     def forward(
         ctx: Any, pending: AsyncAttention, edge: Tensor, q: Tensor, k: Tensor, v: Tensor

@@ -47,7 +47,7 @@ class ForwardPass:
         leaving = self._exchange.results()
         for call in self._prepared.remote:
             call.scatter([*self._call(call, received), *mine, leaving])
-        self._exchange.combine()
+        self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Attended:
@@ -70,7 +70,7 @@ class ForwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
-        with plan.meter.span("attention", plan.spec.device):
+        with plan.meter.time("attention", plan.spec.device):
             attended = plan.backend.forward(q, k, v, call.packed, plan.scale)
         return Attended(*(each.contiguous() for each in attended))
 
@@ -102,7 +102,7 @@ class BackwardPass:
         for call in self._prepared.remote:
             grads = self._call(call, received)
             call.scatter([*grads, mine.dk, mine.dv, mine.dq, leaving])
-        self._exchange.combine()
+        self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Gradients:
@@ -136,7 +136,7 @@ class BackwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
         *saved, grad_out = call.gather(self._tensors, received)
         plan = self._plan
-        with plan.meter.span("attention", plan.spec.device):
+        with plan.meter.time("attention", plan.spec.device):
             grads = plan.backend.backward(
                 grad_out, Saved(*saved), call.packed, plan.scale, plan.deterministic
             )

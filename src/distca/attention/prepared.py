@@ -82,7 +82,7 @@ class PreparedPlan:
     deterministic: bool
     transport: Transport
     buffers: Buffers
-    meter: Meter  # spans "attention" and "exposed", the communication that no computation hides
+    meter: Meter  # of "attention", and of "exposed" communication, which no computation hides
 
     def exchange(self, prepared: PreparedLayout) -> Exchange:
         """Returns the exchange of one layer, which holds the buffers from now on."""

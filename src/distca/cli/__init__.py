@@ -68,15 +68,16 @@ def main(args: Sequence[str] | None = None) -> None:
 
     0: success. 1: a rank or a check failed. 2: bad input, reported in one sentence. 130: Ctrl-C.
     """
-    given = list(sys.argv[1:] if args is None else args)
+    arguments = list(sys.argv[1:] if args is None else args)
     try:
-        status = app(given or ["--help"], prog_name="distca", standalone_mode=False)
+        status = app(arguments or ["--help"], prog_name="distca", standalone_mode=False)
     except (ValueError, OSError, _USAGE_ERROR) as error:
         if not is_repeated(error):
             typer.echo(f"distca: {_sentence(error)}", err=True)
         status = 2
     except RankFailedError as error:
-        typer.echo(f"distca: {sentence(error)}", err=True)
+        if not is_repeated(error):
+            typer.echo(f"distca: {sentence(error)}", err=True)
         status = 1
     except (KeyboardInterrupt, typer.Abort):
         status = 130

@@ -9,8 +9,11 @@ and ``distca.cli`` runs what was built. ``distca.schema`` reads the same fields 
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
+from pathlib import Path
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
@@ -19,6 +22,7 @@ from typer import Argument, Option
 
 from distca.runtime.launch import Stop
 from distca.runtime.launched import is_launched
+from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
 STOPPED_EARLY = "stopped before the first step: there was nothing to save"
@@ -50,6 +54,32 @@ def argument(metavar: str, text: str, default: Any = MISSING, **options: Any) ->
 def json_switch() -> Any:
     """Declares ``--json``, which all commands have."""
     return option("", "Print one JSON object, for scripts.", False, "--json", panel=OUTPUT)
+
+
+def share_switch(panel: str | None = None) -> Any:
+    """Declares ``--share-gpu``, for commands that start ranks."""
+    return option(
+        "", "Let all ranks share one GPU: a rehearsal.", False, "--share-gpu", panel=panel
+    )
+
+
+@contextmanager
+def sharing(wanted: bool, num_ranks: int, logs: Path) -> Iterator[SharedGpu | None]:
+    """Prepares a GPU for ranks that share it, if that is wanted."""
+    if not wanted:
+        yield None
+        return
+    with share_gpu(num_ranks, logs / "mps") as gpu:
+        yield gpu
+
+
+def check_sharing(wanted: bool) -> None:
+    """Raises ValueError in a rank of torchrun that is asked to prepare the GPU for all ranks."""
+    if wanted and not is_launched():
+        raise ValueError(
+            "--share-gpu under torchrun: leave out torchrun and give --ranks, or leave out"
+            " --share-gpu and set DISTCA_SHARE_GPU=0, after starting MPS"
+        )
 
 
 def for_typer(command: type[Command]) -> type[Command]:

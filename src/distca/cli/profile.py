@@ -44,7 +44,9 @@ class ProfileCommand:
 
     def run(self) -> None:
         if launched.is_rank():
-            with launched.reporting():
+            from distca.runtime.lost_ranks import naming_lost_ranks
+
+            with launched.reporting(), naming_lost_ranks():
                 self._measure_together()
             return
         num_ranks = self._num_ranks()

@@ -9,7 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli.command import console, exit_if_stopped, json_switch, option, rank_command
+from distca.cli.command import (
+    check_sharing,
+    console,
+    exit_if_stopped,
+    json_switch,
+    option,
+    rank_command,
+    share_switch,
+    sharing,
+)
 from distca.report import units
 from distca.report.checks import checks_table
 from distca.runtime import launch, launched
@@ -31,7 +40,10 @@ class SelftestCommand:
     torchrun --nproc-per-node 8 --no-python distca selftest
     """
 
-    ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    ranks: int | None = option(
+        "N", "Ranks to start. Default: one for each GPU, or 2 that share it or the CPU."
+    )
+    share_gpu: bool = share_switch()
     out: Path = option(
         "DIR", "Folder for logs and a checkpoint; all nodes share it.", Path("runs/selftest")
     )
@@ -39,14 +51,22 @@ class SelftestCommand:
 
     def run(self) -> None:
         if launched.is_rank():
-            with launched.reporting():
+            from distca.runtime.lost_ranks import naming_lost_ranks
+
+            with launched.reporting(), naming_lost_ranks():
+                check_sharing(self.share_gpu)
                 rows = self._check()
             if not launched.is_launched():
                 raise typer.Exit(0 if all_pass(rows) else 1)
             return  # the launcher reads the result: a rank that exits with 1 would count as broken
         self.result.unlink(missing_ok=True)
-        num_ranks = launch.local_ranks(self.ranks)
-        exit_if_stopped(launch.launch(rank_command("selftest", self), num_ranks, self.out / "logs"))
+        num_ranks = launch.local_ranks(self.ranks, self.share_gpu)
+        command, logs = rank_command("selftest", self), self.out / "logs"
+        with sharing(self.share_gpu, num_ranks, logs) as gpu:
+            if gpu is not None:
+                console(quiet=self.as_json).print(str(gpu), soft_wrap=True)
+            stop = launch.launch(command, num_ranks, logs, gpu)
+        exit_if_stopped(stop)
         if not self.result.exists() or not all_pass(json.loads(self.result.read_text())["checks"]):
             raise typer.Exit(1)
 

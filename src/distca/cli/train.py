@@ -3,7 +3,8 @@
 import json
 import os
 import signal
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -14,11 +15,14 @@ import typer
 from distca.cli.command import (
     OUTPUT,
     argument,
+    check_sharing,
     console,
     exit_if_stopped,
     json_switch,
     option,
     rank_command,
+    share_switch,
+    sharing,
     stop_before_first_step,
 )
 from distca.report import units
@@ -34,6 +38,7 @@ from distca.report.training import (
     verdict,
 )
 from distca.runtime import launch, launched
+from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
     import torch
@@ -43,13 +48,14 @@ if TYPE_CHECKING:
 COMPARE_OUT = "runs/compare"
 # Takes a minute or two on two cores; whole files, so that long and short documents are mixed.
 COMPARE_DEFAULTS = (
-    "train.steps=12",
+    "train.steps=8",
     "train.tokens_per_step=8192",
     "train.warmup=4",
     "train.lr=1e-3",
     "data.context=8192",
     "data.overlong=drop",
 )
+COMPARE_MODEL = "model.sizes.layers=2"  # of the default model, half of its layers
 SIDES: dict[str, dict[str, Any]] = {
     "colocated": {"policy": "colocated", "placement": "given", "ping_pong": False},
     "disaggregated": {"policy": "distca", "placement": "balanced"},
@@ -84,7 +90,10 @@ class TrainCommand:
         None,
         "--set",
     )
-    ranks: int | None = _run("N", "Ranks to start. Default: one for each GPU, or 2 on the CPU.")
+    ranks: int | None = _run(
+        "N", "Ranks to start. Default: one for each GPU, or 2 that share it or the CPU."
+    )
+    share_gpu: bool = share_switch("Run")
     out: Path | None = _run(
         "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
     )
@@ -114,14 +123,22 @@ class TrainCommand:
         if not launched.is_rank():
             self._launch()
             return
-        with launched.reporting():
+        from distca.runtime.lost_ranks import naming_lost_ranks
+
+        with launched.reporting(), naming_lost_ranks():
             import torch.distributed
 
-            config, world = self.read(), int(os.environ["WORLD_SIZE"])
-            if self.ranks not in (None, world):
-                raise ValueError(
-                    f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
-                )
+            from distca.runtime.together import together
+            from distca.train.setup import join_world
+
+            check_sharing(self.share_gpu)
+            join_world()
+            with together():  # so that a mistake is told once, and not by every rank
+                config, world = self.read(), int(os.environ["WORLD_SIZE"])
+                if self.ranks not in (None, world):
+                    raise ValueError(
+                        f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
+                    )
             if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
@@ -137,8 +154,10 @@ class TrainCommand:
             raise ValueError("--compare starts both sides from step 0: leave out --resume, --from")
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
-        settings = [*COMPARE_DEFAULTS] if self.compare and self.config is None else []
-        settings += self.settings or []
+        settings = list(self.settings or [])
+        if self.compare and self.config is None:
+            chosen = any(one.startswith("model.") for one in settings)
+            settings = [*COMPARE_DEFAULTS, *([] if chosen else [COMPARE_MODEL]), *settings]
         settings += [] if self.trace is None else [f"train.trace={self.trace}"]
         config = Config.read(self.config, settings)
         if self.out is not None:
@@ -153,38 +172,50 @@ class TrainCommand:
 
     def _launch(self) -> None:
         from distca.train.run_lock import RunLock
-        from distca.train.step_folders import newest
 
-        config, num_ranks = self.read(), launch.local_ranks(self.ranks)
-        check(config, num_ranks, sides=len(SIDES) if self.compare else 1)
-        if not self.as_json:
-            _announce(config, num_ranks, self.compare)
-        out = Path(config.out)
-        lock = RunLock(out)
+        config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
+        sides, out = len(SIDES) if self.compare else 1, Path(config.out)
+        check(config, num_ranks, sides=sides, share_gpu=self.share_gpu)
+        lock, logs = RunLock(out), out / "logs"
         try:
-            stop = launch.launch(rank_command("train", self), num_ranks, out / "logs")
-        except KeyboardInterrupt:
-            found = newest(out / "checkpoints")
-            last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-            typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
-            raise
+            with sharing(self.share_gpu, num_ranks, logs) as gpu:
+                if not self.as_json:
+                    _announce(config, num_ranks, self.compare, gpu)
+                with _tell_what_is_saved(out):
+                    stop = launch.launch(rank_command("train", self), num_ranks, logs, gpu)
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
 
-def check(config: "Config", num_ranks: int, *, sides: int = 1) -> None:
+@contextmanager
+def _tell_what_is_saved(out: Path) -> Iterator[None]:
+    """Names the last checkpoint when a second signal has ended the ranks before they could save."""
+    from distca.train.step_folders import newest
+
+    try:
+        yield
+    except KeyboardInterrupt:
+        found = newest(out / "checkpoints")
+        last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
+        typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
+        raise
+
+
+def check(config: "Config", num_ranks: int, *, sides: int = 1, share_gpu: bool = False) -> None:
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import setup
     from distca.train.step_folders import find
 
-    setup.Parts.of(config, num_ranks, _device(), sides=sides)
+    setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
 
 
-def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
+def _announce(
+    config: "Config", num_ranks: int, compare: bool, gpu: SharedGpu | None = None
+) -> None:
     from distca.pipeline.stages import stage_layers
     from distca.train import setup
 
@@ -207,7 +238,8 @@ def _announce(config: "Config", num_ranks: int, compare: bool) -> None:
     rows = {
         "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
         f" {units.several(model.layers, 'layer')}, {_precision(config)}",
-        "ranks": f"{num_ranks} on {where}: {' x '.join(axes)}",
+        "ranks": f"{num_ranks} on {where if gpu is None else 'one GPU'}: {' x '.join(axes)}",
+        **({} if gpu is None else {"GPU": str(gpu)}),
         **({"pipeline": _pipeline(stages, p.micro_batches)} if sizes.pp > 1 else {}),
         "attention": how + (", ping-pong" if p.ping_pong else ""),
         "data": f"{', '.join(config.data.sources)}; documents of up to"

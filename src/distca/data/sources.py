@@ -105,20 +105,18 @@ def _token_file(
     return Source(str(path), len(stops), document, (path, *beside))
 
 
-def _numpy_tokens(path: Path, tokenizer: Tokenizer, end_of_document: int | None) -> Source:
+def _numpy_tokens(path: Path, tokenizer: Tokenizer) -> Source:
     """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = readers.open_array(path), path.with_suffix(".lengths.npy")
-    if end_of_document is None and beside.is_file():
+    if beside.is_file():
         return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size, beside)
-    end = tokenizer.eos if end_of_document is None else end_of_document
-    if end is None:
+    if tokenizer.eos is None:
         raise ValueError(
             f"{path} does not say where its documents end: write their lengths to {beside.name}"
-            " next to it, or give the id that ends them"
+            " next to it, or set data.eos to the token that ends them"
         )
-    return _token_file(
-        path, row, readers.read_lengths(path, end_of_document=end), tokenizer.vocab_size
-    )
+    lengths = readers.read_lengths(path, end_of_document=tokenizer.eos)
+    return _token_file(path, row, lengths, tokenizer.vocab_size)
 
 
 def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
@@ -175,30 +173,20 @@ def _standard_library(tokenizer: Tokenizer) -> Source:
     return _text_files("stdlib", paths, tokenizer)
 
 
-def open_source(
-    where: str | Path,
-    tokenizer: Tokenizer,
-    *,
-    context: int,
-    seed: int = 0,
-    end_of_document: int | None = None,
-) -> Source:
+def open_source(where: str | Path, tokenizer: Tokenizer, *, context: int, seed: int = 0) -> Source:
     """Opens a source; see the top of this file.
 
     The first document is read at once, so that a wrong file or tokenizer is reported before a run
     begins.
 
     context, seed: for random tokens.
-    end_of_document: the id that ends documents in a ``.npy`` file; by default the tokenizer's eos.
     """
-    source = _open(where, tokenizer, context, seed, end_of_document)
+    source = _open(where, tokenizer, context, seed)
     source.document(0)
     return source
 
 
-def _open(
-    where: str | Path, tokenizer: Tokenizer, context: int, seed: int, end: int | None
-) -> Source:
+def _open(where: str | Path, tokenizer: Tokenizer, context: int, seed: int) -> Source:
     if where == "stdlib":
         return _standard_library(tokenizer)
     if names_distribution(str(where)):
@@ -206,16 +194,16 @@ def _open(
     files = readers.find_files(where, KNOWN)
     if not any(file.suffix in _NOT_TEXT for file in files):
         return _text_files(str(where), files, tokenizer)
-    sources = [_open_file(file, tokenizer, end) for file in files]
+    sources = [_open_file(file, tokenizer) for file in files]
     return sources[0] if len(sources) == 1 else _joined(str(where), sources)
 
 
-def _open_file(path: Path, tokenizer: Tokenizer, end: int | None) -> Source:
+def _open_file(path: Path, tokenizer: Tokenizer) -> Source:
     match path.suffix:
         case ".jsonl":
             return _json_lines(path, tokenizer)
         case ".npy":
-            return _numpy_tokens(path, tokenizer, end)
+            return _numpy_tokens(path, tokenizer)
         case ".bin" | ".idx":
             return _megatron_tokens(path, tokenizer)
         case ".json":

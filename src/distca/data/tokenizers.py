@@ -39,13 +39,13 @@ class Tokenizer:
         for word, token, add in (("bos", self.bos, self.add_bos), ("eos", self.eos, self.add_eos)):
             if token is not None and not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{word} = {token} in the tokenizer {self.name}: ids must be from 0 to below"
-                    f" {self.vocab_size}"
+                    f"data.{word} = {token} with the tokenizer {self.name}: ids must be from 0 to"
+                    f" below {self.vocab_size}"
                 )
             if add and token is None:
                 raise ValueError(
-                    f"the tokenizer {self.name} has no {word} token: set {word} = ..., or"
-                    f" add_{word} = false"
+                    f"the tokenizer {self.name} has no {word} token: set data.{word} = ..., or"
+                    f" data.add_{word} = false"
                 )
 
     def document(self, text: str, *, prompt: str = "", index: int = 0) -> Document:
@@ -62,31 +62,34 @@ class Tokenizer:
 def open_tokenizer(
     spec: str = "bytes",
     *,
-    bos: str | int | None = None,
-    eos: str | int | None = None,
+    bos: str = "",
+    eos: str = "",
     add_bos: bool = False,
     add_eos: bool = True,
 ) -> Tokenizer:
     """Opens a tokenizer; see the top of this file.
 
-    bos, eos: special tokens as text, or as a number for ``ids:N``.
+    bos, eos: tokens as text, instead of those of the tokenizer. For ``ids:N``, eos is the number
+        that ends documents in a ``.npy`` file.
+    add_bos, add_eos: whether they enclose the documents of a text.
     """
     kind, _, size = spec.partition(":")
     if kind == "bytes" and not size:
-        if bos is not None or eos is not None:
-            raise ValueError("the tokenizer bytes has its own bos and eos: leave them out")
+        if bos or eos:
+            raise ValueError(
+                "the tokenizer bytes has its own bos and eos: leave out data.bos and data.eos"
+            )
         return Tokenizer("bytes", NUM_BYTE_TOKENS, _utf8, BOS, EOS, add_bos, add_eos)
     if kind == "ids":
         if not size.isdecimal() or int(size) < 1:
             raise ValueError(f"tokenizer {spec!r}: write ids:N with the size N of the vocabulary")
-        if bos is not None or isinstance(eos, str):
+        if bos or (eos and not eos.isdecimal()):
             raise ValueError(
-                f"bos = {bos!r} and eos = {eos!r} with the tokenizer {spec}: give only eos, as"
-                " the number that ends each document"
+                f"data.bos = {bos!r} and data.eos = {eos!r} with the tokenizer {spec}: give only"
+                " data.eos, the number that ends each document"
             )
-        return Tokenizer(f"ids:{int(size)}", int(size), partial(_read_no_text, spec), eos=eos)
-    if isinstance(bos, int) or isinstance(eos, int):
-        raise ValueError(f"bos = {bos!r} and eos = {eos!r}: give the tokens of {spec} as text")
+        end = int(eos) if eos else None
+        return Tokenizer(f"ids:{int(size)}", int(size), partial(_read_no_text, spec), eos=end)
     return _hugging_face(Path(spec), {"bos": bos, "eos": eos}, add_bos, add_eos)
 
 
@@ -99,18 +102,16 @@ def _read_no_text(spec: str, text: str) -> Tokens:
     raise ValueError(f"the tokenizer {spec} reads no text: use bytes or a tokenizer.json")
 
 
-def _hugging_face(
-    path: Path, given: Mapping[str, str | None], add_bos: bool, add_eos: bool
-) -> Tokenizer:
-    """Opens a ``tokenizer.json``; bos and eos are given or in its ``tokenizer_config.json``."""
+def _hugging_face(path: Path, chosen: Mapping[str, str], add_bos: bool, add_eos: bool) -> Tokenizer:
+    """Opens a ``tokenizer.json``; bos and eos are chosen or in its ``tokenizer_config.json``."""
     path = path / "tokenizer.json" if path.is_dir() else path
     inner = _load(path)
     ids: dict[str, int | None] = {}
     for word, named in _named_tokens(path.with_name("tokenizer_config.json")).items():
-        token = given[word] or named
+        token = chosen[word] or named
         ids[word] = None if token is None else inner.token_to_id(token)
         if token is not None and ids[word] is None:
-            raise ValueError(f"{word} = {token!r} is not a token of {path}: set one that is")
+            raise ValueError(f"{word} {token!r} is not a token of {path}: set data.{word}")
 
     def encode(text: str) -> Tokens:
         # JSON may hold half characters, which tokenizers cannot read.

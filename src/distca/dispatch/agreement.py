@@ -1,9 +1,9 @@
 """The handshakes of all ranks: each of them says what it is about to do, before it does it.
 
 A mismatch inside a collective deadlocks, aborts the process or mixes up numbers. So every message
-of an exchange waits, on the host, until all ranks have announced the same one; a difference raises
-the same error on every rank, and nothing has been sent. A rank announces a message before it
-gathers or computes its rows, so that the answers of its peers arrive in the meantime.
+of an exchange is announced to all ranks over the host, and a difference raises the same error on
+every rank. A rank announces a message before it gathers or computes its rows, so that the answer
+arrives in the meantime.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import astuple, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from distca.dispatch.transports.base import RECORD_BYTES, Check, ExchangeError, Transport
+from distca.dispatch.transports.base import Check, ExchangeError, Records, Transport
 
 _ORDER = "run the same layers in the same order on every rank, and serve as many of them"
 _ADVICE = {
@@ -55,15 +55,8 @@ class Handshake:
         return f"the {' '.join(what)}{plan}"
 
     @cached_property
-    def record(self) -> bytes:
-        """The handshake in as many bytes as every other; a long error is cut."""
-        room = RECORD_BYTES
-        while (
-            len(encoded := json.dumps(astuple(replace(self, error=self.error[:room]))).encode())
-            > RECORD_BYTES
-        ):
-            room -= len(encoded) - RECORD_BYTES
-        return encoded.ljust(RECORD_BYTES)
+    def record(self) -> str:
+        return json.dumps(astuple(self))
 
 
 class Agreed(NamedTuple):
@@ -89,7 +82,7 @@ def gather_or_raise(transport: Transport, mine: Record) -> list[Record]:
 
 def agree(transport: Transport, mine: Handshake) -> Agreed:
     """Compares the handshakes of all ranks; raises on every rank if one differs or has an error."""
-    return _compare(mine, _collect(mine, transport.announce(mine.record)))
+    return _compare(mine, _collect(transport.announce(mine.record)))
 
 
 def announce(transport: Transport, mine: Handshake) -> Check:
@@ -100,17 +93,19 @@ def announce(transport: Transport, mine: Handshake) -> Check:
     wait = transport.announce(mine.record)
 
     def check() -> None:
-        records = _collect(mine, wait)
+        records = _collect(wait)
         if any(record != mine.record for record in records):
             _compare(mine, records)
 
     return check
 
 
-def _collect(mine: Handshake, wait: Callable[[], list[bytes]]) -> list[bytes]:
+def _collect(wait: Callable[[], Records]) -> list[str]:
     try:
-        return wait()
+        return [record for record in wait() if record is not None]
     except ExchangeError as error:
+        if not error.records:
+            raise
         records = [_decode(record) if record else None for record in error.records]
         doing: dict[str, list[int]] = {}
         for rank, one in enumerate(records):
@@ -121,11 +116,11 @@ def _collect(mine: Handshake, wait: Callable[[], list[bytes]]) -> list[bytes]:
         raise ExchangeError(f"{who}, while {waited}: {error}") from error
 
 
-def _decode(record: bytes) -> Handshake:
+def _decode(record: str) -> Handshake:
     return Handshake(*json.loads(record))
 
 
-def _compare(mine: Handshake, records: Sequence[bytes]) -> Agreed:
+def _compare(mine: Handshake, records: Sequence[str]) -> Agreed:
     handshakes = [_decode(record) for record in records]
     _raise_errors(mine.error, [one.error for one in handshakes])
     common: dict[str, Any] = {}

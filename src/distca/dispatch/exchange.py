@@ -18,11 +18,11 @@ _NO_BYTES = torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 class Exchange:
-    """The exchange in progress: dispatch, receive, results, combine, receive, close, in this order.
+    """The exchange in progress: dispatch, receive, results, send_results, receive, close, in order.
 
     It holds the buffers from its construction until ``close``. The steps return bytes, laid out as
     the messages say: what was received is valid until the next step but ``results``, and the buffer
-    of ``results`` must be written before ``combine``.
+    of ``results`` must be written before ``send_results``.
 
     messages, handshakes: of the dispatch and of the combine; handshakes None: not announced.
     """
@@ -46,7 +46,7 @@ class Exchange:
         self._check = self._announce(self._dispatch, self._handshakes[0])
 
     def dispatch(self, *tensors: Tensor) -> None:
-        """Gathers the rows of each tensor that servers need, and starts to send them."""
+        """Copies the rows of each tensor that servers need, and starts to send them."""
         self._dispatch.move([*tensors, self._outgoing(self._dispatch)])
         self._start(self._dispatch)
 
@@ -55,8 +55,8 @@ class Exchange:
         self._check = self._announce(self._combine, self._handshakes[1])
         return self._outgoing(self._combine)
 
-    def combine(self) -> None:
-        """Starts to send the results home."""
+    def send_results(self) -> None:
+        """Starts the combine: sends the results home."""
         self._start(self._combine)
 
     def receive(self) -> Tensor:
@@ -64,7 +64,7 @@ class Exchange:
         wait, self._wait = self._wait, None
         if wait is not None:
             try:
-                with self._meter.span("exposed", self._device):
+                with self._meter.time("exposed", self._device):
                     wait()
             except Exception:
                 self.close()  # for the next exchange, after a mistake that was caught

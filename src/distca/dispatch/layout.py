@@ -162,9 +162,12 @@ def _calls(
     mine = queries.task
     num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
     needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
+    # A task may read several spans of keys: ``found.left`` is the task, ``found.right`` the span.
     found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
     block, skipped = keys.block[found.right], found.start - keys.start[found.right]
     row = keys.row[found.right] + skipped
+    stop = row + found.stop - found.start
+    # A task is remote if its queries, or some of its keys, are in a block that was received.
     needs_peers = queries.block > 0
     needs_peers[found.left[block > 0]] = True
     kinds = reach[tasks.document[mine]]
@@ -174,7 +177,6 @@ def _calls(
             chosen = (needs_peers == remote) & (kinds == kind)
             spans = chosen[found.left]
             first, last = queries.row[chosen], queries.row[chosen] + num_queries[chosen]
-            stop = row + found.stop - found.start
             calls[remote].append(
                 Call(
                     mask=Mask(kind),

@@ -13,14 +13,14 @@ PENDING = 512  # about how many events are kept at most, since ``take`` may neve
 
 
 class Meter:
-    """Sums of measured spans by name, since the last ``take``."""
+    """Seconds by name, summed since the last ``take``."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = {}
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
-    def span(self, name: str, device: torch.device) -> Iterator[None]:
+    def time(self, name: str, device: torch.device) -> Iterator[None]:
         """Measures the work of the ``with`` block and adds it to a name."""
         if device.type == "cuda":
             start, stop = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -44,7 +44,7 @@ class Meter:
         return taken
 
     def _fold(self) -> None:
-        """Adds up the spans that are over, without waiting for the others."""
+        """Adds up what has ended, without waiting for the rest."""
         pending = []
         for name, start, stop in self._events:
             if stop.query():  # type: ignore[no-untyped-call]

@@ -101,7 +101,7 @@ class Replay:
         if self._device.type == "cuda":
             # The host runs ahead of the device, as it does during training.
             torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
-        with self._meter.span("step", self._device):
+        with self._meter.time("step", self._device):
             began = time.perf_counter()
             self._runner.train(self.model, self._step, self._prepared)
             host_s = time.perf_counter() - began

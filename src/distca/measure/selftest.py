@@ -132,7 +132,7 @@ def _attention(
     if not ranks:
         return CheckResult(None, words="needs two ranks")
     plan = place_and_plan(ranks, policy, options)
-    attention = CoreAttention(context.attention_group, control=context.attention_control)
+    attention = CoreAttention(context.attention_group)
     if context.rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
         return CheckResult(True, error=0.0, limit=0.0)

@@ -143,12 +143,12 @@ def _entry(raw: Mapping[str, Any], name: str, kind: type, default: Any = None) -
         raise ValueError(f"config.json has no {name}: it is incomplete; download it again")
     if value is None:
         return default
-    given = type(value)
-    if kind is int and given is float and value.is_integer():
+    found = type(value)
+    if kind is int and found is float and value.is_integer():
         return int(value)
-    if kind is float and given in (int, float) and abs(value) < _INFINITE:
+    if kind is float and found in (int, float) and abs(value) < _INFINITE:
         return float(value)
-    if kind is float or given is not kind:
+    if kind is float or found is not kind:
         raise ValueError(
             f"{name} = {_shown(value)} in config.json: it must be {_WORDS[kind]}; download the file"
             " again"

@@ -46,7 +46,7 @@ class Step:
         return cls(batch, planner.plan(batch.lengths, train=train))
 
     def rows(self, half: Half, worker: int) -> TokenRows:
-        """Packs the tokens of one worker of a stage; fillers are zeros without labels."""
+        """Packs the tokens of one worker of a stage; filler documents are zeros without labels."""
         placement = half.placement
         shards = [np.zeros((4, 0), np.int64)]
         for shard in np.flatnonzero(placement.worker == worker).tolist():

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from distca.runtime.launched import CHANNEL, ERROR_BYTES, RankFailedError
+from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-CPU_RANKS = 2  # without GPUs, ranks are only for trying things out
+SHARING_RANKS = 2  # on the CPU or on one GPU, ranks are only for trying things out
 LOOPBACK = "127.0.0.1"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 GRACE_S = 3.0  # between SIGTERM and SIGKILL
@@ -45,25 +46,37 @@ class Stop:
     early: bool  # a rank ended before it could handle the signal
 
 
-def local_ranks(wanted: int | None) -> int:
-    """Returns the number of ranks to start: by default one for each GPU, or a few on the CPU."""
+def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
+    """Returns the number of ranks to start: by default one for each GPU, or a few that share it.
+
+    Without GPUs, they share the CPU.
+
+    share_gpu: whether ranks share a GPU; None for a command in which they cannot.
+    """
     import torch
 
     gpus = torch.cuda.device_count()
+    if share_gpu and not gpus:
+        raise ValueError("--share-gpu, but there is no GPU: leave it out to run on the CPU")
     if wanted is None:
-        return gpus or CPU_RANKS
+        return SHARING_RANKS if share_gpu or not gpus else gpus
     if wanted < 1:
         raise ValueError(f"{wanted} ranks: start 1 or more")
-    if gpus and wanted > gpus:
+    if gpus and wanted > gpus and not share_gpu:
+        sharing = "" if share_gpu is None else " let all share one with --share-gpu,"
         raise ValueError(
-            f"{wanted} ranks on {gpus} GPUs: each rank needs its own GPU; start at most {gpus}, or"
-            " set CUDA_VISIBLE_DEVICES= to run on the CPU"
+            f"{wanted} ranks on {gpus} GPUs: each rank needs its own GPU; start at most {gpus},"
+            f"{sharing} or set CUDA_VISIBLE_DEVICES= to run on the CPU"
         )
     return wanted
 
 
-def launch(command: Sequence[str], num_ranks: int, logs: Path) -> Stop | None:
+def launch(
+    command: Sequence[str], num_ranks: int, logs: Path, shared_gpu: SharedGpu | None = None
+) -> Stop | None:
     """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
+
+    shared_gpu: the GPU that all ranks use; None if each has its own, or if they use the CPU.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
     a rank's ValueError with its own message, and RankFailedError for any other failure. No rank is
@@ -76,8 +89,11 @@ def launch(command: Sequence[str], num_ranks: int, logs: Path) -> Stop | None:
         stack.enter_context(_forward_signals(ranks, received))
         stack.callback(_end, ranks, received)
         store = _store(num_ranks)
+        variables = {} if shared_gpu is None else shared_gpu.variables
         for number in range(num_ranks):
-            ranks.append(_start(command, number, num_ranks, store.port, logs))
+            ranks.append(_start(command, number, num_ranks, store.port, logs, variables))
+            if received:  # before this rank was there to be told
+                ranks[-1].process.terminate()
         return _watch(ranks, received)
 
 
@@ -113,10 +129,18 @@ class _Rank:
         self.process.wait()
 
 
-def _start(command: Sequence[str], number: int, num_ranks: int, port: int, logs: Path) -> _Rank:
+def _start(
+    command: Sequence[str],
+    number: int,
+    num_ranks: int,
+    port: int,
+    logs: Path,
+    variables: Mapping[str, str],
+) -> _Rank:
     ours, theirs = socket.socketpair()
     path = logs / f"rank-{number}.log"
     environment = os.environ | {
+        **variables,
         "RANK": str(number),
         "LOCAL_RANK": str(number),
         "WORLD_SIZE": str(num_ranks),

@@ -7,7 +7,6 @@ failure. When the launcher is gone, the rank ends, so that it does not stay behi
 import json
 import os
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -35,37 +34,37 @@ def is_launched() -> bool:
 @contextmanager
 def reporting() -> Iterator[None]:
     """Reports an error inside the context to the launcher, or to torchrun for its summary."""
-    number = os.environ.get(CHANNEL)
-    if number is None:
-        try:
-            yield
-        except (ValueError, OSError, RankFailedError) as error:
-            if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-                Path(file).write_text(
-                    json.dumps({"message": sentence(error), "timestamp": int(time.time())})
-                )
-            raise
-        return
-    channel = socket.socket(fileno=int(number))
-    channel.set_inheritable(False)
-    Thread(target=_end_with_launcher, args=(channel,), daemon=True).start()
+    if is_launched():
+        channel = int(os.environ[CHANNEL])
+        os.set_inheritable(channel, False)
+        Thread(target=_end_with_launcher, args=(channel,), daemon=True).start()
     try:
         yield
     except Exception as error:
-        report = {
+        if is_launched():
+            with suppress(ValueError):  # not the main thread
+                # It ends by itself; the launcher must not end it while it prints its traceback.
+                signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        report(error)
+        raise
+
+
+def report(error: Exception) -> None:
+    """Reports an error of this rank to the launcher, or to torchrun."""
+    mistake, explained = isinstance(error, ValueError | OSError), isinstance(error, RankFailedError)
+    if is_launched():
+        told = {
             "kind": type(error).__name__,
             "message": sentence(error),
-            "mistake": isinstance(error, ValueError | OSError),
-            "explained": isinstance(error, RankFailedError),
+            "mistake": mistake,
+            "explained": explained,
         }
-        with suppress(ValueError):  # not the main thread
-            # This rank ends by itself; the launcher must not end it while it prints its traceback.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         with suppress(OSError):  # the launcher may be gone
-            channel.sendall(json.dumps(report).encode()[: ERROR_BYTES - 1] + b"\n")
-        raise
-    finally:
-        channel.detach()  # the socket stays open until the process ends, which closes it
+            data = json.dumps(told).encode()[: ERROR_BYTES - 1] + b"\n"
+            os.write(int(os.environ[CHANNEL]), data)
+    elif (mistake or explained) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
+        told = {"message": sentence(error), "timestamp": int(time.time())}
+        Path(file).write_text(json.dumps(told))
 
 
 def sentence(error: Exception) -> str:
@@ -89,12 +88,12 @@ def is_repeated(error: Exception) -> bool:
     return getattr(error, "_distca_repeated", False)
 
 
-def _end_with_launcher(channel: socket.socket) -> None:
+def _end_with_launcher(channel: int) -> None:
     """Kills this rank's session when the launcher is gone.
 
     The launcher never writes to the socket, so a read returns only when the launcher closes it.
     """
     with suppress(OSError):
-        if os.read(channel.fileno(), 1):
+        if os.read(channel, 1):
             return
     os.killpg(os.getpgrp(), signal.SIGKILL)

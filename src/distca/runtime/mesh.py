@@ -25,7 +25,6 @@ class RankContext:
     parallel: the sizes of the mesh axes.
     mesh: the device mesh of the workers; None on a dedicated server.
     attention_group: the ranks of a plan, which exchange attention.
-    attention_control: the control group of the same ranks, over gloo.
     world_group: all ranks over gloo.
     checkpoint_group: all workers over gloo, only for checkpoints, which are written in the
         background; None on a dedicated server.
@@ -38,7 +37,6 @@ class RankContext:
     device: torch.device
     mesh: DeviceMesh | None
     attention_group: dist.ProcessGroup
-    attention_control: dist.ProcessGroup
     world_group: dist.ProcessGroup
     checkpoint_group: dist.ProcessGroup | None
     tied_group: dist.ProcessGroup | None
@@ -100,12 +98,11 @@ def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
     ranks = torch.arange(workers).view(parallel.pp, parallel.workers_per_stage, parallel.tp)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "tp"))
     servers = range(workers, parallel.num_ranks)
-    attention_group = attention_control = tied_group = None
+    attention_group = tied_group = None
     for index in range(parallel.tp):
         members = [*ranks[..., index].flatten().tolist(), *servers[index :: parallel.tp]]
-        groups = [dist.new_group(members), dist.new_group(members, backend="gloo")]
-        if rank in members:
-            attention_group, attention_control = groups
+        group = dist.new_group(members)
+        attention_group = group if rank in members else attention_group
     for position in range(parallel.workers_per_stage * parallel.tp if parallel.pp > 1 else 0):
         members = ranks.view(parallel.pp, -1)[[0, -1], position].tolist()
         group = dist.new_group(members)
@@ -113,14 +110,12 @@ def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
     world_group = dist.new_group(backend="gloo")
     checkpoint_group = dist.new_group(list(range(workers)), backend="gloo")
     assert attention_group is not None
-    assert attention_control is not None
     context = RankContext(
         parallel=parallel,
         rank=rank,
         device=device,
         mesh=mesh if rank < workers else None,
         attention_group=attention_group,
-        attention_control=attention_control,
         world_group=world_group,
         checkpoint_group=checkpoint_group if rank < workers else None,
         tied_group=tied_group,

@@ -25,24 +25,25 @@ class StageTransfer:
         context: RankContext,
         outgoing: Sequence[Tensor],
         incoming: Sequence[Tensor],
-        direction: int,
+        *,
+        source: int,
+        target: int,
     ) -> None:
         """Starts to pass on tensors.
 
         outgoing, incoming: one tensor for each half, or none; not both none. Incoming ones are
             filled by the stage on the other side.
-        direction: +1 towards the last stage, -1 towards the first one.
+        source, target: the stages that incoming tensors are from, and that outgoing ones go to.
         """
-        assert context.stage is not None
         group = context.pipeline_group
         self._outgoing = [tensor.detach().contiguous() for tensor in outgoing]  # alive until sent
         self._incoming = list(incoming)
         operations = [
-            dist.P2POp(dist.isend, tensor, context.rank_in_stage(context.stage + direction), group)
+            dist.P2POp(dist.isend, tensor, context.rank_in_stage(target), group)
             for tensor in self._outgoing
         ]
         operations += [
-            dist.P2POp(dist.irecv, tensor, context.rank_in_stage(context.stage - direction), group)
+            dist.P2POp(dist.irecv, tensor, context.rank_in_stage(source), group)
             for tensor in self._incoming
         ]
         self._works = dist.batch_isend_irecv(operations)

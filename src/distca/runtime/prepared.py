@@ -60,12 +60,17 @@ def _own_backward(step: StepPlan, stage: int) -> dict[tuple[int | None, int], Sl
     """Returns the backward plans of a stage's own layers, by micro-batch and forward slot.
 
     Autograd runs the backward of a layer with the PreparedPlan of its forward, so both directions
-    must be in it. A stage runs its layers backward from the last to the first.
+    must be in it. A layer has different slots in them: forward, a stage fills the slots of a tick
+    with its layers from the first to the last, and backward from the last to the first trained
+    one.
     """
     start, stop = step.stages[stage]
-    return {
-        (tick.micro_batches[stage], stop - start - 1 - number): slots[number]
-        for tick, slots in zip(step.schedule.ticks, step.slots, strict=True)
-        if tick.phase == BACKWARD and tick.micro_batches[stage] is not None
-        for number in range(step.backward_slots[stage])
-    }
+    forward_slots = range(stop - start)
+    plans: dict[tuple[int | None, int], Slot] = {}
+    for tick, slots in zip(step.schedule.ticks, step.slots, strict=True):
+        micro_batch = tick.micro_batches[stage]
+        if tick.phase == BACKWARD and micro_batch is not None:
+            own = slots[: step.backward_slots[stage]]
+            for forward_slot, slot in zip(reversed(forward_slots), own, strict=False):
+                plans[micro_batch, forward_slot] = slot
+    return plans

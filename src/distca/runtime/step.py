@@ -71,8 +71,8 @@ class StepRunner:
 
         options: further ones of ``CoreAttention``, such as ``backend``.
         """
-        group, control = context.attention_group, context.attention_control
-        attentions = (CoreAttention(group, control=control, **options) for _ in range(halves))
+        group = context.attention_group
+        attentions = (CoreAttention(group, **options) for _ in range(halves))
         return cls(context, tuple(attentions), recompute, dtype)
 
     def train(
@@ -196,8 +196,8 @@ class _StepRun:
         """Starts to send what a tick has produced, and to receive what a neighbor has."""
         if self._stage is None:
             return
-        direction = 1 if tick.phase == FORWARD else -1
-        source = self._stage - direction
+        before, after = self._stage - 1, self._stage + 1
+        source, target = (before, after) if tick.phase == FORWARD else (after, before)
         m = tick.micro_batches[source] if 0 <= source < len(tick.micro_batches) else None
         incoming = [] if m is None else self._empty(tick.phase, m, source)
         if self._transfer is not None:
@@ -205,7 +205,9 @@ class _StepRun:
             self._transfer = None
         if not produced and not incoming:
             return
-        self._transfer = StageTransfer(self._runner.context, produced, incoming, direction)
+        self._transfer = StageTransfer(
+            self._runner.context, produced, incoming, source=source, target=target
+        )
         if m is not None and incoming:
             self._arrivals[tick.phase, m] = self._transfer
 
@@ -214,7 +216,7 @@ class _StepRun:
         if phase == BACKWARD:
             outputs = self._in_flight[micro_batch].outputs
             sent = outputs if self._plan.sends_gradient(source) else ()
-            return [torch.empty_like(half.x) for half in sent]
+            return [torch.empty_like(leaving.x) for leaving in sent]
         assert self._model is not None
         context, hidden = self._runner.context, self._model.config.hidden
         tokens = (
@@ -232,8 +234,8 @@ class _StepRun:
         if self._plan.schedule.has_backward:
             self._in_flight[micro_batch] = _InFlight(inputs, outputs)
         if outputs[0].loss is None:
-            return [half.x for half in outputs]
-        self.losses[micro_batch] = [half.loss for half in outputs if half.loss is not None]
+            return [leaving.x for leaving in outputs]
+        self.losses[micro_batch] = [one.loss for one in outputs if one.loss is not None]
         return []
 
     def _inputs(self, micro_batch: int) -> list[Arriving]:
@@ -251,8 +253,8 @@ class _StepRun:
         received = self._arrivals.pop((FORWARD, micro_batch)).wait()
         with_gradient = self._plan.schedule.has_backward and self._plan.sends_gradient(self._stage)
         return [
-            half._replace(x=x.requires_grad_(with_gradient))
-            for half, x in zip(inputs, received, strict=True)
+            arriving._replace(x=x.requires_grad_(with_gradient))
+            for arriving, x in zip(inputs, received, strict=True)
         ]
 
     def _backward(self, micro_batch: int) -> list[Tensor]:
@@ -265,14 +267,14 @@ class _StepRun:
         if micro_batch in self.losses:
             roots = [self.mean_loss(self.losses[micro_batch])]
         else:
-            roots = [half.x for half in outputs]
+            roots = [leaving.x for leaving in outputs]
             if self._plan.sends_gradient(self._stage + 1):
                 gradients = self._arrivals.pop((BACKWARD, micro_batch)).wait()
         if any(root.requires_grad for root in roots):
             torch.autograd.backward(roots, gradients)
         if not self._plan.sends_gradient(self._stage):
             return []
-        return [_gradient(half.x) for half in inputs]
+        return [_gradient(arriving.x) for arriving in inputs]
 
 
 def _gradient(x: Tensor) -> Tensor:

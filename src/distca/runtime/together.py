@@ -11,10 +11,10 @@ from distca.runtime.launched import mark_repeated, sentence
 
 @contextmanager
 def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Raises a mistake (ValueError or OSError) inside the context on all ranks of the group.
+    """Raises a mistake (ValueError or OSError) inside the ``with`` block on all ranks of the group.
 
     It is that of the lowest rank that has one, and is marked on the others, so that a user reads it
-    once (``launched.is_repeated``). All ranks enter the context.
+    once (``launched.is_repeated``). All ranks enter the block.
     """
     mine: ValueError | None = None
     try:
@@ -23,13 +23,13 @@ def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         mine = error
     except OSError as error:
         mine = ValueError(sentence(error))
-    for rank, first in enumerate(gather(mine, group)):
+    for rank, first in enumerate(from_all_ranks(mine, group)):
         if first is not None:
             mark_repeated(first, rank != dist.get_rank(group))
             raise first
 
 
-def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+def from_all_ranks(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Returns the values of all ranks of the group, in order."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from distca.model.llama import Llama
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import together
+from distca.train.digests import SUMS, DigestWriter, check_digests
 from distca.train.safe_reader import SafePlanner, SafeReader
 from distca.train.state import NamedState
 from distca.train.step_folders import (
@@ -48,7 +48,7 @@ class Resumed:
 
     path: Path
     extra: dict[str, Any]
-    notes: list[str]  # a sentence for each later checkpoint that could not be loaded
+    notes: list[str]  # sentences: later checkpoints that could not be loaded, missing digests
 
 
 class Checkpoints:
@@ -103,7 +103,7 @@ class Checkpoints:
                     raise ValueError(self._sentence(path, error)) from None
         future = state_dict_saver.async_save(
             self._state.tensors(),
-            storage_writer=FileSystemWriter(path),
+            storage_writer=DigestWriter(path),
             process_group=self._group,
             async_stager=self._stager,
         )
@@ -117,14 +117,17 @@ class Checkpoints:
         try:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is a BaseException
-            if self._leads:
+            # If a rank is lost after everything was written, the checkpoint is as good as any.
+            done = (path / COMPLETE).is_file()
+            if self._leads and not done:
                 with suppress(OSError):
                     remove(path)
             cause = _cause(error)
             if isinstance(cause, OSError):
                 raise ValueError(self._sentence(path, cause)) from error
             raise RuntimeError(
-                f"{path} is incomplete ({_words(cause)}): earlier checkpoints are not affected"
+                f"{path} is {'complete, but its save failed' if done else 'incomplete'}"
+                f" ({_words(cause)}): earlier checkpoints are not affected"
             ) from error
         if self._leads:
             self._folders.tidy()
@@ -160,7 +163,10 @@ class Checkpoints:
                 failed.append(str(error).partition(": load an earlier")[0])
                 continue
             failed += [f"{one} is incomplete" for one in incomplete if step_of(one) > step_of(path)]
-            return Resumed(path, extra, [f"{words}: {path.name} is used" for words in failed])
+            notes = [f"{words}: {path.name} is used" for words in failed]
+            if not (path / SUMS).is_file():
+                notes.append(f"{path} has no {SUMS}, so its files could not be checked for damage")
+            return Resumed(path, extra, notes)
         if failed:
             raise ValueError(
                 f"no checkpoint can be loaded ({'; '.join(failed)}): start from the beginning with"
@@ -179,10 +185,11 @@ class Checkpoints:
         """Loads model and optimizer; returns the ``extra`` that was saved with them.
 
         Raises ValueError on all workers, before anything is changed, if it cannot be loaded; where
-        only the tensors are damaged, weights may have changed.
+        tensors are damaged and there are no digests, weights may have changed.
         """
         self.wait()
         with together(self._group):
+            check_digests(path, dist.get_rank(self._group), dist.get_world_size(self._group))
             extra, saved = read_extra(path), self._check(path)
         state = self._state.empty(saved)
         try:

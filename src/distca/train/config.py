@@ -33,6 +33,10 @@ class DataSection:
     sources: tuple[str, ...] = ("stdlib",)
     weights: tuple[float, ...] = ()  # each source's share of the tokens; equal by default
     tokenizer: str = "bytes"
+    bos: str = ""  # tokens instead of those of the tokenizer
+    eos: str = ""  # with ids:N, the number that ends documents in a .npy file
+    add_bos: bool = False  # before each document of text
+    add_eos: bool = True  # after each document of text
     context: int = 4096  # tokens of the longest document
     overlong: str = "split"  # or drop: what happens to documents longer than the context
     held_out: float = 0.02  # share, or number, of the documents that are kept for evaluation

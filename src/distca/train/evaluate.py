@@ -1,6 +1,6 @@
 """Loss of held-out documents, overall and by their length."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
@@ -19,11 +19,20 @@ NAMES = (f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES))
 
 @torch.no_grad()
 def evaluate(
-    model: Llama | None, runner: StepRunner, planner: StepPlanner, batches: Iterable[Batch]
+    model: Llama | None,
+    runner: StepRunner,
+    planner: StepPlanner,
+    batches: Iterable[Batch],
+    stopped: Callable[[], bool],
 ) -> dict[str, float]:
-    """Returns the mean loss per target; all ranks call it, and servers have no model."""
+    """Returns the mean loss per target; all ranks call it, and servers have no model.
+
+    stopped: asked before each batch, with the same answer on all ranks; then nothing is returned.
+    """
     sums, counts = np.zeros(len(NAMES)), np.zeros(len(NAMES))
     for batch in batches:
+        if stopped():
+            return {}
         step = Step.of(planner.for_evaluation(), batch, train=False)
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):

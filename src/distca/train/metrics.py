@@ -10,19 +10,26 @@ from typing import Any
 Record = dict[str, Any]
 
 
+ABANDONED = "metrics.abandoned.jsonl"
+
+
 class Records:
-    """``metrics.jsonl`` in the folder of a run; a resumed run continues the same file."""
+    """``metrics.jsonl`` in the folder of a run; a resumed run continues the same file.
+
+    num_abandoned: records of later steps than the one at which this run starts. They are moved to
+        ``metrics.abandoned.jsonl``.
+    """
 
     def __init__(self, folder: Path, first_step: int = 0) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        _drop_from(self.path, first_step)
+        self.num_abandoned = _abandon_from(self.path, first_step)
         self._file = self.path.open("a")
         self._board = _tensorboard(folder)
 
     def write(self, record: Record) -> None:
         with writing_to(self.path):
-            self._file.write(json.dumps(_for_json(record)) + "\n")
+            self._file.write(_lines([record]))
             self._file.flush()
         if self._board is not None:
             for name, value in record.items():
@@ -59,13 +66,25 @@ def read(path: Path) -> list[Record]:
     return records
 
 
-def _drop_from(path: Path, first_step: int) -> None:
-    """Drops the records of steps after the checkpoint of a resumed run, which it repeats."""
-    if path.exists():
-        kept = [record for record in read(path) if record["step"] < first_step]
-        new = path.with_suffix(".new")  # a full disk must not cost the records
-        new.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        new.replace(path)
+def _abandon_from(path: Path, first_step: int) -> int:
+    """Moves the records from a step on to another file; returns how many."""
+    if not path.exists():
+        return 0
+    kept: list[Record] = []
+    abandoned: list[Record] = []
+    for record in read(path):
+        (kept if record["step"] < first_step else abandoned).append(record)
+    if abandoned:
+        with path.with_name(ABANDONED).open("a") as file:
+            file.write(_lines(abandoned))
+    new = path.with_suffix(".new")  # a full disk must not cost the records
+    new.write_text(_lines(kept))
+    new.replace(path)
+    return len(abandoned)
+
+
+def _lines(records: list[Record]) -> str:
+    return "".join(json.dumps(_for_json(record)) + "\n" for record in records)
 
 
 def _for_json(record: Record) -> Record:

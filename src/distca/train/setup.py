@@ -1,4 +1,4 @@
-"""Builds the parts of a rank from a config: device, mesh, data, model and planner."""
+"""Builds the components of a rank from a config: device, mesh, data, model and planner."""
 
 import os
 from collections.abc import Sequence
@@ -29,14 +29,16 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
+from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
+from distca.runtime.rank_device import local_device, rank_bytes, shares_gpu
 from distca.train.config import Config
 from distca.train.optimizer import freeze
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class Components:
     """What a rank prepares by itself from a config, before it talks to other ranks."""
 
     parallel: MeshShape
@@ -47,10 +49,19 @@ class Parts:
     weights: Fingerprint  # of the files of ``model.path``
 
     @classmethod
-    def of(cls, config: Config, num_ranks: int, device: torch.device, *, sides: int = 1) -> "Parts":
+    def of(
+        cls,
+        config: Config,
+        num_ranks: int,
+        device: torch.device,
+        *,
+        sides: int = 1,
+        share_gpu: bool = False,
+    ) -> "Components":
         """Raises ValueError for all mistakes that can be found without other ranks.
 
         sides: runs that share the memory of a rank.
+        share_gpu: whether ranks will share a GPU; known by a launcher, and by the ranks themselves.
         """
         parallel = parallel_of(config, num_ranks)
         parallel.check(num_ranks)
@@ -63,7 +74,8 @@ class Parts:
         check_compile(config.parallel.compile, device)
         memory = memory_of(config, parallel, model, device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        check_memory(memory, available_bytes(device, local, config.parallel.memory_gib) // sides)
+        sharing = local if device.type == "cpu" or share_gpu or shares_gpu() else 1
+        check_memory(memory, available_bytes(device, sharing, config.parallel.memory_gib) // sides)
         weights: Fingerprint = {}
         if path := config.model.path:
             weights = fingerprint(sorted({Path(path) / file for file in check_folder(model, path)}))
@@ -72,18 +84,15 @@ class Parts:
 
 def join_world() -> torch.device:
     """Joins the ranks of torchrun or ``distca train``, or starts a process group of one rank."""
-    local = int(os.environ.get("LOCAL_RANK", "0"))
-    gpu = torch.cuda.is_available() and torch.cuda.device_count() > local
-    device = torch.device("cuda", local) if gpu else torch.device("cpu")
-    if gpu:
-        torch.cuda.set_device(device)
+    device = local_device()
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if gpu else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
             dist.init_process_group(backend)
         else:
             store = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        watch_ranks()
     return device
 
 
@@ -135,7 +144,8 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
 
 
 def tokenizer_of(config: Config) -> Tokenizer:
-    return open_tokenizer(config.data.tokenizer)
+    d = config.data
+    return open_tokenizer(d.tokenizer, bos=d.bos, eos=d.eos, add_bos=d.add_bos, add_eos=d.add_eos)
 
 
 def planner_of(
@@ -178,7 +188,7 @@ def check_backend(config: Config, model: ModelConfig, device: torch.device) -> N
 
 
 def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
-    """Returns the first part of the model with a trained parameter (see ``pipeline.stages``)."""
+    """Returns the first model part with a trained parameter (``pipeline.stages`` numbers them)."""
     if not frozen:
         return 0
     whole = on_meta(model)
@@ -187,14 +197,19 @@ def first_trained_part(model: ModelConfig, frozen: Sequence[str]) -> int:
 
 
 def _part(name: str, layers: int) -> int:
-    """Returns the part of a parameter: seams.3.before.norm.weight -> 7."""
-    _, seam, kind, *_ = name.split(".")
-    return {
-        "embed": 0,
-        "before": 2 * int(seam) + 1,
-        "after": 2 * int(seam),
-        "head": 2 * layers + 1,
-    }[kind]
+    """Returns the model part of a parameter: that of seams.3.before.norm.weight is 7.
+
+    Seam l has the linear layers after the attention of layer l - 1 and before that of layer l.
+    """
+    match name.split("."):
+        case "seams", _, "embed", *_:
+            return 0
+        case "seams", seam, "after", *_:
+            return 2 * int(seam)
+        case "seams", seam, "before", *_:
+            return 2 * int(seam) + 1
+        case _:
+            return 2 * layers + 1  # the head
 
 
 def precision_of(config: Config, device: torch.device) -> Precision:
@@ -228,13 +243,17 @@ def memory_of(
     return max(sizes, key=lambda memory: memory.total)
 
 
-def available_bytes(device: torch.device, local_ranks: int, limit_gib: float = 0.0) -> int:
-    """Returns the bytes that a rank may use: the given limit, or its share of the device."""
+def available_bytes(device: torch.device, num_ranks: int, limit_gib: float = 0.0) -> int:
+    """Returns the bytes that a rank may use: the given limit, or its share of the device.
+
+    num_ranks: those that share the device.
+    """
     if limit_gib:
         return int(limit_gib * GIB)
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory * 0.95)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_ranks
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    total = torch.cuda.get_device_properties(device).total_memory
+    return rank_bytes(total, num_ranks) if num_ranks > 1 else int(total * 0.95)
 
 
 def check_memory(memory: Memory, limit: int) -> None:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from distca.model.llama import Llama, on_meta
 
 _MODEL, _OPTIMIZER = "model.", "optimizer."
-_LISTED = 3  # names in a message
+_LISTED = 3  # names in an error
 
 
 class NamedState:
@@ -118,8 +118,8 @@ class NamedState:
 
     def _trained(self) -> dict[str, tuple[int, nn.Parameter]]:
         """Returns trained parameters by name, with their index in the optimizer."""
-        given = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
-        indices = {parameter: index for index, parameter in enumerate(given)}
+        optimized = chain.from_iterable(group["params"] for group in self._optimizer.param_groups)
+        indices = {parameter: index for index, parameter in enumerate(optimized)}
         return {
             self._model.whole_name(name): (indices[parameter], parameter)
             for name, parameter in self._model.named_parameters()

@@ -2,7 +2,8 @@
 
     folder/step-00000120/__0_0.distcp ...   shards of tensors, one file from each rank
     folder/step-00000120/extra.json         the trainer's state: step, state of the loader, ...
-    folder/step-00000120/.metadata          written last: without it the checkpoint is incomplete
+    folder/step-00000120/.metadata          written after them: without it they are incomplete
+    folder/step-00000120/SHA256SUMS         digests of all of these files (``train.digests``)
     folder/step-00000160.aside/             later than a step that a run has gone back to
 
 A run that is killed at any moment keeps its last complete checkpoint: a checkpoint is deleted only

@@ -16,7 +16,7 @@ class StopRequest:
 
     @contextmanager
     def on_sigterm(self) -> Iterator[None]:
-        """Requests a stop on SIGTERM inside the context."""
+        """Requests a stop on SIGTERM inside the ``with`` block."""
         try:
             before = signal.signal(signal.SIGTERM, lambda *_: self.request())
         except ValueError:  # not the main thread, so signals are handled elsewhere

@@ -22,17 +22,17 @@ from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.runtime.batches import Prefetched, Prefetcher
-from distca.runtime.launched import RankFailedError, is_launched
+from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import parallelize
 from distca.runtime.step import StepRunner
-from distca.runtime.together import gather, together
-from distca.train import given, setup
+from distca.runtime.together import from_all_ranks, together
+from distca.train import agreement, setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.flops import peak_flops, step_flops
-from distca.train.metrics import Record, Records, writing_to
+from distca.train.metrics import ABANDONED, Record, Records, writing_to
 from distca.train.optimizer import adamw, clip, freeze, is_finite, learning_rate
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import newest
@@ -64,10 +64,10 @@ class Trainer:
         self.config, self._show, self._tell = config, show, tell
         self.stop = stop or StopRequest()
         self.device = setup.join_world()
-        parts = self._prepare(sides)
-        self.model_config, self.loader, self.planner = parts.model, parts.loader, parts.planner
-        self.memory = parts.memory
-        self.context = join_mesh(parts.parallel, self.device)
+        own = self._prepare(sides)
+        self.model_config, self.loader, self.planner = own.model, own.loader, own.planner
+        self.memory = own.memory
+        self.context = join_mesh(own.parallel, self.device)
         self.runner = StepRunner.of(
             self.context,
             halves=1 + config.parallel.ping_pong,
@@ -76,7 +76,7 @@ class Trainer:
             deterministic=config.train.deterministic,
             dtype=setup.precision_of(config, self.device).compute,
         )
-        self.folder = Path(gather(config.out)[0])
+        self.folder = Path(from_all_ranks(config.out)[0])
         self._lock = self._lock_folder()
         self.first_step, self._skipped = 0, 0
         self.model: Llama | None = None
@@ -104,19 +104,20 @@ class Trainer:
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
                     record = self._step(step, batches.next())
-                stopped, last = record["stopped"], step + 1 == train.steps
-                if _is_due(step, train.checkpoint_every) or (
-                    train.save_at_end and (stopped or last)
-                ):
+                last = step + 1 == train.steps
+                if saved := _is_due(step, train.checkpoint_every) or (last and train.save_at_end):
                     self._save(step + 1)
-                if train.eval_every and not stopped and (_is_due(step, train.eval_every) or last):
+                if train.eval_every and (_is_due(step, train.eval_every) or last):
                     record |= self.evaluate()
+                    record["stopped"] = self._stopped()
+                if record["stopped"] and train.save_at_end and not saved:
+                    self._save(step + 1)
                 if records is not None:
                     records.write(record)
                 if self._show is not None and self.context.rank == 0:
                     self._show(record)
                 yield record
-                if stopped:
+                if record["stopped"]:
                     break
             if self.model is not None:
                 self.checkpoints.wait()
@@ -127,19 +128,22 @@ class Trainer:
             self._unlock()
 
     def evaluate(self) -> dict[str, float]:
-        """Returns losses of the first ``eval_tokens`` tokens of held-out documents."""
+        """Returns losses of the first ``eval_tokens`` tokens of held-out documents.
+
+        If a stop is requested on any rank, it ends after the current batch and returns none.
+        """
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
         batches = islice(self.loader.evaluation(tokens), count)
-        return evaluate(self.model, self.runner, self.planner, batches)
+        return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
 
-    def _prepare(self, sides: int) -> setup.Parts:
-        """Prepares this rank's parts. Raises ValueError on all ranks if one cannot, or differs."""
-        given.agree(given.config_of(self.config))
+    def _prepare(self, sides: int) -> setup.Components:
+        """Returns this rank's components. Raises ValueError on all ranks if one has others."""
+        agreement.agree(agreement.config_of(self.config))
         with together():
-            parts = setup.Parts.of(self.config, dist.get_world_size(), self.device, sides=sides)
-        given.agree(given.parts_of(parts.model, parts.loader.fingerprints, parts.weights))
-        return parts
+            own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
+        agreement.agree(agreement.components_of(own.model, own.loader.fingerprints, own.weights))
+        return own
 
     def _lock_folder(self) -> RunLock | None:
         """Locks the folder on rank 0, unless the launcher has done so."""
@@ -210,7 +214,10 @@ class Trainer:
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.config.save(self.folder / "config.json")
-            return Records(self.folder, self.first_step)
+            records = Records(self.folder, self.first_step)
+        if self._tell is not None and (count := records.num_abandoned):
+            self._tell(f"{count} records of later steps were moved to {self.folder / ABANDONED}")
+        return records
 
     def _step(self, step: int, fetched: Prefetched) -> Record:
         start = time.perf_counter()
@@ -246,10 +253,15 @@ class Trainer:
             self.checkpoints.wait()
         found = newest(self.folder / "checkpoints")
         where = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-        raise RankFailedError(
+        error = RankFailedError(
             f"{what}; {where}: lower train.lr or train.clip, look at the data of this step, or set"
             " train.skip_non_finite"
         )
+        mark_repeated(error, self.context.rank > 0)
+        raise error
+
+    def _stopped(self) -> bool:
+        return self._any(self.stop.requested)
 
     def _any(self, mine: bool) -> bool:
         """Returns whether it is true on any rank."""

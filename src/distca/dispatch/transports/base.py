@@ -10,19 +10,19 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor
 
-RECORD_BYTES = 512  # of every announcement: sizes that differ would abort a collective
 Wait = Callable[[], None]  # returns when the receive buffer is filled and the send buffer is free
 Check = Callable[[], None]  # raises if the ranks do not agree
+Records = Sequence[str | None]  # what each rank has announced; None if it has not
 Object = TypeVar("Object")
 
 
 class ExchangeError(RuntimeError):
     """Raised when peers did not join a collective, or were lost inside it.
 
-    records: what each rank has announced, empty if it has not; for a failed announcement.
+    records: those of all ranks, for a failed announcement.
     """
 
-    def __init__(self, message: str, records: Sequence[bytes] = ()) -> None:
+    def __init__(self, message: str, records: Records = ()) -> None:
         super().__init__(message)
         self.records = records
 
@@ -39,10 +39,11 @@ class Transport(Protocol):
         """Which one of several transports over the same ranks this is, the same on all of them."""
         ...
 
-    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
-        """Starts to tell all ranks ``RECORD_BYTES`` bytes over the host.
+    def announce(self, record: str) -> Callable[[], Records]:
+        """Starts to tell all ranks a record over the host.
 
-        The result waits for the records of all ranks and returns them.
+        The result waits for the records of all ranks and returns them, or one for all if they are
+        equal.
         """
         ...
 
@@ -57,8 +58,8 @@ class Transport(Protocol):
         """Starts an all-to-all: consecutive parts of ``send`` go to the ranks in order, and the
         parts that they send are laid one after another into ``recv``.
 
-        check: waits for the announcements of all ranks. Nothing is sent before it has returned; if
-            it raises, so does the start or the wait.
+        check: waits for the announcements of all ranks. If it raises, so does the start or the
+            wait of this exchange or, on a device that works asynchronously, of one soon after.
         """
         ...
 

@@ -1,16 +1,23 @@
 """A transport over torch.distributed.
 
-[Note: when data is sent] A message is sent after all ranks have announced it. On CPU tensors a
-thread waits for that, so that this rank can already compute what needs nothing from peers; one
-thread per group keeps its collectives in order. On CUDA tensors the host itself waits: it runs
-ahead of the device, and collectives of all groups have to be launched in one order. Announcements
-have a group of their own, since the order of both kinds differs from rank to rank.
+[Note: when data is sent] Every message is announced over the host (``distca.dispatch.peers``). On
+CPU tensors a thread waits for the answer and then starts the collective, since a mismatch would
+abort the process; meanwhile this rank computes what needs nothing from peers. One thread per group
+keeps its collectives in order. On CUDA tensors the collective is launched at once, since a host
+that waits for its peers no longer runs ahead of the device. A mismatch blocks the device there, or
+moves wrong rows; the answer arrives a moment later, aborts the communicators, which frees the
+device, and raises on every rank at its next start or wait. No rank is ever more than
+``MAX_UNANSWERED`` messages ahead of the answers.
 """
 
-import pickle
+import atexit
+import logging
+import os
+from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,24 +25,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distca.dispatch.background import DaemonExecutor, run_now
-from distca.dispatch.transports.base import RECORD_BYTES, Check, ExchangeError, Object, Wait
+from distca.dispatch.peers import Peers
+from distca.dispatch.transports.abort import abort_communicators
+from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
 
+MAX_UNANSWERED = 8
+_log = logging.getLogger(__name__)
+_NEWS_S = 1.0  # how long the news of a lost rank may take after a collective has failed
 _num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
-_controls: WeakKeyDictionary[dist.ProcessGroup, Any] = WeakKeyDictionary()
-_senders: WeakKeyDictionary[dist.ProcessGroup, DaemonExecutor] = WeakKeyDictionary()
+_threads: WeakKeyDictionary[dist.ProcessGroup, DaemonExecutor] = WeakKeyDictionary()
 
 
 class DistributedTransport:
-    """The ranks of a process group, gloo or NCCL.
+    """The ranks of a process group, gloo or NCCL; all of them construct it at the same point.
 
     group: None is the default group.
-    control: the same ranks in another group that moves CPU tensors, for announcements and objects.
-        By default gloo connects them once more, with the timeout of the group; then all ranks of
-        the group must construct this transport.
+    timeout: how long a rank waits for the announcement of another; that of the group by default.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, control: dist.ProcessGroup | None = None
+        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
         if self.group is None:
@@ -48,15 +57,28 @@ class DistributedTransport:
                 f"rank {dist.get_rank()} is not in the group: only its ranks can attend"
             )
         self.num_ranks = dist.get_world_size(self.group)
-        self._devices = dist.get_backend_config(self.group)
-        self._control = _control_of(self.group, control)
+        self.peers = Peers.of(self.group)
         self.number = _num_transports.get(self.group, 0)
         _num_transports[self.group] = self.number + 1
-        self._sender = _senders.setdefault(self.group, DaemonExecutor())
+        self._devices = dist.get_backend_config(self.group)
+        self._timeout_s = (timeout or _timeout(self.group)).total_seconds()
+        self._thread = _threads.setdefault(self.group, DaemonExecutor())
+        self._unanswered: deque[Future[None]] = deque()  # checks of messages that were sent
+        if "cuda:" in self._devices:
+            atexit.register(self._end)
+            self.peers.on_loss(lambda _: abort_communicators())
 
-    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
-        assert len(record) == RECORD_BYTES
-        return self._tell(record, [RECORD_BYTES] * self.num_ranks)
+    def announce(self, record: str) -> Callable[[], Records]:
+        answer = self.peers.announce(record)
+
+        def wait() -> Records:
+            try:
+                return answer.result(self._timeout_s)
+            except FutureTimeoutError:
+                self.peers.ask(answer)
+                return answer.result()
+
+        return wait
 
     def start(
         self,
@@ -66,8 +88,10 @@ class DistributedTransport:
         recv_bytes: Sequence[int],
         check: Check | None = None,
     ) -> Wait:
+        on_host = send.device.type == "cpu"
+
         def begin() -> dist.Work | None:
-            if check is not None:
+            if check is not None and on_host:
                 check()
             work: dist.Work | None = dist.all_to_all_single(
                 recv, send, list(recv_bytes), list(send_bytes), group=self.group, async_op=True
@@ -75,79 +99,63 @@ class DistributedTransport:
             return work
 
         # [Note: when data is sent]
-        late = check is not None and send.device.type == "cpu"
-        begun = self._sender.submit(begin) if late else run_now(begin)
+        self._raise_answers()
+        begun = self._thread.submit(begin) if check is not None and on_host else run_now(begin)
+        if check is not None and not on_host:
+            self._check_later(check)
 
         def wait() -> None:
-            work = begun.result()
             try:
-                if work is not None:
+                if (work := begun.result()) is not None:
                     work.wait()
             except RuntimeError as error:
-                senders = [rank for rank, size in enumerate(recv_bytes) if size]
-                what = f"for data of ranks {senders}" if senders else "until its data was sent"
-                raise ExchangeError(f"rank {self.rank} waited {what}: {error}") from error
+                self._raise_answers()
+                raise self._explain(error, recv_bytes) from error
+            self._raise_answers()
 
         return wait
 
     def all_gather_object(self, mine: Object) -> list[Object]:
-        data = pickle.dumps(mine)
-        sizes = self.announce(len(data).to_bytes(RECORD_BYTES, "big"))()
-        objects = self._tell(data, [int.from_bytes(size, "big") for size in sizes])()
-        return [pickle.loads(data) for data in objects]
+        everyone: list[Object] = [mine] * self.num_ranks
+        dist.all_gather_object(everyone, mine, group=self.group)
+        return everyone
 
     def refusal(self, device: torch.device) -> str | None:
         if f"{device.type}:" in self._devices:
             return None
         return f"the group ({self._devices}) does not move {device.type} tensors"
 
-    def _tell(self, mine: bytes, sizes: Sequence[int]) -> Callable[[], list[bytes]]:
-        """Starts to send the same bytes to all ranks over the host, which send so many back."""
-        if self._control is None:
-            return lambda: [mine]
-        send = torch.frombuffer(bytearray(mine * self.num_ranks), dtype=torch.uint8)
-        recv = torch.zeros(sum(sizes), dtype=torch.uint8, device="cpu")
-        work = self._control.alltoall_base(
-            recv, send, list(sizes), [len(mine)] * self.num_ranks, dist.AllToAllOptions()
-        )
-
-        def split() -> list[bytes]:
-            return [part.numpy().tobytes() for part in torch.split(recv, list(sizes))]
-
-        def wait() -> list[bytes]:
+    def _check_later(self, check: Check) -> None:
+        def check_or_abort() -> None:
             try:
-                work.wait()
-            except RuntimeError as error:  # ranks that have not come left zeros
-                arrived = [data.rstrip(b"\0") for data in split()]
-                raise ExchangeError(str(error), arrived) from error
-            return split()
+                check()
+            except Exception as error:
+                _log.error("%s", error)
+                abort_communicators()
+                raise
 
-        return wait
+        self._unanswered.append(self._thread.submit(check_or_abort))
 
+    def _raise_answers(self) -> None:
+        """Raises if the check of an earlier message has failed; waits if too many are under way."""
+        while self._unanswered and (
+            len(self._unanswered) > MAX_UNANSWERED or self._unanswered[0].done()
+        ):
+            self._unanswered.popleft().result()
 
-def _control_of(group: dist.ProcessGroup, given: dist.ProcessGroup | None) -> Any:
-    """Returns the gloo backend over which ranks announce; None where there are no peers.
+    def _explain(self, error: RuntimeError, recv_bytes: Sequence[int]) -> RuntimeError:
+        if isinstance(error, ExchangeError):
+            return error
+        if (lost := self.peers.lost_within(_NEWS_S)) is not None:
+            return lost
+        senders = [rank for rank, size in enumerate(recv_bytes) if size]
+        what = f"for data of ranks {senders}" if senders else "until its data was sent"
+        return ExchangeError(f"rank {self.rank} waited {what}: {error}")
 
-    If none is given it is made at the first request, on all ranks of the group. Not by
-    ``new_group``, which is a collective of the whole world.
-    """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if given is not None:
-        _check_control(group, given)
-        return given._get_backend(torch.device("cpu"))
-    if group not in _controls and size > 1:
-        store = dist.distributed_c10d.PrefixStore("distca", group.get_group_store())
-        _controls[group] = dist.ProcessGroupGloo(store, rank, size, _timeout(group))
-    return _controls.get(group)
-
-
-def _check_control(group: dist.ProcessGroup, control: dist.ProcessGroup) -> None:
-    ranks, others = (dist.get_process_group_ranks(one) for one in (group, control))
-    if control == group or ranks != others or "cpu:" not in dist.get_backend_config(control):
-        raise ValueError(
-            f"a control group of ranks {others} for a group of ranks {ranks}: give another group"
-            " of the same ranks, made with backend='gloo', or none"
-        )
+    def _end(self) -> None:
+        """Ends a process whose last messages went wrong, so that it does not end in success."""
+        if any(answer.done() and answer.exception() for answer in self._unanswered):
+            os._exit(1)
 
 
 def _timeout(group: dist.ProcessGroup) -> timedelta:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import Check, ExchangeError, Object, Wait
+from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
 
 Result = TypeVar("Result")
 _TIMEOUT_S = 60.0
@@ -56,7 +56,7 @@ class LocalWorld:
                 missing = [number for number, parts in enumerate(posted) if parts is None]
                 raise ExchangeError(
                     f"rank {rank} waited {_TIMEOUT_S:g} s for ranks {missing}",
-                    [b"" if parts is None else parts[rank] for parts in posted],
+                    [None if parts is None else parts[rank] for parts in posted],
                 )
             parts = [self._posted[sender][rank] for sender in senders]
             self._collected[collective] = self._collected.get(collective, 0) + 1
@@ -84,7 +84,7 @@ class LocalTransport:
         self.number = 0
         self._num_collectives = 0
 
-    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
+    def announce(self, record: str) -> Callable[[], Records]:
         collective = self._post([record] * self.num_ranks)
         return lambda: self.world.collect(collective, self.rank)
 

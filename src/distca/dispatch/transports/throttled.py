@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from distca.dispatch.transports.base import Check, Object, Wait
+from distca.dispatch.transports.base import Check, Object, Records, Wait
 
 _TRIAL_CYCLES = 20_000_000
 
@@ -39,7 +39,7 @@ class ThrottledTransport:
         """Returns the seconds of an all-to-all; both directions run at once at full speed."""
         return self.latency_s + max(sum(send_bytes), sum(recv_bytes)) / self.bytes_per_s
 
-    def announce(self, record: bytes) -> Callable[[], list[bytes]]:
+    def announce(self, record: str) -> Callable[[], Records]:
         return lambda: [record]
 
     def start(

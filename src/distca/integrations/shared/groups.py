@@ -25,7 +25,6 @@ class PlanGroups:
 
     world: dist.ProcessGroup  # the default group at the time
     layers: dist.ProcessGroup  # exchanges of layers
-    control: dist.ProcessGroup  # handshakes before every message, over the host
     planning: DistributedTransport  # gathers documents, in a background thread
     ranks_per_node: int  # consecutive plan ranks that share a node
 
@@ -44,13 +43,13 @@ class PlanGroups:
         gloo: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         # Every rank makes every group, in the same order, also those that it is not in.
         made = {
-            ranks: [dist.new_group(ranks, **options) for options in ({}, gloo, gloo)]
+            ranks: [dist.new_group(ranks, **options) for options in ({}, gloo)]
             for ranks in sorted({*everyone})
         }
-        layers, control, planning = made[mine]
+        layers, planning = made[mine]
         nodes: list[Any] = [None] * len(mine)
-        dist.all_gather_object(nodes, _node(dist.get_rank(world)), group=control)
-        return cls(world, layers, control, DistributedTransport(layers, planning), node_size(nodes))
+        dist.all_gather_object(nodes, _node(dist.get_rank(world)), group=planning)
+        return cls(world, layers, DistributedTransport(planning), node_size(nodes))
 
 
 def node_size(nodes: Sequence[Hashable]) -> int:

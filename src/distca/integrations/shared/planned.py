@@ -256,7 +256,7 @@ class PlannedAttention:
             else:
                 groups = self._peers()
                 assert groups is not None, "a batch of all ranks needs their groups"
-                core = CoreAttention(groups.layers, control=groups.control, **options)
+                core = CoreAttention(groups.layers, **options)
             self._cores[local, scale] = core
         return self._cores[local, scale]
 

@@ -1,4 +1,4 @@
-"""What ranks were given: they compare it before anything else.
+"""What ranks compare before a run: their configs, versions, models and files.
 
 Ranks with different configs would train to another loss without a word, or wait for each other.
 """
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distca import __version__
-from distca.runtime.together import gather
+from distca.runtime.together import from_all_ranks
 from distca.train.config import Config
 
 # All other keys must agree.
@@ -18,7 +18,7 @@ MAY_DIFFER = {
     "out": "that of rank 0 is used on all ranks",
     "parallel.memory_gib": "each rank compares its own memory",
 }
-_LISTED = 3  # differences in a message
+_LISTED = 3  # differences in an error
 
 
 def config_of(config: Config) -> dict[str, Any]:
@@ -28,7 +28,9 @@ def config_of(config: Config) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in MAY_DIFFER} | versions
 
 
-def parts_of(model: Any, data: list[dict[str, Any]], weights: Mapping[str, Any]) -> dict[str, Any]:
+def components_of(
+    model: Any, data: list[dict[str, Any]], weights: Mapping[str, Any]
+) -> dict[str, Any]:
     """Returns the model's config, and the fingerprints of weights and data, by key."""
     sources = {f"source {number}": values for number, values in enumerate(data)}
     return _flat("", {"model config": asdict(model), "weights": weights, "data": sources})
@@ -36,7 +38,7 @@ def parts_of(model: Any, data: list[dict[str, Any]], weights: Mapping[str, Any])
 
 def agree(mine: Mapping[str, Any]) -> None:
     """Raises ValueError on all ranks unless all were given the same, with keys and values."""
-    first, *others = gather(dict(mine))
+    first, *others = from_all_ranks(dict(mine))
     for rank, other in enumerate(others, 1):
         differing = [
             f"{key} is {first.get(key, 'missing')} on rank 0 and {other.get(key, 'missing')} on"

@@ -1,0 +1,222 @@
+"""The ranks of a group as one of them sees them over the host, beside the data that they exchange.
+
+Ranks announce what they are about to do, and learn within milliseconds when one of them is lost.
+Collectives cannot tell: NCCL waits for a dead rank until its timeout, and gloo knows only that some
+connection was closed. The channel has its own connections, to a hub on the first rank
+(``distca.dispatch.hub``), so that it works whatever the device and the process groups do.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from threading import Condition, Lock, Thread, Timer
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+
+from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
+from distca.dispatch.transports.base import ExchangeError, Records
+
+_LOOPBACK = "127.0.0.1"
+_CONNECT_S = 30.0
+_TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
+_log = logging.getLogger(__name__)
+_of_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
+
+
+class PeerLostError(ExchangeError):
+    """Raised when a rank has ended, or its node is gone, while others still need it."""
+
+
+class Peers:
+    """This rank's connection to the hub; use ``Peers.of``.
+
+    ranks: the global rank of every rank of the group, as errors name it.
+    lost: set as soon as a rank is lost.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], hub: Hub | None, connection: socket.socket | None
+    ) -> None:
+        self.lost: PeerLostError | None = None
+        self._ranks = ranks
+        self._hub, self._connection = hub, connection
+        self._changed = Condition(Lock())
+        self._waiting: dict[int, tuple[str, Future[Records]]] = {}  # by index
+        self._num_records = 0
+        self._callbacks: list[Callable[[PeerLostError], None]] = []
+        self._closing = connection is None
+        if connection is not None:
+            keep_alive(connection)
+            atexit.register(self.close)
+            Thread(target=self._listen, name="distca peers", daemon=True).start()
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Peers:
+        """Returns the peers of a group; at the first request all its ranks must ask."""
+        if group not in _of_group:
+            _of_group[group] = _connect(group)
+        return _of_group[group]
+
+    def announce(self, record: str) -> Future[Records]:
+        """Tells all ranks what this one is about to do; the result is what each of them does.
+
+        It is ``[record]`` if all of them do the same. It raises ExchangeError if a rank has ended.
+        """
+        future: Future[Records] = Future()
+        if self._connection is None:
+            future.set_result([record])
+            return future
+        with self._changed:
+            if self.lost is not None:
+                future.set_exception(self.lost)
+                return future
+            index, self._num_records = self._num_records, self._num_records + 1
+            self._waiting[index] = record, future
+            self._send("record", index, record)
+        return future
+
+    def ask(self, future: Future[Records]) -> None:
+        """Asks the hub to answer now, with the records of those ranks that have come."""
+        with self._changed:
+            for index, (_, waiting) in self._waiting.items():
+                if waiting is future:
+                    self._send("late", index)
+
+    def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
+        """Calls back, in another thread, as soon as a rank is lost."""
+        self._callbacks.append(callback)
+
+    def lost_within(self, seconds: float) -> PeerLostError | None:
+        """Waits for the news of a lost rank, which may follow the failure of a collective."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.lost is not None or self._closing, seconds)
+        return self.lost
+
+    def fail(self, sentence: str) -> None:
+        """Leaves the group, and tells the others why."""
+        self._leave("failed", sentence)
+
+    def close(self) -> None:
+        """Leaves the group; after an exception that nobody has caught, tells the others."""
+        error = getattr(sys, "last_value", None)
+        if error is None:
+            self._leave("bye")
+        else:
+            self.fail(f"{type(error).__name__}: {error}")
+
+    def _leave(self, *last_message: object) -> None:
+        atexit.unregister(self.close)
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+            self._send(*last_message)
+        assert self._connection is not None
+        open_files.discard(self._connection.fileno())
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_WR)
+        if self._hub is not None:
+            self._hub.wait()
+
+    def _send(self, *message: object) -> None:
+        if self._connection is not None:
+            with suppress(OSError):  # the listening thread notices it
+                self._connection.sendall(encode(*message))
+
+    def _listen(self) -> None:
+        assert self._connection is not None
+        with suppress(OSError), self._connection.makefile("rb") as lines:
+            while line := lines.readline(LINE_BYTES):
+                match json.loads(line):
+                    case ["same", index]:
+                        if waiting := self._pop(index):
+                            waiting[1].set_result([waiting[0]])
+                    case ["records", index, records, why]:
+                        if not (waiting := self._pop(index)):
+                            continue
+                        if None in records:
+                            waiting[1].set_exception(ExchangeError(why, records))
+                        else:
+                            waiting[1].set_result(records)
+                    case ["lost", rank, how]:
+                        self._lose(rank, how)
+                    case ["failed", rank, sentence]:
+                        timer = Timer(_TOGETHER_S, self._lose, (rank, f"it failed: {sentence}"))
+                        timer.daemon = True
+                        timer.start()
+                    case ["bye"]:
+                        return
+        self._lose(0, LOST)
+
+    def _pop(self, index: int) -> tuple[str, Future[Records]] | None:
+        with self._changed:
+            return self._waiting.pop(index, None)
+
+    def _lose(self, rank: int, how: str) -> None:
+        error = PeerLostError(f"rank {self._ranks[rank]} is lost ({how})")
+        with self._changed:
+            if self._closing:
+                return
+            self.lost = self.lost or error
+            waiting, self._waiting = self._waiting, {}
+            self._changed.notify_all()
+        _log.error("%s: this run cannot go on", error)
+        for _, future in waiting.values():
+            future.set_exception(error)
+        for callback in self._callbacks:
+            callback(error)
+
+
+def _connect(group: dist.ProcessGroup) -> Peers:
+    ranks = dist.get_process_group_ranks(group)
+    rank, size = dist.get_rank(group), len(ranks)
+    if size == 1:
+        return Peers(ranks, None, None)
+    store = dist.distributed_c10d.PrefixStore("distca", group.get_group_store())
+    store.set(f"node {rank}", socket.gethostname())
+    hub = None
+    if rank == 0:
+        nodes = {store.get(f"node {other}") for other in range(size)}
+        listener, address = _listener(local=len(nodes) == 1)
+        token = secrets.token_hex(16)
+        hub = Hub(size, listener, token)
+        store.set("hub", json.dumps([address, listener.getsockname()[1], token]))
+    address, port, token = json.loads(store.get("hub"))
+    try:
+        connection = socket.create_connection((address, port), _CONNECT_S)
+    except OSError as error:
+        raise PeerLostError(
+            f"rank {ranks[0]} does not answer at {address} port {port} ({error}): it has ended, or"
+            " this node cannot reach that one"
+        ) from error
+    connection.settimeout(None)
+    connection.sendall(encode(token, rank))
+    return Peers(ranks, hub, connection)
+
+
+def _listener(*, local: bool) -> tuple[socket.socket, str]:
+    """Returns a socket that listens where the other ranks can reach it, and its address.
+
+    On several nodes that is the interface from which this node reaches the master; if it is the
+    master itself, all interfaces, under the name by which the others have reached it already.
+    """
+    if local:
+        return socket.create_server((_LOOPBACK, 0)), _LOOPBACK
+    master = os.environ.get("MASTER_ADDR", socket.gethostname())
+    family, _, _, _, name = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(name)  # sends nothing
+        address = probe.getsockname()[0]
+    if address.startswith("127.") or address in ("::1", name[0]):
+        return socket.create_server(("", 0), family=family), master
+    return socket.create_server((address, 0), family=family), address

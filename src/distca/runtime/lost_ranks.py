@@ -1,0 +1,71 @@
+"""How a rank ends soon after another one is lost, with a sentence that names it.
+
+Collectives raise late or never when a rank is lost: those of NCCL wait until their timeout, and the
+main thread waits with them. So another thread ends the process if the main thread does not.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from threading import Event, Timer
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from distca.dispatch.peers import PeerLostError, Peers
+from distca.runtime.launched import RankFailedError, report, sentence
+
+GRACE_S = 2.0  # for the main thread to raise by itself
+_NEWS_S = 1.0  # how long the news may take after a collective has failed
+
+_over = Event()  # the run of this rank, with success or without
+_world: list[Peers] = []
+
+
+def watch_ranks() -> None:
+    """Watches all ranks of the world; every one of them calls it after it has joined."""
+    assert dist.group.WORLD is not None
+    _world[:] = [Peers.of(dist.group.WORLD)]
+    _world[0].on_loss(_end_soon)
+    logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)  # it is said here
+
+
+@contextmanager
+def naming_lost_ranks() -> Iterator[None]:
+    """Ends this rank after an error that the loss of another one has caused.
+
+    Tells the other ranks about any other error of this rank.
+    """
+    try:
+        yield
+    except Exception as error:
+        _over.set()
+        for peers in _world:
+            lost = peers.lost_within(_NEWS_S) if isinstance(error, RuntimeError) else None
+            if lost is not None:
+                _end(lost)
+            peers.fail(sentence(error))
+        raise
+    finally:
+        _over.set()
+
+
+def _end_soon(lost: PeerLostError) -> None:
+    def end() -> None:
+        if not _over.is_set():
+            _end(lost)
+
+    timer = Timer(GRACE_S, end)
+    timer.daemon = True
+    timer.start()
+
+
+def _end(lost: PeerLostError) -> NoReturn:
+    """Ends the process without the cleaning up of torch, which could wait for the lost rank."""
+    error = RankFailedError(
+        f"{lost}, so this rank ends too; start the run again to resume from its last checkpoint"
+    )
+    os.write(2, f"distca: {error}\n".encode())  # not by a stream, which may be locked
+    report(error)
+    os._exit(1)

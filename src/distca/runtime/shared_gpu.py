@@ -1,0 +1,109 @@
+"""One GPU for all ranks of a run: a rehearsal of a run on many GPUs.
+
+Ranks on one GPU exchange data over NCCL as they would on many, so pipelines, servers and exchanges
+run as they will there. This takes an NCCL that allows it, MPS, so that ranks run side by side, and
+memory for all of them. Each rank has its share of the SMs, so one that waits gives nothing to the
+others, as on a GPU of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from distca.runtime.mps import CONTROL, mps, server_ids
+from distca.runtime.nccl import Nccl, find_nccl
+
+THREADS, MAX_CTAS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_MAX_CTAS"
+CTAS = 32  # of all ranks: they must find room on the GPU together, or they wait for each other
+READY_S = 30.0  # how long a server may need until processes can use it
+PROBE_S = 30.0  # how long one of them may take: a server that was left unusable does not answer
+# cudaErrorMps*, and "devices are busy or unavailable" while an earlier server ends.
+NOT_READY = (46, 805, 806, 807)
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """A GPU that is ready for ranks."""
+
+    num_ranks: int
+    variables: Mapping[str, str]  # environment of the ranks
+    name: str
+    sms: int  # that a rank can use
+    rank_bytes: int  # for the tensors of a rank
+    nccl: Nccl
+
+    def __str__(self) -> str:
+        return (
+            f"{self.num_ranks} ranks share one {self.name}: {self.sms} SMs and"
+            f" {self.rank_bytes / (1 << 30):.1f} GiB each, through MPS and {self.nccl}"
+        )
+
+
+@contextmanager
+def share_gpu(num_ranks: int, logs: Path) -> Iterator[SharedGpu]:
+    """Prepares the first visible GPU for ranks that share it, until the context ends.
+
+    Variables that are set already stay as they are: the share of the SMs, and the thread blocks
+    that NCCL may use. MPS writes to ``logs``. Raises ValueError if ranks cannot share the GPU.
+    """
+    # Imports torch, which `distca --help` must not wait for.
+    from distca.runtime.rank_device import MULTI_RANK, SHARE_GPU, rank_bytes
+
+    nccl = find_nccl()
+    with mps(logs) as variables:
+        variables |= {SHARE_GPU: "0", MULTI_RANK: "1"}
+        shares = {THREADS: max(100 // num_ranks, 1), MAX_CTAS: max(CTAS // num_ranks, 1)}
+        variables |= {name: os.environ.get(name, str(value)) for name, value in shares.items()}
+        if nccl.preload is not None:
+            others = os.environ.get("LD_PRELOAD")
+            variables["LD_PRELOAD"] = ":".join(filter(None, (str(nccl.preload), others)))
+        gpu = _probe(os.environ | variables, logs)
+        memory = rank_bytes(gpu["free_bytes"], num_ranks)
+        yield SharedGpu(num_ranks, variables, gpu["name"], gpu["sms"], memory, nccl)
+
+
+def _probe(environment: Mapping[str, str], logs: Path) -> dict[str, Any]:
+    """Uses the GPU as a rank would, as soon as MPS lets it; returns what it found."""
+    deadline = time.monotonic() + READY_S
+    while "error" in (found := _run_probe(environment)):
+        if found["code"] not in NOT_READY or time.monotonic() > deadline:
+            raise ValueError(
+                f"the GPU cannot be used through MPS ({found['error']}): {_way_out(logs)}"
+            )
+        time.sleep(0.5)
+    if not server_ids(environment):
+        raise ValueError(f"MPS is running, but did not serve a process: {_way_out(logs)}")
+    return found
+
+
+def _way_out(logs: Path) -> str:
+    return (
+        f"see its logs in {logs}, end what else runs on the GPU (nvidia-smi lists it), and an MPS"
+        f" server that was left unusable with `echo quit | {CONTROL}`"
+    )
+
+
+def _run_probe(environment: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        ran = subprocess.run(
+            [sys.executable, "-P", "-m", "distca.runtime.gpu_probe"],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=PROBE_S,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {PROBE_S:.0f} s", "code": 0}
+    if ran.returncode:
+        last = (ran.stderr.strip().splitlines() or [f"exit status {ran.returncode}"])[-1]
+        return {"error": last, "code": 0}
+    found: dict[str, Any] = json.loads(ran.stdout)
+    return found

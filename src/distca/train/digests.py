@@ -1,0 +1,72 @@
+"""Digests of the files of a checkpoint, by which damage is found before anything is loaded.
+
+torch.distributed.checkpoint stores none, and torch does not check those of the zip format in which
+tensors are saved, so a flipped bit would be loaded as a weight. Each rank digests the files that it
+has written, in the background and from the page cache; the first rank writes the digests of all
+ranks to ``SHA256SUMS``, which ``sha256sum -c`` reads as well. They do not protect from an attacker.
+"""
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.futures import Future
+
+from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError
+
+SUMS = "SHA256SUMS"
+
+
+class DigestWriter(FileSystemWriter):
+    """Writes a checkpoint, and the digests of its files after everything else."""
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        written = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in written}
+        future: Future[Any] = Future()
+        future.set_result((written, {name: _digest(Path(self.path) / name) for name in names}))
+        return future
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """results: of each rank, what ``write_data`` has returned there."""
+        super().finish(metadata, [written for written, _ in results])
+        path = Path(self.path)
+        digests = {name: _digest(path / name) for name in (COMPLETE, EXTRA)}
+        for _, found in results:
+            digests |= found
+        new = path / f"{SUMS}.new"
+        with new.open("w") as file:
+            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+            file.flush()
+            os.fsync(file.fileno())
+        new.rename(path / SUMS)
+
+
+def check_digests(path: Path, rank: int, num_ranks: int) -> None:
+    """Raises DamagedCheckpointError if a file has changed; each rank checks its share of the files.
+
+    A checkpoint of an earlier version has no digests, nor has one whose run was killed at its end.
+    """
+    if not (path / SUMS).is_file():
+        return
+    lines = (path / SUMS).read_text(errors="replace").splitlines()
+    for line in lines[rank::num_ranks]:
+        digest, _, name = line.partition("  ")
+        try:
+            changed = _digest(path / name) != digest
+        except (OSError, ValueError):  # it is gone, or this line is damaged
+            changed = True
+        if changed:
+            raise DamagedCheckpointError(
+                f"{path / name} is damaged (its digest is not that in {SUMS}): load an earlier"
+                " checkpoint"
+            )
+
+
+def _digest(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()

@@ -1,0 +1,81 @@
+"""What ranks do that announce, leave, fail or are killed; each returns what it has seen."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from multiprocessing.connection import Connection
+
+import torch.distributed as dist
+
+from distca.dispatch.peers import Peers
+
+Seen = list[object]
+
+
+def start(
+    body: Callable[..., Seen], pipe: Connection, rank: int, size: int, store: str, *args: object
+) -> None:
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    peers = Peers.of(dist.group.WORLD)
+    pipe.send(body(peers, rank, *args))
+    peers.close()
+
+
+def outcome(future: Future) -> list[object]:
+    try:
+        return list(future.result(30))
+    except Exception as error:
+        return [type(error).__name__, str(error), *(getattr(error, "records", None) or [])]
+
+
+def announces(peers: Peers, rank: int) -> Seen:
+    futures = [peers.announce("a"), peers.announce(f"b{rank}"), peers.announce("c")]
+    return [outcome(future) for future in futures]
+
+
+def is_killed(peers: Peers, rank: int, victim: int, with_child: bool) -> Seen:
+    outcome(peers.announce("before"))
+    if rank == victim:
+        time.sleep(0.3)
+        if with_child and os.fork() == 0:
+            time.sleep(4)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    called: list[str] = []
+    peers.on_loss(lambda error: called.append(str(error)))
+    begin = time.monotonic()
+    seen: Seen = [outcome(peers.announce("after"))]
+    return [*seen, outcome(peers.announce("again")), *called, time.monotonic() - begin < 2.5]
+
+
+def fails(peers: Peers, rank: int, victim: int) -> Seen:
+    outcome(peers.announce("before"))
+    if rank == victim:
+        peers.fail("OutOfMemoryError: no memory")
+        return []
+    return [str(peers.lost_within(5))]
+
+
+def leaves(peers: Peers, rank: int, first: int) -> Seen:
+    last = peers.announce("last")
+    if rank == first:
+        return outcome(last)
+    time.sleep(0.5)  # the first one has left before this one looks
+    seen = [outcome(last), peers.lost_within(0.2)]
+    return [*seen, outcome(peers.announce("one more"))] if first else seen
+
+
+def is_late(peers: Peers, rank: int) -> Seen:
+    outcome(peers.announce("first"))
+    if rank == 1:
+        time.sleep(1)
+        return []
+    future = peers.announce("second")
+    time.sleep(0.3)  # both have announced it
+    peers.ask(future)
+    return outcome(future)

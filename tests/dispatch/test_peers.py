@@ -1,0 +1,145 @@
+"""Ranks that announce, and learn who is lost: real processes, ended in every way."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from dispatch import peer_bodies
+from ranks import PRELOADED
+
+from distca.dispatch.hub import Hub, encode
+from distca.dispatch.peers import _listener
+
+WITHOUT_A_WORD = "is lost (its process ended without a word)"
+
+
+def run(tmp_path: Path, size: int, body: object, *args: object) -> list[list]:
+    """What each rank has seen; [] if it was killed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    pipes, ranks = [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        where = (theirs, rank, size, f"file://{tmp_path}/store")
+        ranks.append(context.Process(target=peer_bodies.start, args=(body, *where, *args)))
+        ranks[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    seen: list[list] = []
+    try:
+        for pipe in pipes:
+            assert pipe.poll(60), "a rank hangs"
+            try:
+                seen.append(pipe.recv())
+            except EOFError:
+                seen.append([])
+    finally:
+        for rank in ranks:
+            rank.kill()
+    return seen
+
+
+def test_equal_records_are_answered_by_one_and_others_by_all(tmp_path: Path) -> None:
+    assert run(tmp_path, 3, peer_bodies.announces) == [[["a"], ["b0", "b1", "b2"], ["c"]]] * 3
+
+
+@pytest.mark.parametrize(("victim", "with_child"), [(0, False), (1, False), (0, True), (1, True)])
+def test_a_killed_rank_is_named_within_two_seconds(
+    tmp_path: Path, victim: int, with_child: bool
+) -> None:
+    """Also if a process that it has forked lives on, such as a worker that loads data."""
+    seen = run(tmp_path, 3, peer_bodies.is_killed, victim, with_child)
+    words = f"rank {victim} {WITHOUT_A_WORD}"
+    assert seen.pop(victim) == []
+    assert seen == [[["PeerLostError", words], ["PeerLostError", words], words, True]] * 2
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_an_error_is_told_to_the_others(tmp_path: Path, victim: int) -> None:
+    seen = run(tmp_path, 3, peer_bodies.fails, victim)
+    assert seen.pop(victim) == []
+    assert seen == [[f"rank {victim} is lost (it failed: OutOfMemoryError: no memory)"]] * 2
+
+
+def test_an_error_that_nobody_catches_is_told_too(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import sys\n"
+        "import torch.distributed as dist\n"
+        "from distca.dispatch.peers import Peers\n"
+        f"store = 'file://{tmp_path}/store'\n"
+        "dist.init_process_group('gloo', init_method=store, rank=int(sys.argv[1]), world_size=2)\n"
+        "peers = Peers.of(dist.group.WORLD)\n"
+        "peers.announce('here').result()\n"
+        "if sys.argv[1] == '0':\n"
+        "    raise MemoryError('out of memory')\n"
+        "print(peers.lost_within(20))\n"
+    )
+    ranks = [
+        subprocess.Popen([sys.executable, script, str(rank)], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        assert ranks[1].communicate(timeout=60)[0] == (
+            "rank 0 is lost (it failed: MemoryError: out of memory)\n"
+        )
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.communicate()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_rank_that_has_ended_is_missed_only_where_it_is_needed(
+    tmp_path: Path, first: int
+) -> None:
+    seen = run(tmp_path, 2, peer_bodies.leaves, first)
+    assert seen.pop(first) == ["last"]
+    late = ["ExchangeError", "rank 1 ended before", "one more", None]
+    assert seen == [[["last"], None, *([late] if first else [])]]
+
+
+def test_a_late_rank_is_named_on_request(tmp_path: Path) -> None:
+    seen = run(tmp_path, 3, peer_bodies.is_late)
+    assert seen[0] == seen[2] == ["ExchangeError", "", "second", None, "second"]
+
+
+def test_the_hub_ignores_strangers() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    hub = Hub(1, listener, "secret")
+    try:
+        for words in (b"GET / HTTP/1.1\r\n\r\n", encode("guess", 0), encode("secret", 5), b"[]\n"):
+            with socket.create_connection(address) as stranger:
+                stranger.sendall(words)
+                stranger.settimeout(5)
+                assert stranger.recv(100) == b""
+        with socket.create_connection(address) as rank:
+            rank.sendall(encode("secret", 0) + encode("record", 0, "here"))
+            rank.settimeout(5)
+            assert rank.recv(100) == b'["same", 0]\n'
+    finally:
+        hub.wait()
+
+
+def test_ranks_of_one_node_listen_on_the_loopback_address_only() -> None:
+    listener, address = _listener(local=True)
+    with listener:
+        assert listener.getsockname()[0] == address == "127.0.0.1"
+
+
+@pytest.mark.parametrize("master", ["localhost", "127.0.1.1"])
+def test_the_master_of_several_nodes_is_reached_by_its_name(
+    monkeypatch: pytest.MonkeyPatch, master: str
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", master)
+    listener, address = _listener(local=False)
+    with listener:
+        assert address == master
+        with socket.create_connection((address, listener.getsockname()[1]), timeout=5):
+            pass

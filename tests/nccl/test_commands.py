@@ -1,0 +1,113 @@
+"""``--share-gpu``: real commands, one right behind the other, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.nccl, pytest.mark.usefixtures("shared_gpu_is_possible")]
+COMMAND = [sys.executable, "-P", "-m", "distca"]
+LIMIT_S = 110
+TRAIN = {
+    "model.sizes": "{layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128}",
+    "data.sources": '["lognormal:300:1"]',
+    "data.tokenizer": '"ids:200"',
+    "data.context": "1000",
+    "train.tokens_per_step": "8000",
+    "train.warmup": "1",
+}
+
+
+def mps_processes() -> list[str]:
+    """Returns the processes of MPS that were started by commands."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if (folder / "comm").read_text().startswith("nvidia-cuda-mps") and (
+                b"/distca-mps-" in (folder / "environ").read_bytes()
+            ):
+                found.append(folder.name)
+        except OSError:
+            continue
+    return found
+
+
+def test_selftest(tmp_path: Path) -> None:
+    command = [*COMMAND, "selftest", "--share-gpu", "--ranks=8", "--json"]
+    ran = subprocess.run(
+        [*command, f"--out={tmp_path}"], capture_output=True, text=True, timeout=LIMIT_S
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    record = json.loads(ran.stdout)
+    assert (record["ranks"], record["device"]) == (8, "cuda")
+    assert [row["check"] for row in record["checks"] if row["passed"] is False] == []
+
+
+def train(folder: Path, steps: int, **parallel: object) -> list[str]:
+    settings = TRAIN | {f"parallel.{name}": str(value) for name, value in parallel.items()}
+    sets = [f"--set={name}={value}" for name, value in settings.items()]
+    command = [*COMMAND, "train", "--share-gpu", *sets, f"--set=train.steps={steps}"]
+    return [*command, f"--out={folder}", "--json", "--fresh"]
+
+
+def test_training_with_pipeline_and_server_has_the_losses_of_one_without(tmp_path: Path) -> None:
+    losses = {}
+    for name, ranks, parallel in (
+        ("pipeline", 5, {"pp": 2, "dp": 2, "servers": 1, "micro_batches": 2}),
+        ("colocated", 2, {"policy": '"colocated"', "placement": '"given"', "ping_pong": "false"}),
+    ):
+        command = [*train(tmp_path / name, 4, **parallel), f"--ranks={ranks}"]
+        ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
+        assert (ran.returncode, ran.stderr) == (0, "")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        losses[name] = [json.loads(line)["loss"] for line in lines]
+    assert len(losses["pipeline"]) == 4
+    assert losses["pipeline"] == pytest.approx(losses["colocated"], rel=5e-3)
+
+
+def rank_of(launcher: int, number: int) -> int:
+    """Returns the process id of a rank."""
+    for child in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split():
+        if f"\0RANK={number}\0".encode() in Path(f"/proc/{child}/environ").read_bytes():
+            return int(child)
+    raise AssertionError(f"there is no rank {number}")
+
+
+@pytest.mark.parametrize("how", ["a killed rank", "Ctrl-C"])
+def test_nothing_is_left_behind_by(how: str, tmp_path: Path) -> None:
+    """Both in this order: MPS of the first may be unusable, and the second has one of its own."""
+    before = {*mps_processes()}
+    process = subprocess.Popen(
+        [*train(tmp_path, 100_000), "--ranks=2"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + LIMIT_S / 2
+        while not (tmp_path / "metrics.jsonl").exists():
+            assert process.poll() is None, process.communicate()[1]
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.2)
+        assert {*mps_processes()} > before
+        if how == "Ctrl-C":
+            process.send_signal(signal.SIGINT)
+        else:
+            os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+        _, said = process.communicate(timeout=LIMIT_S / 2)
+    finally:
+        process.kill()
+    if how == "Ctrl-C":
+        assert process.returncode == 130
+        assert any((tmp_path / "checkpoints").iterdir())
+    else:
+        assert process.returncode == 1
+        assert said.startswith("distca: rank 1 was killed by SIGKILL")
+    assert {*mps_processes()} <= before
