@@ -214,7 +214,7 @@ def test_one_rank_of_nccl_is_the_bare_kernel(backend: str) -> None:
     prepared = attention.prepare(TensorSpec.of(q, k), forward=plan)
     assert prepared.forward is not None
     assert prepared.forward.layout.is_one_call
-    ((_, call),) = prepared.forward.local
+    call = prepared.forward.local[0].packed
     bare = prepared.backend.forward(q, k, v, call, SCALE)
     saved = Saved(q, k, v, *bare)
     grads = prepared.backend.backward(grad_out, saved, call, SCALE, deterministic=True)

@@ -63,9 +63,10 @@ class Copies(_Table):
         if not len(self._table):
             return
         alignment, addresses = self._aligned(memories)
-        options = {"WORD": _WORDS[alignment], "ALIGNMENT": alignment, "BLOCK": _BLOCK}
+        word = _WORDS[alignment]
+        options = {"WORD": word, "NUM_BYTES": word.primitive_bitwidth // 8, "ALIGNMENT": alignment}
         with torch.cuda.device_of(self._table):  # type: ignore[no-untyped-call]
-            _copy[(len(self._table),)](self._table, *addresses, **options)
+            _copy[(len(self._table),)](self._table, *addresses, **options, BLOCK=_BLOCK)
 
 
 class Sums(_Table):
@@ -122,15 +123,14 @@ _ADDRESSES = [f"a{number}" for number in range(_MEMORIES)]
 @triton.jit(do_not_specialize=_ADDRESSES)  # type: ignore[untyped-decorator]
 def _copy(  # type: ignore[no-untyped-def]
     table, a0, a1, a2, a3, a4, a5, a6, a7,
-    WORD: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
+    WORD: tl.constexpr, NUM_BYTES: tl.constexpr, ALIGNMENT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Copies one entry: source memory and offset, target memory and offset, size; in bytes."""
     entry = table + 5 * tl.program_id(0).to(tl.int64)
     source = _address(tl.load(entry), a0, a1, a2, a3, a4, a5, a6, a7) + tl.load(entry + 1)
     target = _address(tl.load(entry + 2), a0, a1, a2, a3, a4, a5, a6, a7) + tl.load(entry + 3)
-    words = tl.load(entry + 4) // (WORD.primitive_bitwidth // 8)
     # These tell the compiler how many bytes a thread can load at once.
-    words = tl.multiple_of(words, ALIGNMENT // (WORD.primitive_bitwidth // 8))
+    words = tl.multiple_of(tl.load(entry + 4) // NUM_BYTES, ALIGNMENT // NUM_BYTES)
     source = tl.multiple_of(source.to(tl.pointer_type(WORD)), ALIGNMENT)
     target = tl.multiple_of(target.to(tl.pointer_type(WORD)), ALIGNMENT)
     for done in range(0, words, BLOCK):

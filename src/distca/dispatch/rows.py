@@ -29,7 +29,15 @@ class Places(NamedTuple):
     @classmethod
     def packed(cls, memory: int, start: int, size: Ints) -> Places:
         """Returns places one after the other."""
-        return cls(np.full_like(size, memory), start + cumulative(size)[:-1], size)
+        return cls.parts(memory, as_ints([start]), size, as_ints([len(size)]))
+
+    @classmethod
+    def parts(cls, memory: int, starts: Ints, size: Ints, count: Ints) -> Places:
+        """Returns parts of ``count`` places, which lie one after the other from each start on."""
+        before = cumulative(size)
+        first = before[cumulative(count)[:-1]]
+        offset = before[:-1] + np.repeat(starts - first, count)
+        return cls(np.full_like(size, memory), offset, size)
 
     @classmethod
     def joined(cls, parts: Iterable[Places]) -> Places:

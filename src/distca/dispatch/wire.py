@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from math import prod
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from distca.dispatch.layout import Layout, PeerRows
 from distca.dispatch.moves import Move, copies, sums
-from distca.dispatch.rows import Places
+from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec, wide
 from distca.planning.spans import Ints, as_ints
 
@@ -142,13 +143,19 @@ def _sides(tensors: Traveling, num_ranks: int) -> tuple[ByteLayout, ByteLayout]:
     return away, here
 
 
+def _sent(peers: PeerRows) -> tuple[Rows, Ints]:
+    """Returns all rows that are sent, in the order of ranks, and the number of runs of each."""
+    runs = [rows.runs for rows in peers.send.values()]
+    return Rows(tuple(chain.from_iterable(runs))), as_ints([len(each) for each in runs])
+
+
 def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
     """Returns, in bytes, where own rows lie in the tensors and in the buffer."""
     own, buffer = [], []
     for index, ((spec, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
-        for rows, start in zip(peers.send.values(), starts.tolist(), strict=True):
-            own.append(rows.places(spec.num_bytes, index))
-            buffer.append(Places.packed(len(tensors), start, own[-1].size))
+        rows, count = _sent(peers)
+        own.append(rows.places(spec.num_bytes, index))
+        buffer.append(Places.parts(len(tensors), starts, own[-1].size, count))
     return Places.joined(own), Places.joined(buffer)
 
 
@@ -157,10 +164,10 @@ def _sums(tensors: Traveling, away: ByteLayout, num_tokens: int, spec: TensorSpe
     values, targets, initial = [], [], []
     for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
         width, before = prod(row.shape), (-1, 3, 4)[index]
-        for rows, start in zip(peers.send.values(), starts.tolist(), strict=True):
-            targets.append(rows.places(width, 5 + index))
-            values.append(Places.packed(0, start // row.dtype.itemsize, targets[-1].size))
-            initial.append(np.full_like(targets[-1].size, before))
+        rows, count = _sent(peers)
+        targets.append(rows.places(width, 5 + index))
+        values.append(Places.parts(0, starts // row.dtype.itemsize, targets[-1].size, count))
+        initial.append(np.full_like(targets[-1].size, before))
         if index:  # rows of which no server sends anything
             everything = as_ints([num_tokens * width])
             targets.append(Places.packed(5 + index, 0, everything))
