@@ -13,6 +13,7 @@ from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.placers.balanced import balanced_placement
 from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
+from distca.planning.placers.karmarkar_karp import karmarkar_karp
 from distca.planning.placers.variable_length import variable_length_packing
 from distca.planning.plan import Plan
 from distca.planning.policies import GIVEN, POLICIES, Policy
@@ -32,6 +33,7 @@ PLACERS: dict[str, Callable[[Problem], Placement]] = {
     "head-tail": packed_sequence_placement,
     "per-document": per_document_placement,
     "variable-length": variable_length_packing,
+    "karmarkar-karp": karmarkar_karp,
 }
 SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
     "distca": disaggregated,
@@ -58,7 +60,7 @@ def place(
     workers: the number of ranks to place them on; that of the placement by default.
     options, changes: a ``PlanOptions``, and options by name that replace its own.
     placer: ``balanced``, or one of the published policies': ``head-tail``, ``per-document``,
-        ``variable-length``. ``given`` packs documents in order of arrival.
+        ``variable-length``, ``karmarkar-karp``. ``given`` packs documents in order of arrival.
     """
     choose_placement = choose(PLACERS, placer, "placer")
     if not isinstance(documents, Placement):

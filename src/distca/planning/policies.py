@@ -37,6 +37,7 @@ POLICIES = {
         Policy("head-tail-cp", "head-tail", "all-gather"),
         Policy("per-document-cp", "per-document", "all-gather"),
         Policy("wlb", "variable-length", "all-gather"),
+        Policy("kk", "karmarkar-karp", "home"),
         Policy("greedy", GIVEN, "greedy"),
     )
 }

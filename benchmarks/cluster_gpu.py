@@ -1,0 +1,267 @@
+"""A little cluster on one GPU: real training steps of all policies, in turns.
+
+    python benchmarks/cluster_gpu.py --ranks 4 --lengths pretrain --context 128K --backend flash
+    python benchmarks/cluster_gpu.py --cpu       two gloo ranks with tiny sizes, to try it out
+
+Ranks share the GPU through MPS, each with its share of the SMs, and train over NCCL. Every side has
+the same initial weights and the same batches of ranks x context tokens, so a rank has as many
+tokens as the longest document. The order of sides rotates from step to step. A step is the slowest
+rank's: all start together, and the device is synchronized at its end. Plans are made before.
+
+A command is one cell of the results. It is written after every round, so that a run that is killed
+keeps what it has; ``--resume`` adds the missing rounds, with new weights and the next batches, and
+``--minutes`` ends a command in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from cluster_predict import predictor
+from cluster_report import Cell, read_cell, table, write_cell
+from cluster_sides import (
+    WAYS,
+    PlannedSide,
+    Side,
+    TorchContextParallel,
+    planners,
+)
+
+from distca.attention.core import CoreAttention
+from distca.data.documents import Batch, Document
+from distca.data.lengths import distribution
+from distca.model.config import ModelConfig
+from distca.model.sizes import model_config
+from distca.pipeline.mesh import MeshShape
+from distca.runtime import launch, launched
+from distca.runtime.lost_ranks import naming_lost_ranks
+from distca.runtime.mesh import RankContext, join_mesh
+from distca.runtime.nccl import loaded_version, version_text
+from distca.runtime.parallelize import Precision
+from distca.runtime.shared_gpu import share_gpu
+from distca.train.setup import join_world
+
+RESULTS = Path(__file__).parent / "results"
+LOGS = Path("runs/cluster_gpu/logs")
+VOCABULARY = 4096  # small, so that layers dominate as in a deep model
+WARM_UP = 2  # steps of each side that do not count
+EVEN_DOCUMENTS = 8  # of a rank, with lengths "even"
+
+
+def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--lengths", default="pretrain", help="pretrain, prolong, even, ...")
+    parser.add_argument("--context", default="128K")
+    parser.add_argument("--backend", default="flash")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", default="llama3.2-1b", help="whose layers are trained")
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--sides", default=",".join(WAYS))
+    parser.add_argument("--keep-activations", action="store_true", help="recompute nothing")
+    parser.add_argument("--profile", help="of `distca profile --share-gpu`, to predict steps")
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--minutes", type=float, default=1e9, help="after which no round starts")
+    parser.add_argument("--cpu", action="store_true", help="2 ranks, context 512, 2 steps, gloo")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(arguments)
+    if options.cpu:
+        tiny = {"ranks": 2, "context": "512", "backend": "auto", "steps": 2, "model": "debug"}
+        vars(options).update(tiny)
+    unknown = set(options.sides.split(",")) - set(WAYS)
+    if unknown:
+        parser.error(f"sides {', '.join(sorted(unknown))} are unknown: choose of {', '.join(WAYS)}")
+    options.tokens = tokens_of(options.context)
+    return options
+
+
+def tokens_of(text: str) -> int:
+    return int(text[:-1]) * 1024 if text[-1] in "Kk" else int(text)
+
+
+def main() -> None:
+    options = options_of()
+    if launched.is_rank():
+        with launched.reporting(), naming_lost_ranks():
+            run_rank(options)
+            dist.destroy_process_group()
+        return
+    command = [sys.executable, *sys.argv]
+    if options.cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        launch.launch(command, options.ranks, LOGS)
+    else:
+        with share_gpu(options.ranks, LOGS / "mps") as gpu:
+            print(gpu, flush=True)
+            launch.launch(command, options.ranks, LOGS, gpu)
+
+
+# -- one rank ----------------------------------------------------------------------------------
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    began = time.perf_counter()
+    device = join_world()
+    context = join_mesh(MeshShape(dp=options.ranks), device)
+    config = model_of(options, device)
+    cell = cell_of(options, config, device)
+    predict = predictor(options.profile, config, options.ranks, not options.keep_activations)
+    sides, refused = sides_of(options, config, context)
+    first = context.rank == 0
+    for name, reason in refused.items():
+        cell.sides[name] = {"refused": reason}
+    start = cell.num_steps
+    for number in range(start - WARM_UP, options.steps):
+        counts = number >= start
+        batch = batch_of(options, seed=number if counts else 10**6 + number)
+        names = [*sides]
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            record = step_of(sides[name], context, batch)
+            if counts:
+                record["predicted"] = predict(record.pop("plan"))
+                cell.add(name, record)
+        if first:
+            if counts:
+                write_cell(cell, options.out)
+            told = f"round {number + 1} of {options.steps}: {cell.last_seconds}"
+            print(told if counts else "warm-up", flush=True)
+        if is_over(began + 60 * options.minutes, context):
+            break
+    if first:
+        print(table(cell))
+
+
+def is_over(deadline: float, context: RankContext) -> bool:
+    """Returns on all ranks whether the deadline is over on one of them."""
+    over = torch.tensor(int(time.perf_counter() > deadline))
+    dist.all_reduce(over, dist.ReduceOp.MAX, group=context.world_group)
+    return bool(over)
+
+
+def model_of(options: argparse.Namespace, device: torch.device) -> ModelConfig:
+    named = model_config(options.model)
+    if device.type == "cpu":
+        return replace(named, layers=options.layers)
+    return replace(named, layers=options.layers, vocab_size=VOCABULARY, tied=False)
+
+
+def cell_of(options: argparse.Namespace, config: ModelConfig, device: torch.device) -> Cell:
+    """Returns the cell of this command: a new one, or the one to continue with ``--resume``."""
+    gpu = device.type == "cuda"
+    about: dict[str, Any] = {
+        "ranks": options.ranks,
+        "lengths": options.lengths,
+        "context": options.context,
+        "backend": options.backend,
+        "model": f"{options.layers} layers of {options.model}",
+        "recompute": not options.keep_activations,
+        "card": torch.cuda.get_device_name() if gpu else "CPU",
+        "SMs": torch.cuda.get_device_properties(device).multi_processor_count if gpu else 0,
+        "torch": torch.__version__,
+        "NCCL": version_text(loaded_version()) if gpu else "none",
+        "sides": options.sides,
+        "profile": options.profile or "",
+    }
+    command = f"python benchmarks/cluster_gpu.py {' '.join(sys.argv[1:])}"
+    known = read_cell(about, options.out) if options.resume else None
+    if known is not None:
+        return known
+    return Cell(
+        about | {"date": str(date.today()), "command": command}, options.ranks * options.tokens
+    )
+
+
+def sides_of(
+    options: argparse.Namespace, config: ModelConfig, context: RankContext
+) -> tuple[dict[str, Side], dict[str, str]]:
+    """Returns the sides by name, and why others cannot run."""
+    gpu, recompute = context.device.type == "cuda", not options.keep_activations
+    precision = Precision(torch.bfloat16 if gpu else torch.float32)
+    cost = options.profile or (
+        {"flash": "h200-flash"}.get(options.backend, "h200") if gpu else "cpu"
+    )
+    attentions = tuple(
+        CoreAttention(context.attention_group, backend=options.backend) for _ in range(2)
+    )
+    assert len(attentions) == 2
+    sides: dict[str, Side] = {}
+    refused: dict[str, str] = {}
+    for name in options.sides.split(","):
+        way = WAYS[name]
+        if way is None:
+            try:
+                sides[name] = TorchContextParallel(
+                    config, context, precision, options.tokens, recompute=recompute
+                )
+            except ValueError as error:
+                refused[name] = str(error)
+            continue
+        choices = planners(way, config, options.ranks, options.tokens, cost)
+        sides[name] = PlannedSide(
+            config, context, precision, choices, attentions, recompute=recompute
+        )
+    return sides, refused
+
+
+def batch_of(options: argparse.Namespace, seed: int) -> Batch:
+    """Returns the documents of a step, the same on every rank; their tokens are random."""
+    spec = options.lengths
+    if spec == "even":
+        spec = f"fixed:{options.tokens // EVEN_DOCUMENTS}"
+    lengths = distribution(spec, options.tokens).batch(options.ranks * options.tokens, seed)
+    rng = np.random.default_rng(seed)
+    vocabulary = 256 if options.cpu else VOCABULARY
+    return Batch(tuple(Document.from_tokens(rng.integers(0, vocabulary, n)) for n in lengths))
+
+
+def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:
+    """Trains one step, and returns its figures over all ranks."""
+    gpu, ready = context.device.type == "cuda", side.prepare(batch)
+    meters = [one.meter for one in side.runner.attentions] if isinstance(side, PlannedSide) else []
+    before = 0
+    if gpu:
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+    dist.barrier(context.world_group)
+    start = time.perf_counter()
+    loss = ready.run()
+    side.update()
+    if gpu:
+        torch.cuda.synchronize()
+    taken = time.perf_counter() - start
+    spent = [meter.take() for meter in meters]
+    attention, exposed = (
+        sum(one.get(name, 0.0) for one in spent) for name in ("attention", "exposed")
+    )
+    peak = torch.cuda.max_memory_allocated() - before if gpu else 0
+    mine = torch.tensor([taken, float(loss), attention, exposed, peak], dtype=torch.float64)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine, group=context.world_group)
+    seconds, losses, busy, exposures, peaks = torch.stack(everyone).T
+    plan = side.plan_of(ready)
+    return {
+        "seconds": float(seconds.max()),
+        "loss": float(losses.sum()),
+        "attention_worst": float(busy.max()),
+        "attention_mean": float(busy.mean()),
+        "exposed": float(exposures.max()),
+        "bytes": 0 if plan is None else plan.num_bytes,
+        "step_bytes": int(peaks.max()),
+        "plan": plan,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Karmarkar-Karp: whole documents on workers, with about equal FLOPs on each.
+
+The largest differencing method for k sets, with which many trainers balance micro-batches. Every
+document starts as a partition of its own, with k - 1 empty sets. The two partitions whose sets
+differ most are combined, the largest set of one with the smallest of the other, so that their
+differences cancel, until one partition is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.planning.costs.base import BACKWARD_FLOPS
+from distca.planning.placement import Placement
+from distca.planning.problem import Problem
+from distca.planning.spans import Ints, as_ints
+
+BACKWARD_TIMES = 2  # FLOPs of a linear layer in backward over forward
+
+
+def karmarkar_karp(problem: Problem) -> Placement:
+    """Places whole documents, so that the worker with the most FLOPs has as few as possible.
+
+    Only ``memory_bytes`` limits the tokens of a worker: documents move away from workers that
+    cannot hold theirs, as long as another one can.
+    """
+    lengths, workers = problem.placement.lengths, problem.placement.num_workers
+    cost = _flops(problem)
+    worker = as_ints([0] * len(lengths))
+    for number, members in enumerate(partition(cost, workers)):
+        worker[members] = number
+    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
+    _keep_limits(worker, lengths, cost, problem.devices.memory_bytes[:workers] // token_bytes)
+    order = np.argsort(worker, kind="stable")
+    return Placement(lengths, order, np.zeros_like(order), lengths[order], worker[order], workers)
+
+
+def _flops(problem: Problem) -> list[int]:
+    """[documents] Returns a L + b L^2: the FLOPs of one layer, forward and backward.
+
+    a: those of a token in the linear layers, 0 if the model's width is unknown. The term of L^2 is
+    that of the pairs that the mask allows.
+    """
+    linear = (1 + BACKWARD_TIMES) * problem.shape.linear_flops_per_token
+    pair = int((1 + BACKWARD_FLOPS) * problem.shape.flops_per_pair)
+    pairs = problem.document_loads(lambda queries, keys, pairs: pairs).whole
+    both = zip(problem.placement.lengths.tolist(), pairs.tolist(), strict=True)
+    return [linear * length + pair * count for length, count in both]
+
+
+class _Set(NamedTuple):
+    """Documents that stay together: one, or those of two other sets."""
+
+    cost: int
+    members: int | tuple[_Set, _Set]
+
+
+def partition(cost: Sequence[int], num_sets: int) -> list[list[int]]:
+    """Returns ``num_sets`` sets of numbers of documents, with about equal sums of their costs.
+
+    A partition is the list of its non-empty sets, by falling cost. Combining two of them takes
+    at most ``num_sets`` steps, whatever the number of documents.
+    """
+    heap = [(-one, number, [_Set(one, number)]) for number, one in enumerate(cost)]
+    if num_sets == 1:
+        return [list(range(len(cost)))]
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, number, first = heapq.heappop(heap)
+        *_, second = heap[0]
+        combined = _combine(first, second, num_sets)
+        least = combined[-1].cost if len(combined) == num_sets else 0
+        heapq.heapreplace(heap, (least - combined[0].cost, number, combined))
+    sets = [_members(one) for *_, partition in heap for one in partition]
+    return sets + [[] for _ in range(num_sets - len(sets))]
+
+
+def _combine(first: list[_Set], second: list[_Set], num_sets: int) -> list[_Set]:
+    """Joins the largest set of one partition with the smallest of the other, and so on.
+
+    The smallest ones are empty as long as the non-empty sets of both are not more than allowed.
+    """
+    both = max(len(first) + len(second) - num_sets, 0)  # pairs in which no set is empty
+    alone = len(first) - both
+    joined = [
+        _Set(one.cost + other.cost, (one, other))
+        for one, other in zip(first[alone:], reversed(second[len(second) - both :]), strict=True)
+    ]
+    rest = [*first[:alone], *second[: len(second) - both]]
+    return sorted([*rest, *joined], key=lambda one: one.cost, reverse=True)
+
+
+def _members(one: _Set) -> list[int]:
+    found, left = [], [one]
+    while left:
+        members = left.pop().members
+        if isinstance(members, int):
+            found.append(members)
+        else:
+            left.extend(members)
+    return sorted(found)
+
+
+def _keep_limits(worker: Ints, lengths: Ints, cost: Sequence[int], limit: Ints) -> None:
+    """Moves the shortest documents of workers with too many tokens to others, in place.
+
+    They have the fewest FLOPs for their tokens. Each goes to the worker with the fewest FLOPs of
+    those that can hold it, and stays if there is none.
+    """
+    tokens = np.bincount(worker, lengths, minlength=len(limit)).astype(np.int64)
+    if np.all(tokens <= limit):
+        return
+    load = [0] * len(limit)
+    for document, number in enumerate(worker.tolist()):
+        load[number] += cost[document]
+    for document in np.argsort(lengths, kind="stable").tolist():
+        home, length = int(worker[document]), int(lengths[document])
+        if tokens[home] <= limit[home]:
+            continue
+        others = np.flatnonzero(tokens + length <= limit).tolist()
+        if not others:
+            continue
+        best = min(others, key=lambda number: (load[number], number))
+        for number, sign in ((home, -1), (best, 1)):
+            tokens[number] += sign * length
+            load[number] += sign * cost[document]
+        worker[document] = best
