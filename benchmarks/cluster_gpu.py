@@ -130,7 +130,8 @@ def run_rank(options: argparse.Namespace) -> None:
         for name in names[turn:] + names[:turn]:
             record = step_of(sides[name], context, batch)
             if counts:
-                record["predicted"] = predict(record.pop("plan"))
+                parallel = sides[name].context.parallel
+                record["predicted"] = predict(record.pop("plan"), parallel)
                 cell.add(name, record)
         if first:
             if counts:

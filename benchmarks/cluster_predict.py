@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -16,23 +17,22 @@ from distca.sim.rates import Rates
 from distca.sim.streams import Streams
 from distca.sim.ticks import run_ticks
 
-Predict = Callable[[StepPlan | None], float | None]
+Predict = Callable[[StepPlan | None, MeshShape], float | None]
 
 
 def predictor(path: str | None, config: ModelConfig, ranks: int, recompute: bool) -> Predict:
     """Returns a function that predicts the seconds of a step; None without profile or plan."""
     if path is None:
-        return lambda plan: None
-    profile = Profile.read(path)
-    link = link_of(profile)
+        return lambda plan, parallel: None
+    link = link_of(Profile.read(path))
     cluster = Cluster("shared", ranks, ranks, 0, link, link, profile=path)
-    rates = Rates(config.shape, cluster, MeshShape(dp=ranks), recompute)
+    rates_on = cache(lambda parallel: Rates(config.shape, cluster, parallel, recompute))
 
-    def predict(plan: StepPlan | None) -> float | None:
+    def predict(plan: StepPlan | None, parallel: MeshShape) -> float | None:
         if plan is None:
             return None
         streams = Streams(np.ones(ranks))
-        run_ticks(rates, as_run(plan), streams)
+        run_ticks(rates_on(parallel), as_run(plan), streams)
         return float(streams.compute.max())
 
     return predict

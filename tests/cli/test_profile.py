@@ -101,6 +101,7 @@ def test_another_setting_is_refused(run: Any) -> None:
         (["--backend=fast"], "attention backend 'fast' is unknown"),
         (["--backend=fa4"], "attention backend fa4 refuses"),
         (["--ranks=0"], "0 ranks: start 1 or more"),
+        (["--share-gpu"], "--share-gpu, but there is no GPU: leave it out"),
         (["--out=bad.json"], "profile bad.json is not JSON"),
         (["--out=."], "cannot open"),
     ],
@@ -118,7 +119,8 @@ def test_several_ranks_are_started(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     started: list[Any] = []
     monkeypatch.setattr("distca.runtime.launch.launch", lambda *args: started.extend(args))
     run("profile", "--ranks=3", "--quick", "--out=x.json", "--model=150m")
-    command, num_ranks, _ = started
+    command, num_ranks, _, shared_gpu = started
+    assert shared_gpu is None
     assert num_ranks == 3
     assert command[-5:] == ["profile", "--model=150m", "--out=x.json", "--ranks=3", "--quick"]
 

@@ -58,7 +58,7 @@ def test_sharing_a_gpu_under_torchrun_is_refused(
 ) -> None:
     """There, nobody prepares the GPU before the ranks."""
     monkeypatch.setenv("RANK", "0")
-    for command in ("selftest", "train"):
+    for command in ("selftest", "train", "profile"):
         with pytest.raises(SystemExit) as exited:
             main([command, "--share-gpu"])
         assert exited.value.code == 2

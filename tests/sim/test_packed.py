@@ -49,6 +49,7 @@ STRATEGIES = [
     ("wlb", MeshShape(dp=3)),
     ("wlb", MeshShape(pp=3, cp=2)),
     ("wlb", MeshShape(pp=2, dp=2)),
+    ("kk", MeshShape(pp=2, dp=2)),
 ]
 
 
@@ -296,7 +297,7 @@ def test_the_next_seed_does_not_shake_a_stage_as_this_one_shakes_the_next(profil
 # -- bins ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [*KEEP_SEQUENCES, "wlb"])
+@pytest.mark.parametrize("policy", [*KEEP_SEQUENCES, "wlb", "kk"])
 def test_every_document_lies_in_one_bin(profile: str, policy: str) -> None:
     parallel = MeshShape(dp=2) if policy == "colocated" else MeshShape(dp=2, cp=2)
     rates = rates_of(profile, parallel)

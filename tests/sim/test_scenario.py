@@ -90,6 +90,7 @@ def test_scenarios_without_tokens_are_refused(changes: dict[str, int], message: 
         ("zigzag", MeshShape(), "policy 'zigzag' is unknown: choose one of distca, coloc"),
         ("wlb", MeshShape(servers=1), "policy wlb has no dedicated servers: leave them out"),
         ("colocated", MeshShape(cp=2), "policy colocated with cp = 2: every sequence stays on one"),
+        ("kk", MeshShape(cp=2), "policy kk with cp = 2: every sequence stays on one worker"),
     ],
 )
 def test_ways_that_cannot_be_are_refused(policy: str, parallel: MeshShape, message: str) -> None:

@@ -183,6 +183,7 @@ STRATEGIES = [
     Strategy("head-tail-cp", MeshShape(dp=2, cp=2)),
     Strategy("per-document-cp", MeshShape(cp=4)),
     Strategy("wlb", MeshShape(dp=4)),
+    Strategy("kk", MeshShape(dp=4)),
 ]
 strategies = pytest.mark.parametrize(
     "strategy", STRATEGIES, ids=lambda strategy: f"{strategy.name}, {strategy.sizes}"

@@ -22,6 +22,7 @@ TEMPLATES = {
         Strategy("colocated", MeshShape()),
         Strategy("head-tail-cp", MeshShape()),
         Strategy("wlb", MeshShape()),
+        Strategy("kk", MeshShape()),
         Strategy(
             "distca", MeshShape(), placement="balanced", tolerance=0.3
         ),  # short documents, few tiles
@@ -57,11 +58,11 @@ def test_candidates_make_up_the_gpus_and_divide_the_sequences(name: str) -> None
         if strategy.disaggregated:
             assert p.dp == 1
             assert strategy.micro_batches % p.pp == 0
-        elif strategy.policy == "wlb":
+        elif strategy.policy in ("wlb", "kk"):
             assert p.dp * strategy.micro_batches <= 4
         else:
             assert 4 % (p.dp * strategy.micro_batches) == 0
-        assert p.cp == 1 or strategy.policy != "colocated"
+        assert p.cp == 1 or strategy.policy not in ("colocated", "kk")
 
 
 def test_tensor_parallelism_divides_node_heads_and_feed_forward() -> None:
@@ -81,7 +82,7 @@ def test_given_sizes_are_kept() -> None:
             (strategy.parallel.sizes, strategy.micro_batches)
             for strategy in candidates(SCENARIO, template, sizes)
         }
-        assert found == (set() if name == "colocated" else {((1, 2, 2, 1), 2)})
+        assert found == (set() if name in ("colocated", "kk") else {((1, 2, 2, 1), 2)})
     served = candidates(
         SCENARIO, TEMPLATES["distca, balanced"], Sizes(tp=(1,), pp=(1,), servers=(0, 2))
     )

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli.command import console, json_switch, option, rank_command
+from distca.cli.command import (
+    check_sharing,
+    console,
+    json_switch,
+    option,
+    rank_command,
+    share_switch,
+    sharing,
+)
 from distca.report.profiles import profile_facts, rates_table
 from distca.report.progress import progress
 from distca.report.tables import facts
@@ -39,6 +47,7 @@ class ProfileCommand:
     backend: str = option("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
     out: Path = option("FILE", "The profile; an unfinished one is continued.", Path("profile.json"))
     ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 1 on the CPU.")
+    share_gpu: bool = share_switch()
     quick: bool = option("", "Measure every other size, with fewer rounds.", False, "--quick")
     as_json: bool = json_switch()
 
@@ -47,6 +56,7 @@ class ProfileCommand:
             from distca.runtime.lost_ranks import naming_lost_ranks
 
             with launched.reporting(), naming_lost_ranks():
+                check_sharing(self.share_gpu)
                 self._measure_together()
             return
         num_ranks = self._num_ranks()
@@ -57,7 +67,8 @@ class ProfileCommand:
             bench = self._bench(torch.device("cuda", 0) if gpu else torch.device("cpu"))
             self._measure(bench, self._begin(bench))
             return
-        stop = launch.launch(rank_command("profile", self), num_ranks, LOGS)
+        with sharing(self.share_gpu, num_ranks, LOGS) as shared:
+            stop = launch.launch(rank_command("profile", self), num_ranks, LOGS, shared)
         if stop is not None:
             self._tell_stopped()
             raise typer.Exit(130 if stop.signal == signal.SIGINT else 0)
@@ -65,8 +76,8 @@ class ProfileCommand:
     def _num_ranks(self) -> int:
         import torch
 
-        alone = self.ranks is None and not torch.cuda.device_count()
-        return 1 if alone else launch.local_ranks(self.ranks)
+        alone = self.ranks is None and not (torch.cuda.device_count() or self.share_gpu)
+        return 1 if alone else launch.local_ranks(self.ranks, self.share_gpu)
 
     def _bench(self, device: "torch.device") -> "Bench":
         from distca.measure.bench import Bench, Scope

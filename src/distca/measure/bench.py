@@ -25,6 +25,7 @@ from distca.model.config import ModelConfig
 from distca.model.layers import After, Before
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import as_ints
+from distca.runtime.rank_device import rank_bytes, shares_gpu
 
 MOST_CALLS = 50  # in one round
 
@@ -68,7 +69,9 @@ class Scope:
         else:
             # Keys, values and their gradients, which kernels widen or compute for all heads.
             key_bytes = (16 * model.kv_heads + 4 * model.heads) * model.head_dim
-            free, _ = torch.cuda.mem_get_info(device)
+            free, total = torch.cuda.mem_get_info(device)
+            if shares_gpu() and dist.is_initialized():
+                free = min(free, rank_bytes(total, dist.get_world_size()))
             scope = cls(
                 queries=_powers(7, 17, step),
                 keys=_powers(7, 17, step),

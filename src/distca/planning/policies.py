@@ -28,6 +28,16 @@ class Policy:
         """Whether tasks may move to other ranks, beyond fixed groups of workers."""
         return self.scheduler not in ("home", "all-gather")
 
+    @property
+    def keeps_tasks_home(self) -> bool:
+        """Whether every task is computed where its queries live, so that nothing is sent."""
+        return self.scheduler == "home"
+
+    @property
+    def repacks(self) -> bool:
+        """Whether documents of all micro-batches are packed anew, into bins of unequal tokens."""
+        return self.placer in ("variable-length", "karmarkar-karp")
+
 
 POLICIES = {
     policy.name: policy

@@ -5,6 +5,7 @@ import numpy as np
 from distca.pipeline.memory import estimate
 from distca.planning.costs.base import PS
 from distca.planning.masks import document_pairs
+from distca.planning.policies import POLICIES
 from distca.planning.spans import as_ints
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
@@ -38,10 +39,10 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     layer, head = rates.layer_and_head_s(tokens)
     per_stage = scenario.model.layers // p.pp
     steady = count * (per_stage * layer + head)
-    # The micro-batches of WLB differ in size, so the smallest one may fill the pipeline.
-    filled = (
-        steady if strategy.policy == "wlb" else steady + (scenario.model.layers - per_stage) * layer
-    )
+    # Micro-batches that are packed anew differ in size, so the smallest one may fill the pipeline.
+    filled = steady
+    if not POLICIES[strategy.policy].repacks:
+        filled += (scenario.model.layers - per_stage) * layer
     attention = attention_s(scenario, rates, batch) / p.num_plan_ranks
     fastest = max([1.0, *scenario.cluster.slow.values()])
     if p.servers:

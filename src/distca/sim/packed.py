@@ -27,9 +27,7 @@ from distca.sim.ticks import run_tick, stage_elements
 
 # Policies that keep the documents of a sequence together.
 KEEP_SEQUENCES = tuple(
-    name
-    for name, policy in POLICIES.items()
-    if not policy.disaggregated and policy.placer != "variable-length"
+    name for name, policy in POLICIES.items() if not (policy.disaggregated or policy.repacks)
 )
 
 

@@ -79,9 +79,9 @@ class Strategy:
         policy_of(self.policy, self.placement)  # raises ValueError for unknown names
         if self.parallel.servers and self.policy != "distca":
             raise ValueError(f"policy {self.policy} has no dedicated servers: leave them out")
-        if self.policy == "colocated" and self.parallel.cp > 1:
+        if POLICIES[self.policy].keeps_tasks_home and self.parallel.cp > 1:
             raise ValueError(
-                f"policy colocated with cp = {self.parallel.cp}: every sequence stays on one"
+                f"policy {self.policy} with cp = {self.parallel.cp}: every sequence stays on one"
                 " worker, so set cp = 1"
             )
 

@@ -19,6 +19,7 @@ from math import inf
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
+from distca.planning.policies import POLICIES
 from distca.sim.cluster import Cluster
 from distca.sim.lower_bounds import min_bytes, min_step_s
 from distca.sim.packed import KEEP_SEQUENCES
@@ -102,7 +103,7 @@ def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Str
 def _context_sizes(template: Strategy, workers: int, sizes: Sizes) -> Iterable[int]:
     """Returns divisors of the workers of a stage; all workers with disaggregation."""
     divisors = [cp for cp in range(1, workers + 1) if workers % cp == 0]
-    if template.policy == "colocated":
+    if POLICIES[template.policy].keeps_tasks_home:
         divisors = [1]
     elif template.disaggregated and not (sizes.cp or sizes.dp):
         divisors = [workers]
@@ -152,7 +153,7 @@ def best(
 
 
 def _none_applies(scenario: Scenario, template: Strategy, sizes: Sizes) -> str:
-    if template.policy == "colocated":
+    if POLICIES[template.policy].keeps_tasks_home:
         sizes = replace(sizes, cp=(1,))
     given = [
         f"{what.replace('_', '-')} {' or '.join(map(str, chosen))}"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from typing import NamedTuple
+from operator import itemgetter
 
 import numpy as np
 
@@ -20,6 +20,11 @@ from distca.planning.problem import Problem
 from distca.planning.spans import Ints, as_ints
 
 BACKWARD_TIMES = 2  # FLOPs of a linear layer in backward over forward
+
+# The cost of documents that stay together: of one, by its number, or of those of two other sets.
+# A plain tuple, since there is one for each step of each combination.
+_Set = tuple[int, "int | tuple[_Set, _Set]"]
+_cost = itemgetter(0)
 
 
 def karmarkar_karp(problem: Problem) -> Placement:
@@ -52,52 +57,46 @@ def _flops(problem: Problem) -> list[int]:
     return [linear * length + pair * count for length, count in both]
 
 
-class _Set(NamedTuple):
-    """Documents that stay together: one, or those of two other sets."""
-
-    cost: int
-    members: int | tuple[_Set, _Set]
-
-
 def partition(cost: Sequence[int], num_sets: int) -> list[list[int]]:
     """Returns ``num_sets`` sets of numbers of documents, with about equal sums of their costs.
 
     A partition is the list of its non-empty sets, by falling cost. Combining two of them takes
     at most ``num_sets`` steps, whatever the number of documents.
     """
-    heap = [(-one, number, [_Set(one, number)]) for number, one in enumerate(cost)]
     if num_sets == 1:
         return [list(range(len(cost)))]
+    heap: list[tuple[int, int, list[_Set]]] = [
+        (-one, number, [(one, number)]) for number, one in enumerate(cost)
+    ]
     heapq.heapify(heap)
     while len(heap) > 1:
         _, number, first = heapq.heappop(heap)
         *_, second = heap[0]
         combined = _combine(first, second, num_sets)
-        least = combined[-1].cost if len(combined) == num_sets else 0
-        heapq.heapreplace(heap, (least - combined[0].cost, number, combined))
-    sets = [_members(one) for *_, partition in heap for one in partition]
+        least = combined[-1][0] if len(combined) == num_sets else 0
+        heapq.heapreplace(heap, (least - combined[0][0], number, combined))
+    sets = [_members(one) for *_, found in heap for one in found]
     return sets + [[] for _ in range(num_sets - len(sets))]
 
 
 def _combine(first: list[_Set], second: list[_Set], num_sets: int) -> list[_Set]:
     """Joins the largest set of one partition with the smallest of the other, and so on.
 
-    The smallest ones are empty as long as the non-empty sets of both are not more than allowed.
+    The smallest sets are empty ones, as long as there are any.
     """
-    both = max(len(first) + len(second) - num_sets, 0)  # pairs in which no set is empty
-    alone = len(first) - both
-    joined = [
-        _Set(one.cost + other.cost, (one, other))
-        for one, other in zip(first[alone:], reversed(second[len(second) - both :]), strict=True)
-    ]
-    rest = [*first[:alone], *second[: len(second) - both]]
-    return sorted([*rest, *joined], key=lambda one: one.cost, reverse=True)
+    num_joined = max(len(first) + len(second) - num_sets, 0)
+    combined = first[: len(first) - num_joined] + second[: len(second) - num_joined]
+    largest, smallest = first[len(first) - num_joined :], second[: -num_joined - 1 : -1]
+    for one, other in zip(largest, smallest, strict=True):
+        combined.append((one[0] + other[0], (one, other)))
+    combined.sort(key=_cost, reverse=True)
+    return combined
 
 
 def _members(one: _Set) -> list[int]:
     found, left = [], [one]
     while left:
-        members = left.pop().members
+        _, members = left.pop()
         if isinstance(members, int):
             found.append(members)
         else:
