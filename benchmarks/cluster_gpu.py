@@ -16,6 +16,7 @@ keeps what it has; ``--resume`` adds the missing rounds, with new weights and th
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 import time
@@ -55,7 +56,7 @@ from distca.train.setup import join_world
 RESULTS = Path(__file__).parent / "results"
 LOGS = Path("runs/cluster_gpu/logs")
 VOCABULARY = 4096  # small, so that layers dominate as in a deep model
-WARM_UP = 2  # steps of each side that do not count
+STEP_LIMIT_S = 120  # a step that takes longer hangs: its stacks go to the log of the rank
 EVEN_DOCUMENTS = 8  # of a rank, with lengths "even"
 
 
@@ -71,6 +72,8 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sides", default=",".join(WAYS))
     parser.add_argument("--keep-activations", action="store_true", help="recompute nothing")
     parser.add_argument("--profile", help="of `distca profile --share-gpu`, to predict steps")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps of a side that do not count")
+    parser.add_argument("--step-limit", type=float, default=STEP_LIMIT_S, help="seconds")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no round starts")
     parser.add_argument("--cpu", action="store_true", help="2 ranks, context 512, 2 steps, gloo")
@@ -122,13 +125,15 @@ def run_rank(options: argparse.Namespace) -> None:
     for name, reason in refused.items():
         cell.sides[name] = {"refused": reason}
     start = cell.num_steps
-    for number in range(start - WARM_UP, options.steps):
+    for number in range(start - options.warm_up, options.steps):
         counts = number >= start
         batch = batch_of(options, seed=number if counts else 10**6 + number)
         names = [*sides]
         turn = number % len(names)
         for name in names[turn:] + names[:turn]:
+            faulthandler.dump_traceback_later(options.step_limit, exit=True)
             record = step_of(sides[name], context, batch)
+            faulthandler.cancel_dump_traceback_later()
             if counts:
                 parallel = sides[name].context.parallel
                 record["predicted"] = predict(record.pop("plan"), parallel)
