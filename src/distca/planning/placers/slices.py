@@ -125,7 +125,9 @@ class Slicer:
             net = self._net_load(document, (first + index) * self.grain.spacing, stop)
             return np.rint(net - net_load).astype(np.int64)
 
-        return first + first_fitting(excess, guess - first, self.grain.last_cut(stop) - first)[0]
+        last = self.grain.last_cut(stop) - first
+        slope = 2.0 * net_load / np.maximum(last, 1)
+        return first + first_fitting(excess, guess - first, last, slope)
 
     def _net_load(self, document: Ints, start: Ints, stop: Ints) -> Floats:
         net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)

@@ -123,6 +123,5 @@ def _move_tasks(shards: PlacedShards, order: SearchOrder, expected_load: int) ->
     ledger = Ledger(shards, expected_load)
     empty_idle_workers(ledger)
     move_to_keys(ledger, order.max_adopted)
-    for rank in surplus_ranks(ledger, order.senders_first, order.seed):
-        shed(ledger, rank)
+    shed(ledger, surplus_ranks(ledger, order.senders_first, order.seed))
     return ledger
