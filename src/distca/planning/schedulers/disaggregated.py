@@ -17,12 +17,13 @@ from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
-from distca.planning.schedulers.shedding import shed, surplus_ranks
+from distca.planning.schedulers.shedding import estimate_added_load, shed, surplus_ranks
 from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
 from distca.planning.tasks import Tasks
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
+CUT_SHARE = 0.5
 MARGIN = 0.002  # by which estimates are raised or lowered: a tenth of the default tolerance
 
 
@@ -55,7 +56,7 @@ def disaggregated(problem: Problem) -> Assignment:
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
     # A little less than the load of the backward tasks: shed rather more than too little.
-    expected_load = int(int(load.sum()) * (1.0 - MARGIN))
+    expected_load = int(int(load.sum()) * (1.0 - 2 * MARGIN))
     return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
 
 
@@ -70,6 +71,8 @@ def schedule(
     expected_load: an estimate of the total load after cutting; 0: that of uncut shards.
     """
     shards = PlacedShards.of(problem, cost)
+    if not expected_load:
+        expected_load = int(shards.load.sum()) + int(CUT_SHARE * estimate_added_load(Ledger(shards)))
     first, *others = orders[: problem.search_orders]
     candidates = [_try_order(shards, first, expected_load)]
     # If the first order misses the bound or moves nothing, the others are no better.

@@ -38,9 +38,7 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
     senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
     seed: if above 0, the order is random instead, and ranks come one by one.
     """
-    heaviest_first = ledger.shards.heaviest_first
-    above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
-    ranks = as_ints([r for r in above if r < len(heaviest_first) and len(heaviest_first[r])])
+    ranks = _surplus_ranks(ledger)
     if seed:
         yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
         return
@@ -58,6 +56,13 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
         others = others[np.argsort(slack, kind="stable")]
         yield others[:size].tolist()
         others = np.sort(others[size:])
+
+
+def _surplus_ranks(ledger: Ledger) -> Ints:
+    """Returns the workers with a surplus that have a shard."""
+    heaviest_first = ledger.shards.heaviest_first
+    above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
+    return as_ints([r for r in above if r < len(heaviest_first) and len(heaviest_first[r])])
 
 
 def _largest_first(ledger: Ledger) -> Ints:
@@ -79,6 +84,26 @@ def _estimate_sent(ledger: Ledger, ranks: Ints) -> Floats:
     stops = root * ledger.shards.cuttable(heaviest).cheapest_stop(one, shape)[:, 0]
     q, kv = shape.q_bytes, shape.kv_bytes
     return stops * (q * kv / (2 * q + kv) + kv) + ledger.sent[ranks]
+
+
+def estimate_added_load(ledger: Ledger) -> int:
+    """Estimates by how much cutting will raise the total load.
+
+    Every rank with a surplus is taken to cut pieces of equal load out of its heaviest shard.
+    """
+    ranks, shards = _surplus_ranks(ledger), ledger.shards
+    headrooms, surplus = _largest_first(ledger), ledger.loads.above_capacity[ranks][:, None]
+    if not len(ranks) or not len(headrooms):
+        return 0
+    heaviest = shards.cuttable([int(shards.heaviest_first[rank][0]) for rank in ranks.tolist()])
+    piece = np.minimum(int(headrooms[: len(headrooms) // 4 + 1].mean()), heaviest.total_load)
+    num_pieces = np.minimum(surplus, heaviest.total_load) / np.maximum(piece, 1)
+    stop_cut = heaviest.nearest_cut(heaviest.cheapest_stop(piece, ledger.problem.shape))
+    start_cut = heaviest.lowest_start(stop_cut, piece)
+    places = heaviest.position(np.concatenate([0 * stop_cut, start_cut, stop_cut, heaviest.last_cut], axis=1))
+    parts = heaviest.load(places[:, :-1], places[:, 1:]).sum(axis=1, keepdims=True)
+    added = np.ceil(num_pieces) * np.maximum(parts - heaviest.total_load, 0)
+    return int(added.sum())
 
 
 def shed(ledger: Ledger, batches: Iterable[list[int]]) -> None:
@@ -282,15 +307,18 @@ def _fewest(
 ) -> list[Headroom]:
     """Returns ``first`` and the fewest of the largest headrooms that together hold a load.
 
-    ``spare`` more are added. Returns an empty list if all of them do not hold the load.
+    If ``spare`` is 1, an eighth more are added, and one; if it is 2, half as many more, and two:
+    each piece may be smaller than its headroom. Returns an empty list if all of them do not hold
+    the load.
     """
     chosen = list(first)
     total, skipped = sum(h.load for h in chosen), {h.server for h in chosen}.union(without)
+    wanted = 0  # once the load fits
     for headroom in reversed(headrooms):
         if total >= load:
-            if spare == 0:
+            wanted = wanted or len(chosen) + spare * (1 + spare * len(chosen) // 8)
+            if len(chosen) >= wanted:
                 break
-            spare -= 1
         if headroom.server not in skipped:
             chosen.append(headroom)
             total += headroom.load
