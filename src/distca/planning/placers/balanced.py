@@ -21,6 +21,7 @@ at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -31,8 +32,7 @@ from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
-from distca.planning.spans import Floats, cumulative
-from distca.planning.tasks import Tasks
+from distca.planning.spans import Floats, Ints, cumulative
 from distca.planning.traffic import traffic
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
@@ -44,6 +44,8 @@ FILL_SLACK = 0.002  # share of the mean load that may be missing: short document
 STRIDE = 4  # between the densities that are looked at first
 NUM_ABOVE = 8  # densities that are tried from the first one on that works
 NUM_NO_CLOSER = 3  # attempts in a row that come no closer to the bound, after which no more follow
+CLOSER = 0.9
+MISSING_TOO_MUCH = 1.0
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
 NEAR_MISS = 3.0  # in tolerances: an imbalance up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
@@ -55,54 +57,81 @@ def balanced_placement(problem: Problem) -> Placement:
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
     part, the scheduler has to move tasks as well. Then the best of several placements for the
-    scheduler is returned: the most even one found, documents in order, and each document dealt over
-    all workers.
+    scheduler is returned: the most even one found, documents in order unless that one is almost
+    even, and each document dealt over all workers.
     """
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
-    if nearest is not None and nearest[0] <= 1.0 + problem.tolerance and only_workers:
-        return nearest[1]
+    candidates = [] if nearest is None else [nearest.placement]
+    if nearest is not None and nearest.imbalance <= 1.0 + problem.tolerance and only_workers:
+        return nearest.placement
     in_order = Placement.in_order(problem.placement.lengths, problem.placement.num_workers)
-    candidates = [in_order] if nearest is None else [in_order, nearest[1]]
+    if nearest is None or not only_workers or not nearest.almost_even(problem):
+        candidates.append(in_order)
     if in_order.num_documents <= FEW_DOCUMENTS:
         over_all = deal_each_document(in_order, in_order.num_workers)
         if np.ptp(over_all.tokens) <= problem.grain.tile:
             candidates.append(over_all)
+    if len(candidates) == 1:
+        return candidates[0]
     return min(candidates, key=lambda candidate: _quality(candidate, problem))
 
 
-def _search(problem: Problem) -> tuple[float, Placement] | None:
-    """Returns the first placement within the bound, or the most even one, and its imbalance."""
+class _Attempt(NamedTuple):
+    """A placement for one density. Sorts by imbalance."""
+
+    imbalance: float
+    density: int  # its index
+    table: Ints  # of shards, as in ``filling``
+    lengths: Ints
+    num_workers: int
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.from_shards(self.lengths, self.table, self.num_workers)
+
+    def almost_even(self, problem: Problem) -> bool:
+        return self.imbalance <= 1.0 + NEAR_MISS * problem.tolerance
+
+
+def _search(problem: Problem) -> _Attempt | None:
+    """Returns the first placement within the bound, or the most even one."""
     workers = problem.devices.workers_only()
     documents = problem.document_loads(problem.cost.sum_ps)
     total = int(documents.whole.sum())
-    nearest: tuple[float, Placement] | None = None
+    nearest: _Attempt | None = None
     for target in TARGETS:
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         no_closer = 0  # attempts in a row
-        for dealt in _attempts(documents, capacity, problem.grain):
+        around = None if nearest is None else nearest.density
+        for density, dealt in _deals(documents, capacity, problem.grain, around):
             table = fill_up(documents, dealt, problem.grain)
-            placement = Placement.from_shards(documents.lengths, table, len(capacity))
-            imbalance = _imbalance(placement, problem, workers)
+            imbalance = _imbalance(table, problem, workers)
             no_closer += 1
-            if nearest is None or imbalance < nearest[0]:
-                nearest, no_closer = (imbalance, placement), 0
+            if nearest is None or imbalance < nearest.imbalance:
+                if nearest is None or imbalance - 1.0 < CLOSER * (nearest.imbalance - 1.0):
+                    no_closer = 0
+                nearest = _Attempt(imbalance, density, table, documents.lengths, len(capacity))
             if imbalance <= 1.0 + problem.tolerance:
                 return nearest
             if no_closer == NUM_NO_CLOSER:
                 break
-        if nearest is None or nearest[0] > 1.0 + NEAR_MISS * problem.tolerance:
+        if nearest is None or not nearest.almost_even(problem):
             break
     return nearest
 
 
-def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Iterator[DealtShards]:
+def _deals(
+    documents: DocumentLoads, capacity: Floats, grain: Grain, around: int | None
+) -> Iterator[tuple[int, DealtShards]]:
     """Yields long documents on workers for densities at which the headroom suffices, in ascending
     order, and at last for those at which the least headroom is missing.
 
     The headroom that is missing falls with the density and then rises again. So every ``STRIDE``-th
     density is looked at first, and then the neighbors of the first one that works, or of the one
     that comes closest.
+
+    around: the index of a density of which only the neighbors are looked at.
     """
     densities = list(_densities(documents, capacity))
 
@@ -114,23 +143,36 @@ def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Itera
         return deal(index)[1]
 
     indices = range(len(densities))
-    coarse = indices[::STRIDE]
-    works = next((index for index in coarse if missing(index) == 0.0), None)
-    center = min(coarse, key=missing, default=0) if works is None else works
-    above = STRIDE if works is None else NUM_ABOVE
-    near = indices[max(center - STRIDE + 1, 0) : center + above]
-    yield from (deal(index)[0] for index in near if missing(index) == 0.0)
-    not_enough = [index for index in near if 0.0 < missing(index) < np.inf]
-    yield from (deal(index)[0] for index in sorted(not_enough, key=missing)[:NUM_MISSING])
+    if around is None:
+        coarse = indices[::STRIDE]
+        works = next((index for index in coarse if missing(index) == 0.0), None)
+        center = min(coarse, key=missing, default=0) if works is None else works
+        near = indices[max(center - STRIDE + 1, 0) : center + (STRIDE if works is None else NUM_ABOVE)]
+    else:
+        near = indices[max(around - 1, 0) : around + STRIDE]
+    num_worked = 0
+    not_enough = []
+    for index in near:
+        if missing(index) == 0.0:
+            yield index, deal(index)[0]
+            num_worked += 1
+        elif missing(index) < np.inf:
+            not_enough.append(index)
+            if num_worked and missing(index) > MISSING_TOO_MUCH:
+                break
+    for index in sorted(not_enough, key=missing)[:NUM_MISSING]:
+        yield index, deal(index)[0]
 
 
-def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> float:
+def _imbalance(table: Ints, problem: Problem, workers: Devices) -> float:
     """Returns the imbalance with every task at home, the larger of forward and backward."""
-    tasks = Tasks.at_home(placement, problem.reach)
-    return max(
-        workers.imbalance(tasks.load_ps(placement, problem.reach, cost, placement.num_workers))
-        for cost in (problem.cost.forward, problem.cost.backward)
-    )
+    worker, *shards = table.T
+    imbalances = []
+    for cost in (problem.cost.forward, problem.cost.backward):
+        total = np.zeros(workers.num_ranks, np.int64)
+        np.add.at(total, worker, problem.document_loads(cost.ps).load(*shards))
+        imbalances.append(workers.imbalance(total))
+    return max(imbalances)
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
@@ -192,7 +234,7 @@ def _missing_headroom(documents: DocumentLoads, dealt: DealtShards) -> float:
     The workers with the least headroom per token get the documents with the least load per token.
     At no worker of this order may the sum of loads exceed the sum of headrooms.
     """
-    headroom, tokens = np.asarray(dealt.headroom), np.asarray(dealt.tokens_left)
+    headroom, tokens = dealt.headroom, dealt.tokens_left
     lengths, loads = documents.lengths[dealt.short], documents.whole[dealt.short]
     lightest = np.argsort(loads / lengths, kind="stable")
     filled, load = cumulative(lengths[lightest]), cumulative(loads[lightest])

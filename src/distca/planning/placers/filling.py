@@ -15,6 +15,8 @@ from distca.planning.spans import Floats, Ints, as_ints, cumulative
 # depend on their number. The last ones are dealt one by one, to fill up the workers evenly.
 GROUPS = 256  # of one worker, at most
 SINGLES = 32  # of one worker
+ROUND = 2
+LAST = 4
 
 
 def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
@@ -23,7 +25,7 @@ def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
     worker = _deal_short(documents, order, dealt)
     short = [worker, order, np.zeros_like(order), documents.lengths[order]]
     table = np.concatenate([as_ints(dealt.shards).reshape(-1, 4), np.stack(short, axis=1)])
-    return _even_tokens(table, np.asarray(dealt.tokens_left), grain)
+    return _even_tokens(table, dealt.tokens_left, grain)
 
 
 def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
@@ -33,11 +35,10 @@ def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
 
 
 def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> Ints:
-    """Puts short documents on the worker with the most net headroom; returns their workers.
+    """Puts short documents on the workers with the most net headroom; returns their workers.
 
-    The density is that of the documents still to come. It is computed again for each round of as
-    many groups as there are workers. Since it only falls, a document never leaves its worker with
-    more net headroom than before.
+    The density is that of the documents still to come. In each round, as many documents as there
+    are workers ...
     """
     workers = len(dealt.headroom)
     first = _groups(documents.lengths[order], workers)
@@ -46,23 +47,52 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
         for values in (documents.lengths, documents.whole)
     )
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
-    chosen: list[int] = []
-    for begin in range(0, len(first), workers):
-        chunk = slice(begin, min(begin + workers, len(first)))
-        last = chunk.stop - 1
+    chosen = np.empty(len(first), np.int64)
+    begin, size = 0, max(workers // ROUND, 1)
+    while begin < len(first):
+        one = len(first) - begin <= LAST * workers
+        last = min(begin + (workers if one else size), len(first)) - 1
         density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        by_headroom = dealt.net_headrooms(density)
-        for length, load in zip(lengths[chunk].tolist(), loads[chunk].tolist(), strict=True):
-            while by_headroom and dealt.tokens_left[by_headroom[0][1]] < length:
-                heapq.heappop(by_headroom)
-            if by_headroom:
-                negative, worker = by_headroom[0]
-                heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
-            else:  # the group is longer than what any worker has left
-                worker = int(np.argmax(dealt.tokens_left))
-            dealt.take(worker, length, load)
-            chosen.append(worker)
-    return np.repeat(as_ints(chosen), np.diff(first, append=len(order)))
+        chunk = slice(begin, last + 1)
+        deal = _deal_one_by_one if one else _deal_round
+        chosen[chunk] = deal(dealt, lengths[chunk], loads[chunk], density)
+        begin = last + 1
+    return np.repeat(chosen, np.diff(first, append=len(order)))
+
+
+def _deal_round(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> Ints:
+    """Gives one document to each of the workers with the most net headroom."""
+    order = np.argsort(-dealt.net_headroom(density), kind="stable")
+    has_tokens = order[dealt.tokens_left[order] >= lengths.max()]
+    if len(has_tokens) < len(lengths):
+        return _deal_one_by_one(dealt, lengths, loads, density)
+    heaviest = np.argsort(density * lengths - loads, kind="stable")
+    chosen = np.empty(len(lengths), np.int64)
+    chosen[heaviest] = has_tokens[: len(lengths)]
+    dealt.headroom[chosen] -= loads
+    dealt.tokens_left[chosen] -= lengths
+    return chosen
+
+
+def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> Ints:
+    """Gives each document to the worker with the most net headroom at that time."""
+    headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
+    heap = [(net, worker) for worker, net in enumerate((-dealt.net_headroom(density)).tolist())]
+    heapq.heapify(heap)
+    chosen: list[int] = []
+    for length, load in zip(lengths.tolist(), loads.tolist(), strict=True):
+        while heap and tokens_left[heap[0][1]] < length:
+            heapq.heappop(heap)
+        if heap:
+            negative, worker = heap[0]
+            heapq.heapreplace(heap, (negative + load - density * length, worker))
+        else:  # the document is longer than what any worker has left
+            worker = max(range(len(tokens_left)), key=tokens_left.__getitem__)
+        headroom[worker] -= load
+        tokens_left[worker] -= length
+        chosen.append(worker)
+    dealt.headroom[:], dealt.tokens_left[:] = headroom, tokens_left
+    return as_ints(chosen)
 
 
 def _groups(lengths: Ints, workers: int) -> Ints:
