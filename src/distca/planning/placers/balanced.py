@@ -25,12 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.costs.base import TaskCost
 from distca.planning.devices import Devices
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
-from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
+from distca.planning.problem import CostFunction, DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, Ints, cumulative
 from distca.planning.traffic import traffic
@@ -43,11 +44,11 @@ MEDIUM = 0.05  # share of a worker's net headroom above which documents are put 
 FILL_SLACK = 0.002  # share of the mean load that may be missing: short documents are not a fluid
 STRIDE = 4  # between the densities that are looked at first
 NUM_ABOVE = 8  # densities that are tried from the first one on that works
-NUM_NO_CLOSER = 3  # attempts in a row that come no closer to the bound, after which no more follow
-CLOSER = 0.9
-MISSING_TOO_MUCH = 1.0
+NUM_NO_CLOSER = 2  # attempts in a row that come no closer to the bound, after which no more follow
+CLOSER = 0.9  # an attempt comes closer if it is at most this far above an imbalance of 1
+MUCH_MISSING = 1.0  # mean loads that are missing at a density above which none will work again
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
-NEAR_MISS = 3.0  # in tolerances: an imbalance up to which a search with a tighter target may help
+NEAR_MISS = 4.0  # in tolerances: an imbalance up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 FEW_DOCUMENTS = 64  # up to which dealing each document over all workers is tried as well
 
@@ -80,7 +81,8 @@ def balanced_placement(problem: Problem) -> Placement:
 class _Attempt(NamedTuple):
     """A placement for one density. Sorts by imbalance."""
 
-    imbalance: float
+    imbalance: float  # the larger of both directions
+    backward_is_worse: bool
     density: int  # its index
     table: Ints  # of shards, as in ``filling``
     lengths: Ints
@@ -97,21 +99,27 @@ class _Attempt(NamedTuple):
 def _search(problem: Problem) -> _Attempt | None:
     """Returns the first placement within the bound, or the most even one."""
     workers = problem.devices.workers_only()
-    documents = problem.document_loads(problem.cost.sum_ps)
-    total = int(documents.whole.sum())
     nearest: _Attempt | None = None
     for target in TARGETS:
+        around = None if nearest is None else nearest.density
+        cost_ps = problem.cost.sum_ps  # in which backward weighs more
+        if nearest is None or not nearest.backward_is_worse:
+            cost_ps = _equal_weights(problem)
+        documents = problem.document_loads(cost_ps)
+        total = int(documents.whole.sum())
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         no_closer = 0  # attempts in a row
-        around = None if nearest is None else nearest.density
         for density, dealt in _deals(documents, capacity, problem.grain, around):
             table = fill_up(documents, dealt, problem.grain)
-            imbalance = _imbalance(table, problem, workers)
+            forward, backward = _imbalances(table, problem, workers)
+            imbalance = max(forward, backward)
             no_closer += 1
             if nearest is None or imbalance < nearest.imbalance:
                 if nearest is None or imbalance - 1.0 < CLOSER * (nearest.imbalance - 1.0):
                     no_closer = 0
-                nearest = _Attempt(imbalance, density, table, documents.lengths, len(capacity))
+                nearest = _Attempt(
+                    imbalance, backward > forward, density, table, documents.lengths, len(capacity)
+                )
             if imbalance <= 1.0 + problem.tolerance:
                 return nearest
             if no_closer == NUM_NO_CLOSER:
@@ -119,6 +127,21 @@ def _search(problem: Problem) -> _Attempt | None:
         if nearest is None or not nearest.almost_even(problem):
             break
     return nearest
+
+
+def _equal_weights(problem: Problem) -> CostFunction:
+    """Returns costs in which both directions weigh the same, because each has its own bound."""
+    forward, backward = problem.cost.forward.ps, problem.cost.backward.ps
+    total_forward, total_backward = (
+        float(problem.document_loads(cost).whole.sum()) for cost in (forward, backward)
+    )
+    weight = total_backward / max(total_forward, 1.0)
+
+    def cost_ps(queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        weighted = np.rint(weight * forward(queries, keys, pairs)).astype(np.int64)
+        return weighted + backward(queries, keys, pairs)
+
+    return cost_ps
 
 
 def _deals(
@@ -147,7 +170,8 @@ def _deals(
         coarse = indices[::STRIDE]
         works = next((index for index in coarse if missing(index) == 0.0), None)
         center = min(coarse, key=missing, default=0) if works is None else works
-        near = indices[max(center - STRIDE + 1, 0) : center + (STRIDE if works is None else NUM_ABOVE)]
+        above = STRIDE if works is None else NUM_ABOVE
+        near = indices[max(center - STRIDE + 1, 0) : center + above]
     else:
         near = indices[max(around - 1, 0) : around + STRIDE]
     num_worked = 0
@@ -158,21 +182,22 @@ def _deals(
             num_worked += 1
         elif missing(index) < np.inf:
             not_enough.append(index)
-            if num_worked and missing(index) > MISSING_TOO_MUCH:
+            if num_worked and missing(index) > MUCH_MISSING:
                 break
     for index in sorted(not_enough, key=missing)[:NUM_MISSING]:
         yield index, deal(index)[0]
 
 
-def _imbalance(table: Ints, problem: Problem, workers: Devices) -> float:
-    """Returns the imbalance with every task at home, the larger of forward and backward."""
+def _imbalances(table: Ints, problem: Problem, workers: Devices) -> tuple[float, float]:
+    """Returns the forward and the backward imbalance with every task at home."""
     worker, *shards = table.T
-    imbalances = []
-    for cost in (problem.cost.forward, problem.cost.backward):
-        total = np.zeros(workers.num_ranks, np.int64)
-        np.add.at(total, worker, problem.document_loads(cost.ps).load(*shards))
-        imbalances.append(workers.imbalance(total))
-    return max(imbalances)
+
+    def imbalance(cost: TaskCost) -> float:
+        load = np.zeros(workers.num_ranks, np.int64)
+        np.add.at(load, worker, problem.document_loads(cost.ps).load(*shards))
+        return workers.imbalance(load)
+
+    return imbalance(problem.cost.forward), imbalance(problem.cost.backward)
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:

@@ -13,10 +13,8 @@ from distca.planning.spans import Floats, Ints, as_ints, cumulative
 
 # Documents much shorter than a worker's tokens are dealt in groups, so that the time does not
 # depend on their number. The last ones are dealt one by one, to fill up the workers evenly.
-GROUPS = 256  # of one worker, at most
+GROUPS = 64  # of one worker, at most
 SINGLES = 32  # of one worker
-ROUND = 2
-LAST = 4
 
 
 def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
@@ -35,10 +33,11 @@ def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
 
 
 def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> Ints:
-    """Puts short documents on the workers with the most net headroom; returns their workers.
+    """Puts short documents on the worker with the most net headroom; returns their workers.
 
-    The density is that of the documents still to come. In each round, as many documents as there
-    are workers ...
+    The density is that of the documents still to come. It is computed again for each round of as
+    many groups as there are workers. Since it only falls, a document never leaves its worker with
+    more net headroom than before.
     """
     workers = len(dealt.headroom)
     first = _groups(documents.lengths[order], workers)
@@ -47,52 +46,36 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
         for values in (documents.lengths, documents.whole)
     )
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
-    chosen = np.empty(len(first), np.int64)
-    begin, size = 0, max(workers // ROUND, 1)
-    while begin < len(first):
-        one = len(first) - begin <= LAST * workers
-        last = min(begin + (workers if one else size), len(first)) - 1
-        density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        chunk = slice(begin, last + 1)
-        deal = _deal_one_by_one if one else _deal_round
-        chosen[chunk] = deal(dealt, lengths[chunk], loads[chunk], density)
-        begin = last + 1
-    return np.repeat(chosen, np.diff(first, append=len(order)))
-
-
-def _deal_round(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> Ints:
-    """Gives one document to each of the workers with the most net headroom."""
-    order = np.argsort(-dealt.net_headroom(density), kind="stable")
-    has_tokens = order[dealt.tokens_left[order] >= lengths.max()]
-    if len(has_tokens) < len(lengths):
-        return _deal_one_by_one(dealt, lengths, loads, density)
-    heaviest = np.argsort(density * lengths - loads, kind="stable")
-    chosen = np.empty(len(lengths), np.int64)
-    chosen[heaviest] = has_tokens[: len(lengths)]
-    dealt.headroom[chosen] -= loads
-    dealt.tokens_left[chosen] -= lengths
-    return chosen
-
-
-def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> Ints:
-    """Gives each document to the worker with the most net headroom at that time."""
-    headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
-    heap = [(net, worker) for worker, net in enumerate((-dealt.net_headroom(density)).tolist())]
-    heapq.heapify(heap)
     chosen: list[int] = []
-    for length, load in zip(lengths.tolist(), loads.tolist(), strict=True):
-        while heap and tokens_left[heap[0][1]] < length:
-            heapq.heappop(heap)
-        if heap:
-            negative, worker = heap[0]
-            heapq.heapreplace(heap, (negative + load - density * length, worker))
-        else:  # the document is longer than what any worker has left
-            worker = max(range(len(tokens_left)), key=tokens_left.__getitem__)
+    for begin in range(0, len(first), workers):
+        chunk = slice(begin, min(begin + workers, len(first)))
+        last = chunk.stop - 1
+        density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
+        chosen += _deal_round(dealt, lengths[chunk].tolist(), loads[chunk].tolist(), density)
+    return np.repeat(as_ints(chosen), np.diff(first, append=len(order)))
+
+
+def _deal_round(
+    dealt: DealtShards, lengths: list[int], loads: list[int], density: float
+) -> list[int]:
+    """Puts documents, one after the other, on the worker with the most net headroom."""
+    headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
+    by_headroom = list(zip((-dealt.net_headroom(density)).tolist(), range(len(headroom))))
+    heapq.heapify(by_headroom)
+    chosen = []
+    for length, load in zip(lengths, loads, strict=True):
+        while by_headroom and tokens_left[by_headroom[0][1]] < length:
+            heapq.heappop(by_headroom)
+        if by_headroom:
+            negative, worker = by_headroom[0]
+            heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
+        else:  # the group is longer than what any worker has left
+            worker = tokens_left.index(max(tokens_left))
         headroom[worker] -= load
         tokens_left[worker] -= length
         chosen.append(worker)
     dealt.headroom[:], dealt.tokens_left[:] = headroom, tokens_left
-    return as_ints(chosen)
+    return chosen
 
 
 def _groups(lengths: Ints, workers: int) -> Ints:

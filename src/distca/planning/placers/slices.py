@@ -202,13 +202,18 @@ def _best_worker(
     is none, the traffic limit is given up, then the tokens, then the headroom.
     """
     best = int(net_headroom.argmax())
-    if taken.net > net_headroom[best]:
+    sent = traffic_limit - taken.num_above * taken.size
+    received = traffic_limit - taken.start
+    if taken.net > net_headroom[best] or (
+        dealt.tokens_left[best] >= taken.size
+        and dealt.sent_keys[best] <= sent
+        and dealt.received_keys[best] <= received
+    ):
         return best
     fits = net_headroom >= taken.net
     has_tokens = fits & (dealt.tokens_left >= taken.size)
     if not has_tokens.any():
         return int(np.where(fits, dealt.tokens_left, -np.inf).argmax())
-    within_limit = has_tokens & (dealt.received_keys <= traffic_limit - taken.start)
-    within_limit &= dealt.sent_keys <= traffic_limit - taken.num_above * taken.size
+    within_limit = has_tokens & (dealt.sent_keys <= sent) & (dealt.received_keys <= received)
     chosen = within_limit if within_limit.any() else has_tokens
     return int(np.where(chosen, net_headroom, -np.inf).argmax())

@@ -96,13 +96,15 @@ def estimate_added_load(ledger: Ledger) -> int:
     if not len(ranks) or not len(headrooms):
         return 0
     heaviest = shards.cuttable([int(shards.heaviest_first[rank][0]) for rank in ranks.tolist()])
-    piece = np.minimum(int(headrooms[: len(headrooms) // 4 + 1].mean()), heaviest.total_load)
-    num_pieces = np.minimum(surplus, heaviest.total_load) / np.maximum(piece, 1)
+    surplus = np.minimum(surplus, heaviest.total_load)
+    piece = np.minimum(int(headrooms[: len(headrooms) // 4 + 1].mean()), surplus)
+    num_pieces = np.ceil(surplus / np.maximum(piece, 1))
     stop_cut = heaviest.nearest_cut(heaviest.cheapest_stop(piece, ledger.problem.shape))
     start_cut = heaviest.lowest_start(stop_cut, piece)
-    places = heaviest.position(np.concatenate([0 * stop_cut, start_cut, stop_cut, heaviest.last_cut], axis=1))
+    cuts = [np.zeros_like(stop_cut), start_cut, stop_cut, heaviest.last_cut]
+    places = heaviest.position(np.concatenate(cuts, axis=1))
     parts = heaviest.load(places[:, :-1], places[:, 1:]).sum(axis=1, keepdims=True)
-    added = np.ceil(num_pieces) * np.maximum(parts - heaviest.total_load, 0)
+    added = num_pieces * np.maximum(parts - heaviest.total_load, 0)
     return int(added.sum())
 
 
