@@ -24,7 +24,7 @@ def first_fitting(
     slope: by how much the excess falls with the index, about; it is estimated anew in each step.
     """
     low, high = np.zeros_like(last), last  # the result is in [low, high]
-    index, here = guess, None
+    index, previous, here = guess, guess, None
     for step in range(SECANT_STEPS + BISECTION_STEPS):
         if step >= SECANT_STEPS:
             index = (low + high) // 2
@@ -33,11 +33,11 @@ def first_fitting(
         if before is not None:
             fallen = (before - here) / np.where(index == previous, 1, index - previous)
             slope = np.where(fallen > 0, fallen, slope)
+        previous = index
         fits = here <= 0
         high = np.where(fits, np.minimum(index, high), high)
         low = np.where(fits, low, np.minimum(index + 1, high))
         if (low == high).all():
             break
-        previous = index
         index = index + np.ceil(here / np.maximum(slope, 1.0)).astype(np.int64)
     return high

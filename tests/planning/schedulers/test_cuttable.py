@@ -27,17 +27,20 @@ def test_searches_find_the_largest_piece_that_fits(cost: str, reach: int, grain:
             one = shards.take(as_ints([row]))
             places = one.position(np.arange(last + 1)[None])[0]
             inside = places[1:-1]
-            assert places[0] == start[row, 0] and places[-1] == LENGTH
-            assert np.all(inside % grain.spacing == 0) and np.all(np.diff(places) > 0)
+            assert places[[0, -1]].tolist() == [start[row, 0], LENGTH]
+            assert np.all(inside % grain.spacing == 0)
+            assert np.all(np.diff(places) > 0)
             assert np.array_equal(one.nearest_cut(places[None] * 1.0)[0], np.arange(last + 1))
             for share in (0.0, 0.1, 0.5, 0.9, 1.0):
                 headroom = as_ints(share * total[row])
                 cut = int(one.lowest_start(as_ints([[last]]), headroom)[0, 0])
                 fitting = one.load(places[None], length[row])[0] <= headroom
-                assert fitting[cut] and (cut == 0 or not fitting[cut - 1])
+                assert fitting[cut]
+                assert cut == 0 or not fitting[cut - 1]
                 cut = int(one.highest_stop(as_ints([[last]]), headroom)[0, 0])
                 fitting = one.load(start[row], places[None])[0] <= headroom
-                assert fitting[cut] and (cut == last or not fitting[cut + 1])
+                assert fitting[cut]
+                assert cut == last or not fitting[cut + 1]
 
 
 def test_spread_cuts_are_all_cuts_of_a_short_shard() -> None:

@@ -42,7 +42,6 @@ class Table:
         ps: Floats = arithmetic + overhead
         return np.rint(ps).astype(np.int64)
 
-
     @cached_property
     def _cells(self) -> tuple[Ints, Ints]:
         """The first cell of each number of rows, and how far from it that of a column is.

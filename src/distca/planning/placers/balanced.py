@@ -44,7 +44,7 @@ MEDIUM = 0.05  # share of a worker's net headroom above which documents are put 
 FILL_SLACK = 0.002  # share of the mean load that may be missing: short documents are not a fluid
 STRIDE = 4  # between the densities that are looked at first
 NUM_ABOVE = 8  # densities that are tried from the first one on that works
-NUM_NO_CLOSER = 2  # attempts in a row that come no closer to the bound, after which no more follow
+NUM_NO_CLOSER = 3  # attempts in a row that come no closer to the bound, after which no more follow
 CLOSER = 0.9  # an attempt comes closer if it is at most this far above an imbalance of 1
 MUCH_MISSING = 1.0  # mean loads that are missing at a density above which none will work again
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
@@ -102,7 +102,7 @@ def _search(problem: Problem) -> _Attempt | None:
     nearest: _Attempt | None = None
     for target in TARGETS:
         around = None if nearest is None else nearest.density
-        cost_ps = problem.cost.sum_ps  # in which backward weighs more
+        cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
         if nearest is None or not nearest.backward_is_worse:
             cost_ps = _equal_weights(problem)
         documents = problem.document_loads(cost_ps)
@@ -138,7 +138,7 @@ def _equal_weights(problem: Problem) -> CostFunction:
     weight = total_backward / max(total_forward, 1.0)
 
     def cost_ps(queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        weighted = np.rint(weight * forward(queries, keys, pairs)).astype(np.int64)
+        weighted: Ints = np.rint(weight * forward(queries, keys, pairs)).astype(np.int64)
         return weighted + backward(queries, keys, pairs)
 
     return cost_ps

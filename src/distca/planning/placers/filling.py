@@ -60,7 +60,8 @@ def _deal_round(
 ) -> list[int]:
     """Puts documents, one after the other, on the worker with the most net headroom."""
     headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
-    by_headroom = list(zip((-dealt.net_headroom(density)).tolist(), range(len(headroom))))
+    net_headroom = dealt.net_headroom(density).tolist()
+    by_headroom = [(-net, worker) for worker, net in enumerate(net_headroom)]
     heapq.heapify(by_headroom)
     chosen = []
     for length, load in zip(lengths, loads, strict=True):

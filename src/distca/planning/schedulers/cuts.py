@@ -197,8 +197,8 @@ def _fits(candidates: Candidates, targets: Targets, shape: ModelShape) -> Bools:
     """[R, T] Returns whether all pieces fit into the headroom and the memory of their servers."""
     # A server holds q, o and a packed copy of the keys.
     used = 2 * shape.q_bytes * candidates.queries + shape.kv_bytes * candidates.keys
-    fits = (candidates.load <= targets.headroom) & (used <= targets.free_bytes)
-    return np.logical_and.reduce(fits)
+    fits: Bools = (candidates.load <= targets.headroom) & (used <= targets.free_bytes)
+    return np.asarray(fits.all(axis=0))
 
 
 def _traffic(requests: Requests, c: Candidates, shape: ModelShape) -> tuple[Floats, Ints]:

@@ -7,7 +7,7 @@ multiples of the grain.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -34,8 +34,14 @@ class CuttableShards:
 
     def take(self, rows: Ints) -> CuttableShards:
         """Returns some of the shards."""
-        columns = (self.start, self.stop, self.length, self.reach, self.total_load)
-        return CuttableShards(*(column[rows] for column in columns), self.cost, self.grain)
+        return replace(
+            self,
+            start=self.start[rows],
+            stop=self.stop[rows],
+            length=self.length[rows],
+            reach=self.reach[rows],
+            total_load=self.total_load[rows],
+        )
 
     @cached_property
     def all_causal(self) -> bool:
@@ -48,7 +54,8 @@ class CuttableShards:
     @cached_property
     def last_cut(self) -> Ints:
         """The number of the cut at the end of each shard."""
-        return np.maximum(self.grain.last_cut(self.stop) - self._first + 1, 0) + 1
+        last: Ints = np.maximum(self.grain.last_cut(self.stop) - self._first + 1, 0) + 1
+        return last
 
     def position(self, cut: Ints) -> Ints:
         """Returns the position of a cut."""
@@ -65,7 +72,8 @@ class CuttableShards:
         """[shards, T] Returns up to ``count`` cuts of each shard, equally spaced; not the first."""
         num = min(count, int(self.last_cut.max()))
         steps = np.arange(1, num + 1, dtype=np.int64)
-        return np.maximum(steps * self.last_cut // num, 1)
+        cuts: Ints = np.maximum(steps * self.last_cut // num, 1)
+        return cuts
 
     def load(self, start: Ints, stop: Ints) -> Ints:
         """Returns the load of queries [start, stop); an empty span has load 0."""

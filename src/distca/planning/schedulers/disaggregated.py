@@ -23,7 +23,7 @@ from distca.planning.tasks import Tasks
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
-CUT_SHARE = 0.6  # of an estimate of the load that cutting adds: if it is too high, the bound is missed
+CUT_SHARE = 0.6  # of the estimate of the load that cutting adds: one that is too high is missed
 MARGIN = 0.002  # by which estimates are raised or lowered: a tenth of the default tolerance
 
 
@@ -55,24 +55,28 @@ def disaggregated(problem: Problem) -> Assignment:
     # If both directions cost the same, a second set of tasks would be equal to the first.
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
-    return Assignment(schedule(problem, cost.forward, load_after=int(load.sum())), backward)
+    # A little less than the load of the backward tasks: shed rather more than too little.
+    expected_load = int(int(load.sum()) * (1.0 - MARGIN))
+    return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
 
 
 def schedule(
     problem: Problem,
     cost: TaskCost,
     orders: Sequence[SearchOrder] = SEARCH_ORDERS,
-    load_after: int = 0,
+    expected_load: int = 0,
 ) -> Tasks:
     """Returns the tasks of one direction, which meet the bound wherever the cuts allow it.
 
-    load_after: the total load of other tasks that meet a similar bound, if there are any.
+    expected_load: an estimate of the total load after cutting; 0: it is made here.
     """
     shards = PlacedShards.of(problem, cost)
-    load = int(shards.load.sum())
-    added = load_after - load if load_after else estimate_added_load(Ledger(shards))
-    expected_load = load + int(CUT_SHARE * added)
+    if not expected_load:
+        added = estimate_added_load(Ledger(shards))
+        expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)
     first, *others = orders[: problem.search_orders]
+    if shards.is_document.all():  # no shard fetches keys, and ``max_adopted`` has no effect
+        others = [order for order in others if order.max_adopted == first.max_adopted]
     candidates = [_try_order(shards, first, expected_load)]
     # If the first order misses the bound or moves nothing, the others are no better.
     missed, moved = candidates[0].quality

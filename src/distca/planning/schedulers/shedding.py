@@ -18,7 +18,7 @@ from distca.planning.schedulers.short_documents import shed_documents
 from distca.planning.spans import Floats, Ints, as_ints, cumulative
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
-NUM_ROUNDS = 8  # how often the ranks with a surplus are sorted again
+NUM_ROUNDS = 8  # of ranks that shed at once, at least; few ranks come one by one
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
@@ -42,7 +42,7 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
     if seed:
         yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
         return
-    size = 1 + len(ranks) // NUM_ROUNDS
+    size = max(len(ranks) // NUM_ROUNDS - 1, 1)
     estimate = _estimate_sent(ledger, ranks)
     is_sender = estimate >= senders_first * estimate.max(initial=0.0)
     senders = ranks[is_sender][np.argsort(-estimate[is_sender], kind="stable")].tolist()
@@ -83,7 +83,8 @@ def _estimate_sent(ledger: Ledger, ranks: Ints) -> Floats:
     shape, one = ledger.problem.shape, as_ints(1)
     stops = root * ledger.shards.cuttable(heaviest).cheapest_stop(one, shape)[:, 0]
     q, kv = shape.q_bytes, shape.kv_bytes
-    return stops * (q * kv / (2 * q + kv) + kv) + ledger.sent[ranks]
+    sent: Floats = stops * (q * kv / (2 * q + kv) + kv) + ledger.sent[ranks]
+    return sent
 
 
 def estimate_added_load(ledger: Ledger) -> int:
@@ -183,10 +184,12 @@ def _requests(
             Request(shard, keep, servers)
             for shard in heaviest
             for keep in _loads_to_keep(ledger, shard)
-            for servers in _server_sets(ledger, shard, int(shards.load[shard]) - keep, spare, reserved)
+            for servers in _server_sets(
+                ledger, shard, int(shards.load[shard]) - keep, spare, reserved
+            )
         ]
         documents |= shared
-        reserved |= {server: rank for server in _reserve(headrooms, surplus, fewest, reserved)}
+        reserved |= dict.fromkeys(_reserve(headrooms, surplus, fewest, reserved), rank)
     return requests, reserved
 
 
@@ -200,7 +203,7 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     reach = shards.problem.reach[shards.problem.placement.document[heaviest]]
     if shards.is_document[heaviest].all() and (reach == masks.CAUSAL).all():
         heaviest = heaviest[:1]
-    return heaviest.tolist()
+    return [int(shard) for shard in heaviest]
 
 
 def _reserve(
@@ -226,9 +229,7 @@ def _evaluate(
         for request in wanted:
             groups.setdefault(len(request.servers) > 1, []).append((rank, request))
     for group in groups.values():
-        chosen = choices(
-            ledger.requests([request for _, request in group]), ledger.problem.shape
-        )
+        chosen = choices(ledger.requests([request for _, request in group]), ledger.problem.shape)
         for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
             found[group[row][0]].append((chosen, row))
     return found
