@@ -17,7 +17,7 @@ import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
+from distca.planning.spans import Bools, Floats, Ints, Span, as_ints, cumulative
 
 NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
 
@@ -89,6 +89,35 @@ class Requests:
     targets: Targets
     sources: KeySources
     held: HeldSpans
+
+
+def merge(parts: Sequence[Requests]) -> Requests:
+    """Joins requests for equally many servers."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(part.number) for part in parts]
+    first = cumulative(as_ints(counts))[:-1].tolist()
+    homes = [
+        [column[:count] for column in p.sources] for p, count in zip(parts, counts, strict=True)
+    ]
+    others = [
+        [column[count:] for column in p.sources] for p, count in zip(parts, counts, strict=True)
+    ]
+    for row, part_homes, part_others in zip(first, homes, others, strict=True):
+        part_homes[0], part_others[0] = part_homes[0] + row, part_others[0] + row
+    held = [
+        part.held._replace(row=part.held.row + row) for part, row in zip(parts, first, strict=True)
+    ]
+    return Requests(
+        shards=CuttableShards.join([part.shards for part in parts]),
+        number=[number for part in parts for number in part.number],
+        keep=np.concatenate([part.keep for part in parts]),
+        targets=Targets(
+            *(np.concatenate(c, axis=1) for c in zip(*(p.targets for p in parts), strict=True))
+        ),
+        sources=KeySources(*map(np.concatenate, zip(*homes, *others, strict=True))),
+        held=HeldSpans(*map(np.concatenate, zip(*held, strict=True))),
+    )
 
 
 @dataclass(frozen=True, eq=False)

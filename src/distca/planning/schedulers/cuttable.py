@@ -7,6 +7,7 @@ multiples of the grain.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -41,6 +42,18 @@ class CuttableShards:
             length=self.length[rows],
             reach=self.reach[rows],
             total_load=self.total_load[rows],
+        )
+
+    @staticmethod
+    def join(parts: Sequence[CuttableShards]) -> CuttableShards:
+        """Returns shards with the same costs as one object."""
+        return replace(
+            parts[0],
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            length=np.concatenate([part.length for part in parts]),
+            reach=np.concatenate([part.reach for part in parts]),
+            total_load=np.concatenate([part.total_load for part in parts]),
         )
 
     @cached_property

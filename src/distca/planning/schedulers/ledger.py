@@ -145,11 +145,13 @@ class Ledger:
         shards = self.shards.heaviest_first[worker]
         return shards[~self._moved[shards]]
 
-    def requests(self, wanted: Sequence[Request]) -> Requests:
-        """Describes shards and servers of requests, all together."""
+    def requests(self, wanted: Sequence[Request], num_slots: int) -> Requests:
+        """Describes shards and servers of requests, all together.
+
+        num_slots: the most servers that a request may have.
+        """
         shards, placement = self.shards, self.problem.placement
         number = [request.shard for request in wanted]
-        num_slots = max(len(request.servers) for request in wanted)
         empty = Headroom(0, -1)
         table = as_ints([[empty] * (num_slots - len(r.servers)) + r.servers for r in wanted])
         headroom, server = table.transpose(2, 1, 0)[..., None]

@@ -7,12 +7,12 @@ next batch.
 """
 
 import bisect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.schedulers.cuts import Choices, Cut, choices
+from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
 from distca.planning.schedulers.ledger import Headroom, Ledger, Request
 from distca.planning.schedulers.short_documents import shed_documents
 from distca.planning.spans import Floats, Ints, as_ints, cumulative
@@ -109,25 +109,30 @@ def estimate_added_load(ledger: Ledger) -> int:
     return int(added.sum())
 
 
-def shed(ledger: Ledger, batches: Iterable[list[int]]) -> None:
+Wanted = dict[int, list[Request]]  # rank -> its requests
+Found = dict[int, list[tuple[Choices, int]]]  # rank -> choices that fit, and their rows
+Shedding = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions to ``evaluate``
+
+
+def shed(ledger: Ledger, batches: Iterable[list[int]]) -> Shedding:
     """Moves the surplus of ranks, out of one of their heaviest shards if possible."""
     waiting: dict[int, int] = {}  # rank -> servers beyond the fewest that it needs
     for ranks in batches:
         waiting |= dict.fromkeys(ranks, 0)
-        _shed_once(ledger, waiting)
+        yield from _shed_once(ledger, waiting)
         while len(waiting) >= len(ranks):
-            _shed_once(ledger, waiting)
+            yield from _shed_once(ledger, waiting)
     while waiting:
-        _shed_once(ledger, waiting)
+        yield from _shed_once(ledger, waiting)
 
 
-def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> None:
+def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
     """Lets each of some ranks cut one shard; those that are done are removed from ``waiting``."""
     for rank in waiting:
         while shed_documents(ledger, rank):
             pass
     requests, reserved = _requests(ledger, waiting)
-    found = _evaluate(ledger, requests)
+    found = yield ledger, requests
     moves, taken, stuck = [], set[int](), []
     limit = ledger.peak_traffic
     for rank, options in found.items():
@@ -219,19 +224,28 @@ def _reserve(
             return
 
 
-def _evaluate(
-    ledger: Ledger, requests: dict[int, list[Request]]
-) -> dict[int, list[tuple[Choices, int]]]:
-    """Returns for each rank the choices that fit, and the row of each in its ``Choices``."""
-    found: dict[int, list[tuple[Choices, int]]] = {rank: [] for rank in requests}
-    groups: dict[bool, list[tuple[int, Request]]] = {}  # about equally many servers together
-    for rank, wanted in requests.items():
-        for request in wanted:
-            groups.setdefault(len(request.servers) > 1, []).append((rank, request))
-    for group in groups.values():
-        chosen = choices(ledger.requests([request for _, request in group]), ledger.problem.shape)
-        for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
-            found[group[row][0]].append((chosen, row))
+def evaluate(questions: Sequence[tuple[Ledger, Wanted]]) -> list[Found]:
+    """Returns for each rank of each ledger the choices that fit."""
+    found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
+    for single in (True, False):  # a single piece has more candidates
+        parts, origin, slots = [], [], 1
+        for index, (ledger, wanted) in enumerate(questions):
+            asked = [
+                (rank, request)
+                for rank, requests in wanted.items()
+                for request in requests
+                if (len(request.servers) == 1) == single
+            ]
+            if asked:
+                parts.append((ledger, [request for _, request in asked]))
+                origin += [(index, rank) for rank, _ in asked]
+                slots = max(slots, *(len(request.servers) for _, request in asked))
+        if parts:
+            merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
+            chosen = choices(merged, parts[0][0].problem.shape)
+            for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
+                index, rank = origin[row]
+                found[index][rank].append((chosen, row))
     return found
 
 
@@ -269,7 +283,8 @@ def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
         for number, (keep, spare) in enumerate(tries)
     }
     limit = ledger.peak_traffic
-    for options in _evaluate(ledger, requests).values():
+    (found,) = evaluate([(ledger, requests)])
+    for options in found.values():
         if options:
             cut = min((c.best(row, limit) for c, row in options), key=lambda cut: cut.score)
             return _fit_remainder(ledger, cut, max(limit, cut.peak), set())
