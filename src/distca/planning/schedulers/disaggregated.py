@@ -3,7 +3,7 @@
 1. A rank may have a load up to its capacity, (1 + tolerance) x mean. Its surplus must move.
 2. Workers that do not serve give away all their shards (``whole_shards``).
 3. Shards move to the worker that holds their keys, if this moves fewer bytes (``whole_shards``).
-4. Ranks with a surplus shed it, one rank after the other (``shedding``).
+4. Ranks with a surplus shed it (``surplus``, ``shedding``).
 5. If pieces of the right size do not exist, single tasks move (``repair``).
 """
 
@@ -17,14 +17,8 @@ from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
-from distca.planning.schedulers.shedding import (
-    Found,
-    Wanted,
-    estimate_added_load,
-    evaluate,
-    shed,
-    surplus_ranks,
-)
+from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
+from distca.planning.schedulers.surplus import estimate_added_load, surplus_ranks
 from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
 from distca.planning.tasks import Tasks
 
