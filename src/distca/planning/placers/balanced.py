@@ -82,7 +82,7 @@ class _Attempt(NamedTuple):
     """A placement for one density. Sorts by imbalance."""
 
     imbalance: float  # the larger of both directions
-    backward_is_worse: bool
+    forward_is_worse: bool
     density: int  # its index
     table: Ints  # of shards, as in ``filling``
     lengths: Ints
@@ -103,7 +103,7 @@ def _search(problem: Problem) -> _Attempt | None:
     for target in TARGETS:
         around = None if nearest is None else nearest.density
         cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
-        if nearest is None or not nearest.backward_is_worse:
+        if nearest is not None and nearest.forward_is_worse:
             cost_ps = _equal_weights(problem)
         documents = problem.document_loads(cost_ps)
         total = int(documents.whole.sum())
@@ -118,7 +118,7 @@ def _search(problem: Problem) -> _Attempt | None:
                 if nearest is None or imbalance - 1.0 < CLOSER * (nearest.imbalance - 1.0):
                     no_closer = 0
                 nearest = _Attempt(
-                    imbalance, backward > forward, density, table, documents.lengths, len(capacity)
+                    imbalance, forward > backward, density, table, documents.lengths, len(capacity)
                 )
             if imbalance <= 1.0 + problem.tolerance:
                 return nearest
