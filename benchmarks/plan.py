@@ -31,8 +31,12 @@ import numpy as np
 
 from distca.data.lengths import LengthDistribution, distribution, pretrain, prolong
 from distca.dispatch.layout import Layout
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
 from distca.planning.api import place_and_plan
 from distca.planning.checks import verify
+from distca.planning.masks import Mask
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
@@ -175,6 +179,56 @@ def growth(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
+def steps(quick: bool) -> list[dict[str, Any]]:
+    """Seconds of one core for a whole training step: balanced placement, two halves, 512 ranks."""
+    rows = []
+    ranks = 64 if quick else 512
+    for draw, context, cost in product((pretrain, prolong), CONTEXTS, ("pairs", "h200")):
+        planner = StepPlanner(
+            MeshShape(dp=ranks),
+            (Mask.parse("causal"),),
+            PlanOptions(model=MODEL, cost=cost),
+            policy=policy_of("distca", "balanced"),
+            ping_pong=True,
+        )
+        lengths = draw(context).batch(context * ranks, 0)
+        began = time.process_time()
+        halves = planner.plan(lengths).slots[0][0]
+        rows.append(
+            {
+                "data": draw(context).name,
+                "context": context,
+                "servers": ranks,
+                "cost": cost,
+                "documents": len(lengths),
+                "imbalance": max(half.imbalance for half in halves),
+                "seconds": time.process_time() - began,
+            }
+        )
+    return rows
+
+
+def slowest_report(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[str]:
+    """The slowest batches of all, and steps with ping-pong."""
+    lines = ["", "## Slowest plans (cost pairs, all batches; one core)", ""]
+    lines += ["| packing | placement | slowest | seconds |", "|---|---|---|---|"]
+    for packing, placement in product(PACKINGS, ("given", "balanced")):
+        worst = max(
+            (r for r in rows if r["packing"] == packing), key=lambda r: r[placement]["plan_s"]
+        )
+        case = f"{worst['data']}, {worst['context'] // 1024}K, {worst['servers']} servers"
+        lines.append(f"| {packing} | {placement} | {case} | {worst[placement]['plan_s']:.3f} |")
+    lines += ["", "## Steps with ping-pong (balanced placement, both halves; one core)", ""]
+    lines += ["| data | context | servers | documents | cost | imbalance | seconds |"]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for s in steps:
+        lines.append(
+            f"| {s['data']} | {s['context'] // 1024}K | {s['servers']} | {s['documents']}"
+            f" | {s['cost']} | {s['imbalance']:.4f} | {s['seconds']:.2f} |"
+        )
+    return lines
+
+
 def allowed_s(documents: int, servers: int) -> float:
     return 0.1 + 1e-6 * documents * log2(servers)
 
@@ -260,7 +314,10 @@ def geometric_mean(values: list[float]) -> float:
 
 
 def report(
-    rows: list[dict[str, Any]], times: list[dict[str, Any]], short_rows: list[dict[str, Any]]
+    rows: list[dict[str, Any]],
+    times: list[dict[str, Any]],
+    step_rows: list[dict[str, Any]],
+    short_rows: list[dict[str, Any]],
 ) -> str:
     lines = [
         "# Plans against the head-tail greedy",
@@ -348,6 +405,7 @@ def report(
             f" | {t['given_pairs_s']:.3f} | {t['given_analytic_s']:.3f}"
             f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
         )
+    lines += slowest_report(rows, step_rows)
     return "\n".join([*lines, *short_report(short_rows)]) + "\n"
 
 
@@ -365,12 +423,14 @@ def main() -> None:
     todo = list(cases(arguments.quick))
     rows = [row for case in track(todo, "planning") for row in run_case(*case)]
     times = growth(arguments.quick)
+    step_rows = steps(arguments.quick)
     arguments.out.mkdir(parents=True, exist_ok=True)
     short_rows = short(arguments.quick)
-    text = report(rows, times, short_rows)
+    text = report(rows, times, step_rows, short_rows)
     (arguments.out / "plan.md").write_text(text)
     (arguments.out / "plan.json").write_text(
-        json.dumps({"cases": rows, "seconds": times, "short": short_rows}) + "\n"
+        json.dumps({"cases": rows, "seconds": times, "steps": step_rows, "short": short_rows})
+        + "\n"
     )
     sys.stdout.write(text)
 

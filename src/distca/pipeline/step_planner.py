@@ -122,26 +122,25 @@ class StepPlanner:
         )
 
     def _place(self, lengths: Ints) -> tuple[tuple[Half, ...], ...]:
-        """Splits documents into micro-batches and halves, and places them on workers of a stage.
-
-        The tokens of every worker are a multiple of tp.
-        """
-        p, num_halves = self.parallel, 1 + self.ping_pong
+        """[micro-batches, halves] Splits documents, and places them on the workers of a stage."""
+        num_halves = 1 + self.ping_pong
         sets = split(lengths, self.micro_batches * num_halves)
         if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
             sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
-        halves = []
-        for members in sets:
-            given = pack_in_groups(lengths[members], p.dp, p.cp, multiple=p.tp)
-            placement = given
-            if self.policy.places_tokens:
-                placed = place(given, None, self._place_options, placer=self.policy.placer)
-                placement = pad_to_multiple(placed, p.tp)
-            # A plan compares placements of the same documents: new fillers are not in ``given``.
-            has_new_fillers = placement.num_documents > given.num_documents
-            halves.append(Half(members, placement, placement if has_new_fillers else given))
-        starts = range(0, len(halves), num_halves)
-        return tuple(tuple(halves[start : start + num_halves]) for start in starts)
+        halves = [self._place_half(members, lengths[members]) for members in sets]
+        return tuple(zip(*[iter(halves)] * num_halves, strict=True))
+
+    def _place_half(self, members: Ints, lengths: Ints) -> Half:
+        """Places documents such that the tokens of every worker are a multiple of tp."""
+        p = self.parallel
+        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp)
+        if not self.policy.places_tokens:
+            return Half(members, placement=given, given=given)
+        placed = place(given, None, self._place_options, placer=self.policy.placer)
+        placement = pad_to_multiple(placed, p.tp)
+        # A plan compares placements of the same documents: new fillers are not in ``given``.
+        has_new_fillers = placement.num_documents > given.num_documents
+        return Half(members, placement, placement if has_new_fillers else given)
 
     @cached_property
     def _place_options(self) -> PlanOptions:
@@ -166,18 +165,29 @@ class StepPlanner:
 
 
 def _slots(planner: StepPlanner, tick: Tick, plan_pool: PlanPool) -> Iterator[Slot]:
-    """Yields the plans of each attention slot of a tick, one plan for each half."""
+    """Yields the plans of each attention slot of a tick, one plan for each half.
+
+    A tick ends with the first slot to which no stage brings a layer.
+    """
     # Without a pipeline the pool is the same in both directions and needs one plan.
     planned = tick if planner.parallel.pp > 1 else replace(tick, phase=FORWARD)
     for slot in count():
-        layers = [
-            None if micro_batch is None else planner.layer(stage, slot, tick.phase)
-            for stage, micro_batch in enumerate(tick.micro_batches)
-        ]
-        masks = tuple(None if layer is None else planner.masks[layer] for layer in layers)
+        masks = _slot_masks(planner, tick, slot)
         if not any(masks):
             return
         yield tuple(plan_pool(planned, half, masks) for half in range(1 + planner.ping_pong))
+
+
+def _slot_masks(planner: StepPlanner, tick: Tick, slot: int) -> StageMasks:
+    """[stages] Returns the mask of the layer that each stage brings to a slot; None if it has none.
+
+    A stage without a micro-batch has no layer in the whole tick.
+    """
+    layers = [
+        None if micro_batch is None else planner.layer(stage, slot, tick.phase)
+        for stage, micro_batch in enumerate(tick.micro_batches)
+    ]
+    return tuple(None if layer is None else planner.masks[layer] for layer in layers)
 
 
 def _plan_pool(
@@ -187,17 +197,20 @@ def _plan_pool(
     half: int,
     masks: StageMasks,
 ) -> Plan:
-    """Plans the attention of one half of all stages in a tick, whose layers have ``masks``."""
+    """Plans the attention of one half of all stages in a tick, whose layers have ``masks``.
+
+    A stage without a mask has no documents in the pool, and its workers only serve.
+    """
     workers = planner.parallel.workers_per_stage
     halves = [
-        None if m is None or mask is None else micro_batches[m][half]
-        for m, mask in zip(tick.micro_batches, masks, strict=True)
+        micro_batches[micro_batch][half] if micro_batch is not None and mask is not None else None
+        for micro_batch, mask in zip(tick.micro_batches, masks, strict=True)
     ]
-    placed = [None if one is None else one.placement for one in halves]
+    placed = [None if stage is None else stage.placement for stage in halves]
     given = None
     if planner.policy.places_tokens:
-        originals = [None if one is None else one.given for one in halves]
-        given = pool_placements(originals, workers)
+        before = [None if stage is None else stage.given for stage in halves]
+        given = pool_placements(before, workers)
     cost = planner.cost
     if planner.parallel.pp > 1:
         cost = cost.one_way(backward=tick.phase == BACKWARD)

@@ -8,6 +8,7 @@ from typing import Any
 from distca.planning.bounds import traffic_lower_bound
 from distca.planning.checks import check_memory, check_own_memory, check_representable, shortfall
 from distca.planning.costs.base import CostModel
+from distca.planning.costs.choice import cost_model
 from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
@@ -152,6 +153,7 @@ def place_and_plan(
     began = time.perf_counter()
     given = ranks if isinstance(ranks, Placement) else Placement.from_ranks(ranks)
     options = PlanOptions.of(options, changes)
+    options = replace(options, cost=cost_model(options.cost, options.shape))  # read once
     placement = place(given, None, options, placer=policy.placer)
     planned = plan(placement, options, scheduler=policy.scheduler, given=given)
     return replace(planned, policy=policy.name, plan_s=time.perf_counter() - began)

@@ -1,30 +1,52 @@
-"""Possible pieces of one shard."""
+"""Possible cuts of shards, and searches among them, compared with lists of all cuts."""
 
 import numpy as np
 import pytest
 from strategies import COSTS, SHAPE
 
+from distca.planning import masks
 from distca.planning.costs.choice import cost_model
 from distca.planning.problem import Grain
-from distca.planning.schedulers.cuttable import CuttableShard
+from distca.planning.schedulers.cuttable import CuttableShards
+from distca.planning.spans import as_ints
+
+LENGTH = 300
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("reach", [1, 7, 300])
-@pytest.mark.parametrize("start", [0, 101])
+@pytest.mark.parametrize("reach", [1, 7, masks.CAUSAL])
 @pytest.mark.parametrize("grain", [Grain(1, 1), Grain(16, 1), Grain(16, 35), Grain(512, 512)])
-def test_no_piece_is_lighter_than_the_lightest(
-    cost: str, reach: int, start: int, grain: Grain
-) -> None:
-    """The scheduler tries no cut if every headroom is below it.
+def test_searches_find_the_largest_piece_that_fits(cost: str, reach: int, grain: Grain) -> None:
+    start = as_ints([[0], [101], [290]])
+    length, reaches = np.full_like(start, LENGTH), np.full_like(start, reach)
+    for cost_of in (cost_model(cost, SHAPE).forward, cost_model(cost, SHAPE).backward):
+        shards = CuttableShards(start, length, length, reaches, 0 * start, cost_of, grain)
+        total = shards.load(start, length)
+        shards = CuttableShards(start, length, length, reaches, total, cost_of, grain)
+        for row, last in enumerate(shards.last_cut[:, 0].tolist()):
+            one = shards.take(as_ints([row]))
+            places = one.position(np.arange(last + 1)[None])[0]
+            inside = places[1:-1]
+            assert places[[0, -1]].tolist() == [start[row, 0], LENGTH]
+            assert np.all(inside % grain.spacing == 0)
+            assert np.all(np.diff(places) > 0)
+            assert np.array_equal(one.nearest_cut(places[None] * 1.0)[0], np.arange(last + 1))
+            for share in (0.0, 0.1, 0.5, 0.9, 1.0):
+                headroom = as_ints(share * total[row])
+                cut = int(one.lowest_start(as_ints([[last]]), headroom)[0, 0])
+                fitting = one.load(places[None], length[row])[0] <= headroom
+                assert fitting[cut]
+                assert cut == 0 or not fitting[cut - 1]
+                cut = int(one.highest_stop(as_ints([[last]]), headroom)[0, 0])
+                fitting = one.load(start[row], places[None])[0] <= headroom
+                assert fitting[cut]
+                assert cut == last or not fitting[cut + 1]
 
-    A measured kernel may be a little faster with a few more keys, where pieces share its tile.
-    """
-    model = cost_model(cost, SHAPE)
-    for cost_of in (model.forward, model.backward):
-        shard = CuttableShard.of((start, 300), 300, reach, cost_of, grain)
-        low, high = np.triu_indices(len(shard.positions), 1)
-        lightest = shard.load(shard.positions[low], shard.positions[high]).min()
-        assert lightest == pytest.approx(shard.lightest_piece, rel=0.02 if cost == "h200" else 0.0)
-        assert shard.any_piece_fits(shard.lightest_piece)
-        assert not shard.any_piece_fits(shard.lightest_piece - 1)
+
+def test_spread_cuts_are_all_cuts_of_a_short_shard() -> None:
+    start, stop = as_ints([[0], [0]]), as_ints([[64], [640]])
+    cost = cost_model("pairs", SHAPE).forward
+    shards = CuttableShards(start, stop, stop, 0 * start + masks.CAUSAL, stop, cost, Grain(16, 16))
+    few, many = shards.spread_cuts(8)
+    assert sorted(set(few.tolist())) == [1, 2, 3, 4]
+    assert many.tolist() == [5, 10, 15, 20, 25, 30, 35, 40]

@@ -1,6 +1,7 @@
 """Costs interpolated from a measured profile."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -33,13 +34,25 @@ class Table:
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         n = np.maximum(queries, 1)
         rows, columns = np.ceil(n / self.tile), np.ceil(keys / self.tile)
-        row = self.rows.searchsorted(rows, side="right")
-        cell = row * (len(self.columns) + 1) + self.columns.searchsorted(columns, side="right")
+        cell = self._cells[0].take(rows.astype(np.int64), mode="clip")
+        cell = cell + self._cells[1].take(columns.astype(np.int64), mode="clip")
         a, b, c, d = self.overheads.take(cell, axis=1)
         overhead = np.maximum((a * columns + b) * rows + (c * columns + d), 0.0)
         arithmetic = pairs / n * rows * (self.tile * self.min_ps_per_pair)
         ps: Floats = arithmetic + overhead
         return np.rint(ps).astype(np.int64)
+
+    @cached_property
+    def _cells(self) -> tuple[Ints, Ints]:
+        """The first cell of each number of rows, and how far from it that of a column is.
+
+        Entries are whole tiles, up to the last boundary: looking up is faster than searching.
+        """
+        row, column = (
+            bounds.searchsorted(np.arange(np.ceil(bounds[-1:].sum()) + 1), side="right")
+            for bounds in (self.rows, self.columns)
+        )
+        return row * (len(self.columns) + 1), column
 
 
 def table_cost(profile: Profile, shape: ModelShape) -> CostModel:

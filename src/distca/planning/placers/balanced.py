@@ -21,18 +21,19 @@ at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small 
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.costs.base import TaskCost
 from distca.planning.devices import Devices
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
-from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
+from distca.planning.problem import CostFunction, DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
-from distca.planning.spans import Floats, cumulative
-from distca.planning.tasks import Tasks
+from distca.planning.spans import Floats, Ints, cumulative
 from distca.planning.traffic import traffic
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
@@ -44,8 +45,10 @@ FILL_SLACK = 0.002  # share of the mean load that may be missing: short document
 STRIDE = 4  # between the densities that are looked at first
 NUM_ABOVE = 8  # densities that are tried from the first one on that works
 NUM_NO_CLOSER = 3  # attempts in a row that come no closer to the bound, after which no more follow
+CLOSER = 0.9  # an attempt comes closer if its imbalance - 1 falls to this share or less
+MUCH_MISSING = 1.0  # mean loads that are missing at a density above which none will work again
 NUM_MISSING = 3  # densities that are tried although headroom is missing, those that miss least
-NEAR_MISS = 3.0  # in tolerances: an imbalance up to which a search with a tighter target may help
+NEAR_MISS = 4.0  # in tolerances: an imbalance up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 FEW_DOCUMENTS = 64  # up to which dealing each document over all workers is tried as well
 
@@ -55,54 +58,103 @@ def balanced_placement(problem: Problem) -> Placement:
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
     part, the scheduler has to move tasks as well. Then the best of several placements for the
-    scheduler is returned: the most even one found, documents in order, and each document dealt over
-    all workers.
+    scheduler is returned: the most even one found, documents in order unless that one is almost
+    even, and each document dealt over all workers.
     """
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
-    if nearest is not None and nearest[0] <= 1.0 + problem.tolerance and only_workers:
-        return nearest[1]
+    candidates = [] if nearest is None else [nearest.placement]
+    if nearest is not None and nearest.imbalance <= 1.0 + problem.tolerance and only_workers:
+        return nearest.placement
     in_order = Placement.in_order(problem.placement.lengths, problem.placement.num_workers)
-    candidates = [in_order] if nearest is None else [in_order, nearest[1]]
+    if nearest is None or not only_workers or not nearest.almost_even(problem):
+        candidates.append(in_order)
     if in_order.num_documents <= FEW_DOCUMENTS:
         over_all = deal_each_document(in_order, in_order.num_workers)
         if np.ptp(over_all.tokens) <= problem.grain.tile:
             candidates.append(over_all)
+    if len(candidates) == 1:
+        return candidates[0]
     return min(candidates, key=lambda candidate: _quality(candidate, problem))
 
 
-def _search(problem: Problem) -> tuple[float, Placement] | None:
-    """Returns the first placement within the bound, or the most even one, and its imbalance."""
+class _Attempt(NamedTuple):
+    """A placement for one density. Sorts by imbalance."""
+
+    imbalance: float  # the larger of both directions
+    forward_is_worse: bool
+    density: int  # its index
+    table: Ints  # of shards, as in ``filling``
+    lengths: Ints
+    num_workers: int
+
+    @property
+    def placement(self) -> Placement:
+        return Placement.from_shards(self.lengths, self.table, self.num_workers)
+
+    def almost_even(self, problem: Problem) -> bool:
+        return self.imbalance <= 1.0 + NEAR_MISS * problem.tolerance
+
+
+def _search(problem: Problem) -> _Attempt | None:
+    """Returns the first placement within the bound, or the most even one."""
     workers = problem.devices.workers_only()
-    documents = problem.document_loads(problem.cost.sum_ps)
-    total = int(documents.whole.sum())
-    nearest: tuple[float, Placement] | None = None
+    nearest: _Attempt | None = None
     for target in TARGETS:
+        around = None if nearest is None else nearest.density
+        cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
+        if nearest is not None and nearest.forward_is_worse:
+            cost_ps = _equal_weights(problem)
+        documents = problem.document_loads(cost_ps)
+        total = int(documents.whole.sum())
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         no_closer = 0  # attempts in a row
-        for dealt in _attempts(documents, capacity, problem.grain):
+        for density, dealt in _deals(documents, capacity, problem.grain, around):
             table = fill_up(documents, dealt, problem.grain)
-            placement = Placement.from_shards(documents.lengths, table, len(capacity))
-            imbalance = _imbalance(placement, problem, workers)
+            forward, backward = _imbalances(table, problem, workers)
+            imbalance = max(forward, backward)
             no_closer += 1
-            if nearest is None or imbalance < nearest[0]:
-                nearest, no_closer = (imbalance, placement), 0
+            if nearest is None or imbalance < nearest.imbalance:
+                if nearest is None or imbalance - 1.0 < CLOSER * (nearest.imbalance - 1.0):
+                    no_closer = 0
+                nearest = _Attempt(
+                    imbalance, forward > backward, density, table, documents.lengths, len(capacity)
+                )
             if imbalance <= 1.0 + problem.tolerance:
                 return nearest
             if no_closer == NUM_NO_CLOSER:
                 break
-        if nearest is None or nearest[0] > 1.0 + NEAR_MISS * problem.tolerance:
+        if nearest is None or not nearest.almost_even(problem):
             break
     return nearest
 
 
-def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Iterator[DealtShards]:
+def _equal_weights(problem: Problem) -> CostFunction:
+    """Returns costs in which both directions weigh the same, because each has its own bound."""
+    forward, backward = problem.cost.forward.ps, problem.cost.backward.ps
+    total_forward, total_backward = (
+        float(problem.document_loads(cost).whole.sum()) for cost in (forward, backward)
+    )
+    weight = total_backward / max(total_forward, 1.0)
+
+    def cost_ps(queries: Ints, keys: Ints, pairs: Ints) -> Ints:
+        weighted: Ints = np.rint(weight * forward(queries, keys, pairs)).astype(np.int64)
+        return weighted + backward(queries, keys, pairs)
+
+    return cost_ps
+
+
+def _deals(
+    documents: DocumentLoads, capacity: Floats, grain: Grain, around: int | None
+) -> Iterator[tuple[int, DealtShards]]:
     """Yields long documents on workers for densities at which the headroom suffices, in ascending
     order, and at last for those at which the least headroom is missing.
 
     The headroom that is missing falls with the density and then rises again. So every ``STRIDE``-th
     density is looked at first, and then the neighbors of the first one that works, or of the one
     that comes closest.
+
+    around: the index of a density of which only the neighbors are looked at.
     """
     densities = list(_densities(documents, capacity))
 
@@ -114,23 +166,38 @@ def _attempts(documents: DocumentLoads, capacity: Floats, grain: Grain) -> Itera
         return deal(index)[1]
 
     indices = range(len(densities))
-    coarse = indices[::STRIDE]
-    works = next((index for index in coarse if missing(index) == 0.0), None)
-    center = min(coarse, key=missing, default=0) if works is None else works
-    above = STRIDE if works is None else NUM_ABOVE
-    near = indices[max(center - STRIDE + 1, 0) : center + above]
-    yield from (deal(index)[0] for index in near if missing(index) == 0.0)
-    not_enough = [index for index in near if 0.0 < missing(index) < np.inf]
-    yield from (deal(index)[0] for index in sorted(not_enough, key=missing)[:NUM_MISSING])
+    if around is None:
+        coarse = indices[::STRIDE]
+        works = next((index for index in coarse if missing(index) == 0.0), None)
+        center = min(coarse, key=missing, default=0) if works is None else works
+        above = STRIDE if works is None else NUM_ABOVE
+        near = indices[max(center - STRIDE + 1, 0) : center + above]
+    else:
+        near = indices[max(around - 1, 0) : around + STRIDE]
+    num_worked = 0
+    not_enough = []
+    for index in near:
+        if missing(index) == 0.0:
+            yield index, deal(index)[0]
+            num_worked += 1
+        elif missing(index) < np.inf:
+            not_enough.append(index)
+            if num_worked and missing(index) > MUCH_MISSING:
+                break
+    for index in sorted(not_enough, key=missing)[:NUM_MISSING]:
+        yield index, deal(index)[0]
 
 
-def _imbalance(placement: Placement, problem: Problem, workers: Devices) -> float:
-    """Returns the imbalance with every task at home, the larger of forward and backward."""
-    tasks = Tasks.at_home(placement, problem.reach)
-    return max(
-        workers.imbalance(tasks.load_ps(placement, problem.reach, cost, placement.num_workers))
-        for cost in (problem.cost.forward, problem.cost.backward)
-    )
+def _imbalances(table: Ints, problem: Problem, workers: Devices) -> tuple[float, float]:
+    """Returns the forward and the backward imbalance with every task at home."""
+    worker, *shards = table.T
+
+    def imbalance(cost: TaskCost) -> float:
+        load = np.zeros(workers.num_ranks, np.int64)
+        np.add.at(load, worker, problem.document_loads(cost.ps).load(*shards))
+        return workers.imbalance(load)
+
+    return imbalance(problem.cost.forward), imbalance(problem.cost.backward)
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
@@ -192,7 +259,7 @@ def _missing_headroom(documents: DocumentLoads, dealt: DealtShards) -> float:
     The workers with the least headroom per token get the documents with the least load per token.
     At no worker of this order may the sum of loads exceed the sum of headrooms.
     """
-    headroom, tokens = np.asarray(dealt.headroom), np.asarray(dealt.tokens_left)
+    headroom, tokens = dealt.headroom, dealt.tokens_left
     lengths, loads = documents.lengths[dealt.short], documents.whole[dealt.short]
     lightest = np.argsort(loads / lengths, kind="stable")
     filled, load = cumulative(lengths[lightest]), cumulative(loads[lightest])

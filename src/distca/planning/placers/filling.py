@@ -13,7 +13,7 @@ from distca.planning.spans import Floats, Ints, as_ints, cumulative
 
 # Documents much shorter than a worker's tokens are dealt in groups, so that the time does not
 # depend on their number. The last ones are dealt one by one, to fill up the workers evenly.
-GROUPS = 256  # of one worker, at most
+GROUPS = 64  # of one worker, at most
 SINGLES = 32  # of one worker
 
 
@@ -23,7 +23,7 @@ def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
     worker = _deal_short(documents, order, dealt)
     short = [worker, order, np.zeros_like(order), documents.lengths[order]]
     table = np.concatenate([as_ints(dealt.shards).reshape(-1, 4), np.stack(short, axis=1)])
-    return _even_tokens(table, np.asarray(dealt.tokens_left), grain)
+    return _even_tokens(table, dealt.tokens_left, grain)
 
 
 def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
@@ -51,18 +51,32 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
         chunk = slice(begin, min(begin + workers, len(first)))
         last = chunk.stop - 1
         density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        by_headroom = dealt.net_headrooms(density)
-        for length, load in zip(lengths[chunk].tolist(), loads[chunk].tolist(), strict=True):
-            while by_headroom and dealt.tokens_left[by_headroom[0][1]] < length:
-                heapq.heappop(by_headroom)
-            if by_headroom:
-                negative, worker = by_headroom[0]
-                heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
-            else:  # the group is longer than what any worker has left
-                worker = int(np.argmax(dealt.tokens_left))
-            dealt.take(worker, length, load)
-            chosen.append(worker)
+        chosen += _deal_round(dealt, lengths[chunk].tolist(), loads[chunk].tolist(), density)
     return np.repeat(as_ints(chosen), np.diff(first, append=len(order)))
+
+
+def _deal_round(
+    dealt: DealtShards, lengths: list[int], loads: list[int], density: float
+) -> list[int]:
+    """Puts documents, one after the other, on the worker with the most net headroom."""
+    headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
+    net_headroom = dealt.net_headroom(density).tolist()
+    by_headroom = [(-net, worker) for worker, net in enumerate(net_headroom)]
+    heapq.heapify(by_headroom)
+    chosen = []
+    for length, load in zip(lengths, loads, strict=True):
+        while by_headroom and tokens_left[by_headroom[0][1]] < length:
+            heapq.heappop(by_headroom)
+        if by_headroom:
+            negative, worker = by_headroom[0]
+            heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
+        else:  # the group is longer than what any worker has left
+            worker = tokens_left.index(max(tokens_left))
+        headroom[worker] -= load
+        tokens_left[worker] -= length
+        chosen.append(worker)
+    dealt.headroom[:], dealt.tokens_left[:] = headroom, tokens_left
+    return chosen
 
 
 def _groups(lengths: Ints, workers: int) -> Ints:

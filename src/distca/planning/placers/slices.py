@@ -18,10 +18,6 @@ from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
-NUM_SKIPPED = 64  # workers that a slice may skip, because they send or receive too much already
-
-
-WorkerHeap = list[tuple[float, int]]  # (-net headroom, worker): a heap's first is its smallest
 
 
 class Slice(NamedTuple):
@@ -125,7 +121,9 @@ class Slicer:
             net = self._net_load(document, (first + index) * self.grain.spacing, stop)
             return np.rint(net - net_load).astype(np.int64)
 
-        return first + first_fitting(excess, guess - first, self.grain.last_cut(stop) - first)[0]
+        last = self.grain.last_cut(stop) - first
+        slope = 2.0 * net_load / np.maximum(last, 1)
+        return first + first_fitting(excess, guess - first, last, slope)
 
     def _net_load(self, document: Ints, start: Ints, stop: Ints) -> Floats:
         net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)
@@ -143,33 +141,24 @@ class Slicer:
 class DealtShards:
     """The shards that workers have got so far, and what workers can still take."""
 
-    headroom: list[float]  # [workers]
-    tokens_left: list[float]  # [workers]
-    sent_keys: list[float]  # [workers]
-    received_keys: list[float]  # [workers]
+    headroom: Floats  # [workers]
+    tokens_left: Floats  # [workers]
+    sent_keys: Floats  # [workers]
+    received_keys: Floats  # [workers]
     shards: list[Shard]
     short: Ints  # documents that are to fill up the workers, uncut
 
     @classmethod
     def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
-        zeros = [0.0] * len(capacity)
-        return cls(capacity.tolist(), [tokens] * len(capacity), zeros, zeros.copy(), [], short)
+        none = np.zeros_like(capacity)
+        return cls(capacity.copy(), np.full_like(capacity, tokens), none, none.copy(), [], short)
 
-    def take(self, worker: int, tokens: int, load: float) -> None:
-        """Takes tokens and load from what a worker can still take."""
-        self.headroom[worker] -= load
-        self.tokens_left[worker] -= tokens
+    def net_headroom(self, density: float) -> Floats:
+        """[workers] Returns headroom less density x tokens left.
 
-    def net_headrooms(self, density: float) -> WorkerHeap:
-        """Returns the workers, the one with the most net headroom first.
-
-        Net headroom is headroom less density x tokens left: what the tokens that will fill up the
-        worker leave of it.
+        That is what the tokens that will fill up a worker leave of its headroom.
         """
-        both = zip(self.headroom, self.tokens_left, strict=True)
-        heap = [(density * tokens - load, worker) for worker, (load, tokens) in enumerate(both)]
-        heapq.heapify(heap)
-        return heap
+        return self.headroom - density * self.tokens_left
 
 
 def deal_slices(
@@ -181,21 +170,22 @@ def deal_slices(
     """
     queue = [_heaviest_first(one) for one in slices]
     heapq.heapify(queue)
-    workers = dealt.net_headrooms(slicer.density)
-    smallest = WORTH_A_CUT * -workers[0][0]
+    net_headroom = dealt.net_headroom(slicer.density)
+    smallest = WORTH_A_CUT * float(net_headroom.max())
     while queue:
         *_, upper = heapq.heappop(queue)
-        headroom, worker = _take_worker(upper, dealt, workers, traffic_limit)
-        tokens_left = dealt.tokens_left[worker]
+        worker = _best_worker(upper, dealt, net_headroom, traffic_limit)
+        headroom, tokens_left = float(net_headroom[worker]), float(dealt.tokens_left[worker])
         if upper.size > tokens_left or (upper.net > headroom > smallest):
             upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
             for one in lower:
                 heapq.heappush(queue, _heaviest_first(one))
         dealt.shards.append(Shard(worker, upper.document, upper.start, upper.stop))
-        dealt.take(worker, upper.size, upper.load)
+        dealt.headroom[worker] -= upper.load
+        dealt.tokens_left[worker] -= upper.size
         dealt.sent_keys[worker] += upper.num_above * upper.size
         dealt.received_keys[worker] += upper.start
-        heapq.heappush(workers, (upper.net - headroom, worker))
+        net_headroom[worker] -= upper.net
 
 
 def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
@@ -203,39 +193,27 @@ def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
     return -one.net, one.document, one.start, one
 
 
-def _take_worker(
-    taken: Slice, dealt: DealtShards, workers: WorkerHeap, traffic_limit: float
-) -> tuple[float, int]:
-    """Removes the best worker for a slice from the heap, and returns (net headroom, worker).
+def _best_worker(
+    taken: Slice, dealt: DealtShards, net_headroom: Floats, traffic_limit: float
+) -> int:
+    """Returns the worker with the most net headroom that can take a slice.
 
-    Workers with net headroom for the slice are tried, those with the most first. The best one has
-    tokens left for the slice and stays within the traffic limit. If there is none, the traffic
-    limit is given up, then the tokens, then the headroom.
+    It has net headroom and tokens left for the slice, and stays within the traffic limit. If there
+    is none, the traffic limit is given up, then the tokens, then the headroom.
     """
-
-    def has_tokens(worker: int) -> bool:
-        return dealt.tokens_left[worker] >= taken.size
-
-    def within_limit(worker: int) -> bool:
-        sent = dealt.sent_keys[worker] + taken.num_above * taken.size
-        received = dealt.received_keys[worker] + taken.start
-        return sent <= traffic_limit and received <= traffic_limit
-
-    tried: list[tuple[float, int]] = []
-    best = None
-    while workers and best is None and len(tried) < NUM_SKIPPED and taken.net <= -workers[0][0]:
-        tried.append(heapq.heappop(workers))
-        if has_tokens(tried[-1][1]) and within_limit(tried[-1][1]):
-            best = tried[-1]
-    if best is None:
-        with_tokens = [entry for entry in tried if has_tokens(entry[1])]
-        if with_tokens:
-            best = with_tokens[0]
-        elif tried:
-            best = max(tried, key=lambda entry: dealt.tokens_left[entry[1]])
-        else:
-            best = heapq.heappop(workers)
-    for entry in tried:
-        if entry is not best:
-            heapq.heappush(workers, entry)
-    return -best[0], best[1]
+    best = int(net_headroom.argmax())
+    sent = traffic_limit - taken.num_above * taken.size
+    received = traffic_limit - taken.start
+    if taken.net > net_headroom[best] or (
+        dealt.tokens_left[best] >= taken.size
+        and dealt.sent_keys[best] <= sent
+        and dealt.received_keys[best] <= received
+    ):
+        return best
+    fits = net_headroom >= taken.net
+    has_tokens = fits & (dealt.tokens_left >= taken.size)
+    if not has_tokens.any():
+        return int(np.where(fits, dealt.tokens_left, -np.inf).argmax())
+    within_limit = has_tokens & (dealt.sent_keys <= sent) & (dealt.received_keys <= received)
+    chosen = within_limit if within_limit.any() else has_tokens
+    return int(np.where(chosen, net_headroom, -np.inf).argmax())

@@ -1,11 +1,12 @@
-"""The cheapest way to cut pieces out of one shard for given servers.
+"""The cheapest ways to cut pieces out of shards for given servers, for many shards at once.
 
 All servers but the last are filled up: their pieces lie one below the other, downwards from a
 *top*. The piece of the last server is the remainder, which lies at its own cheapest place further
-down. Many tops are tried at once, as arrays, and the best one is chosen. docs/planning.md derives
-why pieces of this form move the fewest bytes.
+down. Many tops are tried for each shard, and the best one is chosen. docs/planning.md derives why
+pieces of this form move the fewest bytes.
 
-Shapes: S servers (targets), T tops.
+Shapes: R requests, S servers of each, T tops of each. What does not depend on the top has T = 1.
+Names that end in ``_cut`` are numbers of cuts (``cuttable``); all other places are positions.
 """
 
 from collections.abc import Sequence
@@ -15,11 +16,10 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.models import ModelShape
-from distca.planning.schedulers.cuttable import CuttableShard
-from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
+from distca.planning.schedulers.cuttable import CuttableShards
+from distca.planning.spans import Bools, Floats, Ints, Span, as_ints, cumulative
 
 NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
-INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
 class Piece(NamedTuple):
@@ -35,48 +35,101 @@ class Piece(NamedTuple):
         return self.start, self.stop
 
 
-class Target(NamedTuple):
-    """A server that may take a piece."""
-
-    server: int
-    headroom: int
-    free_bytes: int  # memory
-    received: int  # bytes so far
-    same_node: bool  # whether it shares the node of the queries
-    held: Sequence[Span] = ()  # disjoint spans of the document's keys that it has already
-
-
-class KeySource(NamedTuple):
-    """A worker that holds some keys of the document."""
-
-    worker: int
-    span: Span
-    sent: int  # bytes so far
-    same_node: bool  # whether it shares the node of the queries
-
-
 class Cut(NamedTuple):
     """Pieces of one shard for other servers."""
 
+    shard: int
     pieces: list[Piece]
     over_limit: int  # bytes by which a rank would exceed the limit of sent or received bytes
-    weighted_bytes: float  # bytes moved, where those inside a node count ``INSIDE_NODE``
+    weighted_bytes: float  # bytes moved, where those inside a node count less
+    peak: int  # the most bytes that any of the ranks would send or receive in total
 
     @property
-    def score(self) -> tuple[int, float]:
-        return self.over_limit, self.weighted_bytes
+    def score(self) -> tuple[int, float, int]:
+        return self.over_limit, self.weighted_bytes, self.shard
+
+
+class Targets(NamedTuple):
+    """Servers that may take pieces, [S, R, 1]. Requests for fewer servers have empty ones first."""
+
+    server: Ints  # -1: empty
+    headroom: Ints
+    free_bytes: Ints  # memory
+    received: Ints  # bytes so far
+    byte_weight: Floats  # of a byte between it and the queries
+
+
+class KeySources(NamedTuple):
+    """Workers that hold keys, [sources, 1]. The first R are the homes of the shards."""
+
+    row: Ints  # [sources] the request
+    worker: Ints
+    start: Ints
+    stop: Ints
+    sent: Ints  # bytes so far
+    byte_weight: Floats
+
+
+class HeldSpans(NamedTuple):
+    """Keys [start, stop) that targets have already, [held, 1]; disjoint for each target."""
+
+    slot: Ints  # [held] the server of the request
+    row: Ints  # [held] the request
+    start: Ints
+    stop: Ints
+
+
+@dataclass(frozen=True, eq=False)
+class Requests:
+    """Shards from which pieces are to be cut."""
+
+    shards: CuttableShards  # R of them
+    number: Sequence[int]  # [R] of each shard
+    keep: Ints  # [R, 1] the load that may stay at home
+    targets: Targets
+    sources: KeySources
+    held: HeldSpans
+
+
+def merge(parts: Sequence[Requests]) -> Requests:
+    """Joins requests for equally many servers."""
+    if len(parts) == 1:
+        return parts[0]
+    counts = [len(part.number) for part in parts]
+    first = cumulative(as_ints(counts))[:-1].tolist()
+    homes = [
+        [column[:count] for column in p.sources] for p, count in zip(parts, counts, strict=True)
+    ]
+    others = [
+        [column[count:] for column in p.sources] for p, count in zip(parts, counts, strict=True)
+    ]
+    for row, part_homes, part_others in zip(first, homes, others, strict=True):
+        part_homes[0], part_others[0] = part_homes[0] + row, part_others[0] + row
+    held = [
+        part.held._replace(row=part.held.row + row) for part, row in zip(parts, first, strict=True)
+    ]
+    return Requests(
+        shards=CuttableShards.join([part.shards for part in parts]),
+        number=[number for part in parts for number in part.number],
+        keep=np.concatenate([part.keep for part in parts]),
+        targets=Targets(
+            *(np.concatenate(c, axis=1) for c in zip(*(p.targets for p in parts), strict=True))
+        ),
+        sources=KeySources(*map(np.concatenate, zip(*homes, *others, strict=True))),
+        held=HeldSpans(*map(np.concatenate, zip(*held, strict=True))),
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Candidates:
-    """Ways to cut one shard, one for each top."""
+    """Ways to cut the shards, one for each top."""
 
-    start: Ints  # [S, T] the piece of each server
-    stop: Ints  # [S, T]
-    load: Ints  # [S, T]
-    keys: Ints  # [S, T] number of keys that the piece needs
-    sheds_enough: Bools  # [T] whether at most the allowed load stays at home
-    keeps_nothing: Bools  # [T] whether nothing stays at home
+    start: Ints  # [S, R, T] the piece of each server
+    stop: Ints  # [S, R, T]
+    load: Ints  # [S, R, T]
+    keys: Ints  # [S, R, T] number of keys that the piece needs
+    sheds_enough: Bools  # [R, T] whether at most the allowed load stays at home
+    keeps_nothing: Bools  # [R, T] whether nothing stays at home
 
     @property
     def queries(self) -> Ints:
@@ -84,158 +137,147 @@ class Candidates:
 
 
 @dataclass(frozen=True, eq=False)
-class CandidateTraffic:
-    """What each candidate moves."""
+class Choices:
+    """Candidates, and what each of them moves."""
 
-    weighted_bytes: Floats  # [T]
-    peak: Ints  # [T] most bytes that any of the ranks would send or receive in total
+    requests: Requests
+    candidates: Candidates
+    fits: Bools  # [R, T] whether it sheds enough and fits the headroom and memory of the servers
+    weighted_bytes: Floats  # [R, T]
+    peak: Ints  # [R, T] the most bytes that any of the ranks would send or receive in total
 
-
-def best_cut(
-    shard: CuttableShard,
-    keep: int,
-    targets: Sequence[Target],
-    sources: Sequence[KeySource],
-    shape: ModelShape,
-    traffic_limit: int,
-) -> Cut | None:
-    """Returns the cheapest cut that leaves at most the load ``keep`` at home.
-
-    sources: workers that hold keys of the document, the home of the shard first.
-    traffic_limit: bytes that no rank should send or receive in total, if it can be avoided.
-    Returns None if no candidate fits into the headroom and the memory of the targets.
-    """
-    candidates = list_candidates(shard, keep, targets, shape)
-    fits = candidates.sheds_enough & _fits(candidates, targets, shape)
-    if not fits.any():
-        return None
-    traffic = _traffic(shard, candidates, targets, sources, shape)
-    over_limit = np.maximum(traffic.peak - traffic_limit, 0)
-    best = int(np.lexsort((traffic.weighted_bytes, over_limit, ~fits))[0])
-    columns = (candidates.start, candidates.stop, candidates.load)
-    starts, stops, loads = (column[:, best].tolist() for column in columns)
-    pieces = [
-        Piece(start, stop, target.server, load)
-        for start, stop, target, load in zip(starts, stops, targets, loads, strict=True)
-        if start < stop
-    ]
-    return Cut(pieces, int(over_limit[best]), float(traffic.weighted_bytes[best]))
+    def best(self, row: int, traffic_limit: int) -> Cut:
+        """Returns the cheapest cut for a request, one of those that exceed the limit the least."""
+        over_limit = np.maximum(self.peak[row] - traffic_limit, 0)
+        columns = (self.weighted_bytes[row], over_limit, ~self.fits[row])
+        top = int(np.lexsort(columns)[0])
+        c = self.candidates
+        servers = self.requests.targets.server[:, row, 0]
+        pieces = (column.tolist() for column in (c.start[:, row, top], c.stop[:, row, top]))
+        loads = c.load[:, row, top].tolist()
+        return Cut(
+            self.requests.number[row],
+            [
+                Piece(*piece)
+                for piece in zip(*pieces, servers.tolist(), loads, strict=True)
+                if piece[0] < piece[1]
+            ],
+            int(over_limit[top]),
+            float(self.weighted_bytes[row, top]),
+            int(self.peak[row, top]),
+        )
 
 
-def list_candidates(
-    shard: CuttableShard, keep: int, targets: Sequence[Target], shape: ModelShape
-) -> Candidates:
+def choices(requests: Requests, shape: ModelShape) -> Choices:
+    """Returns what there is to choose from for each request."""
+    candidates = list_candidates(requests, shape)
+    fits = candidates.sheds_enough & _fits(candidates, requests.targets, shape)
+    return Choices(requests, candidates, fits, *_traffic(requests, candidates, shape))
+
+
+def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     """Fills all targets but the last from each top downwards, then places the remainder."""
-    tops = shard.tops(NUM_TOPS if len(targets) > 1 else 2 * NUM_TOPS)
-    top, last = tops.indices, len(shard.positions) - 1
-    starts, stops, loads = [], [], []
-    bottom = top
-    for target in targets[:-1]:
-        stops.append(bottom)
-        bottom, load = shard.lowest_start(bottom, target.headroom)
-        starts.append(bottom)
-        loads.append(load)
-    may_stay = keep - tops.load_above
-    if len(targets) == 1:  # the remainder is the only piece, and the tops are its possible places
-        rest_stop, gap = top, np.zeros_like(may_stay)
+    shards, headrooms = requests.shards, requests.targets.headroom
+    only_one = len(headrooms) == 1
+    top_cut = shards.spread_cuts(2 * NUM_TOPS if only_one else NUM_TOPS)
+    start_cuts, stop_cuts = [], []
+    bottom_cut = top_cut
+    for headroom in headrooms[:-1]:
+        stop_cuts.append(bottom_cut)
+        bottom_cut = shards.lowest_start(bottom_cut, headroom)
+        start_cuts.append(bottom_cut)
+    may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
+    if only_one:  # the remainder is the only piece, and the tops are its possible places
+        rest_cut, gap = top_cut, np.zeros_like(may_stay)
     else:
-        rest_stop, gap = _cheapest_stop(shard, may_stay, bottom, shape)
-    rest_start = shard.highest_stop(rest_stop, may_stay - gap)
-    start = shard.positions[as_ints([*starts, rest_start])]
-    stop = shard.positions[as_ints([*stops, rest_stop])]
+        rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, shape)
+    low_cut = shards.highest_stop(rest_cut, may_stay - gap)
+    start = shards.position(np.stack([*start_cuts, low_cut]))
+    stop = shards.position(np.stack([*stop_cuts, rest_cut]))
+    at_ends = (low_cut == 0) & (top_cut == shards.last_cut)
     return Candidates(
         start=start,
         stop=stop,
-        load=as_ints([*loads, shard.load(start[-1], stop[-1])]),
-        keys=shard.num_keys_in((0, shard.length), start, stop),
-        sheds_enough=(may_stay >= gap) & ((bottom < top) | (rest_start < rest_stop)),
-        keeps_nothing=(rest_start == 0) & (rest_stop == bottom) & (top == last),
+        load=shards.load(start, stop),
+        keys=shards.num_keys_in(as_ints(0), shards.length, start, stop),
+        sheds_enough=(may_stay >= gap) & ((bottom_cut < top_cut) | (low_cut < rest_cut)),
+        keeps_nothing=at_ends & (rest_cut == bottom_cut),
     )
 
 
 def _cheapest_stop(
-    shard: CuttableShard, may_stay: Ints, bottom: Ints, shape: ModelShape
+    shards: CuttableShards, may_stay: Ints, bottom_cut: Ints, shape: ModelShape
 ) -> tuple[Ints, Ints]:
-    """Returns where the remainder should stop, below other pieces that start at ``bottom``.
+    """Returns the cut where the remainder should stop, below other pieces that start at a cut.
 
-    Also returns the gap: the load between the remainder and ``bottom``, which stays at home. There
-    is none if it would be more than the load ``may_stay``, or if the mask is not causal.
-
-    may_stay, bottom: [T] positions are given by index.
+    Also returns the gap: the load between the remainder and those pieces, which stays at home.
+    There is none if it would be more than the load ``may_stay``, or if the mask is not causal.
     """
-    if not shard.causal:
-        return bottom, np.zeros_like(may_stay)
-    leaving = shard.load_before[bottom] - may_stay
-    cheapest = np.searchsorted(shard.positions, shard.cheapest_stop(leaving, shape))
-    stop = np.minimum(cheapest, bottom)
-    gap = shard.load(shard.positions[stop], shard.positions[bottom])
-    stays = gap <= may_stay
-    return np.where(stays, stop, bottom), gap * stays
+    bottom = shards.position(bottom_cut)
+    leaving = shards.load(shards.start, bottom) - may_stay
+    cheapest_cut = shards.nearest_cut(shards.cheapest_stop(leaving, shape))
+    stop_cut = np.minimum(cheapest_cut, bottom_cut)
+    gap = shards.load(shards.position(stop_cut), bottom)
+    stays = (gap <= may_stay) & shards.is_causal
+    return np.where(stays, stop_cut, bottom_cut), gap * stays
 
 
-def _fits(candidates: Candidates, targets: Sequence[Target], shape: ModelShape) -> Bools:
-    """[T] Returns whether all pieces fit into the headroom and the memory of their servers."""
-    headroom = as_ints([target.headroom for target in targets])[:, None]
-    free_bytes = as_ints([target.free_bytes for target in targets])[:, None]
+def _fits(candidates: Candidates, targets: Targets, shape: ModelShape) -> Bools:
+    """[R, T] Returns whether all pieces fit into the headroom and the memory of their servers."""
     # A server holds q, o and a packed copy of the keys.
     used = 2 * shape.q_bytes * candidates.queries + shape.kv_bytes * candidates.keys
-    fits: Bools = np.logical_and.reduce((candidates.load <= headroom) & (used <= free_bytes))
-    return fits
+    fits: Bools = (candidates.load <= targets.headroom) & (used <= targets.free_bytes)
+    return np.asarray(fits.all(axis=0))
 
 
-def _traffic(
-    shard: CuttableShard,
-    candidates: Candidates,
-    targets: Sequence[Target],
-    sources: Sequence[KeySource],
-    shape: ModelShape,
-) -> CandidateTraffic:
-    """Adds up what candidates move: q and missing keys to the servers, o back home."""
-    q_bytes = shape.q_bytes * candidates.queries
-    keys = _subtract_held(shard, candidates, targets, (0, shard.length), candidates.keys)
+def _traffic(requests: Requests, c: Candidates, shape: ModelShape) -> tuple[Floats, Ints]:
+    """Adds up what candidates move: q and missing keys to the servers, o back home.
+
+    Returns weighted bytes and the peak, [R, T].
+    """
+    shards, targets, sources = requests.shards, requests.targets, requests.sources
+    # 1. What servers receive.
+    keys = c.keys - _held_keys(requests, c)
+    q_bytes = shape.q_bytes * c.queries
     arriving = q_bytes + shape.kv_bytes * keys
-    weight = np.array([_byte_weight(target.same_node) for target in targets])[:, None]
-    weighted: Floats = np.add.reduce((arriving + q_bytes) * weight)
-    received = as_ints([target.received for target in targets])[:, None]
-    peak = np.maximum.reduce(received + arriving)
-    saves_fetching = len(sources) > 1 and bool(candidates.keeps_nothing.any())
-    for source in sources:
-        keys = shard.num_keys_in(source.span, candidates.start, candidates.stop)
-        keys = _subtract_held(shard, candidates, targets, source.span, keys)
-        for index, target in enumerate(targets):
-            if target.server == source.worker:
-                keys[index] = 0
-        sent = source.sent + shape.kv_bytes * np.add.reduce(keys)
-        if source is sources[0]:  # home also sends the queries
-            sent += np.add.reduce(q_bytes)
-        elif saves_fetching:  # home fetches no keys for a shard of which it computes nothing
-            span = as_ints(shard.start), as_ints(shard.stop)
-            fetched = shape.kv_bytes * shard.num_keys_in(source.span, *span)
-            sent -= candidates.keeps_nothing * fetched
-            weighted -= candidates.keeps_nothing * fetched * _byte_weight(source.same_node)
-        peak = np.maximum(peak, sent)
-    return CandidateTraffic(weighted, peak)
+    weighted: Floats = np.add.reduce((arriving + q_bytes) * targets.byte_weight)
+    peak = np.maximum.reduce(targets.received + arriving)
+    # 2. What the owners of the keys send, [sources, T]. Home also sends the queries.
+    row, homes, others = sources.row, slice(len(peak)), slice(len(peak), None)
+    of_row = shards.take(row)
+    keys = of_row.num_keys_in(sources.start, sources.stop, c.start[:, row], c.stop[:, row])
+    keys -= _held_keys(requests, c, of_sources=True)
+    keys *= targets.server[:, row] != sources.worker
+    sent = sources.sent + shape.kv_bytes * np.add.reduce(keys)
+    sent[homes] += np.add.reduce(q_bytes)
+    peak = np.maximum(peak, sent[homes])
+    if len(row) == len(peak):
+        return weighted, peak
+    # 3. Home fetches no keys for a shard of which it computes nothing.
+    row = row[others]
+    fetched = of_row.num_keys_in(sources.start, sources.stop, of_row.start, of_row.stop)[others]
+    saved = c.keeps_nothing[row] * fetched * shape.kv_bytes
+    np.subtract.at(weighted, row, saved * sources.byte_weight[others])
+    np.maximum.at(peak, row, sent[others] - saved)
+    return weighted, peak
 
 
-def _byte_weight(same_node: bool) -> float:
-    return INSIDE_NODE if same_node else 1.0
+def _held_keys(requests: Requests, c: Candidates, *, of_sources: bool = False) -> Ints:
+    """[S, R, T] Returns how many of the keys of each piece its server holds already.
 
-
-def _subtract_held(
-    shard: CuttableShard,
-    candidates: Candidates,
-    targets: Sequence[Target],
-    span: Span,
-    keys: Ints,
-) -> Ints:
-    """[S, T] Returns ``keys`` needed inside ``span`` without those that the targets hold."""
-    if not any(target.held for target in targets):
+    of_sources: [S, sources, T] returns those among the keys of each source.
+    """
+    held, sources = requests.held, requests.sources
+    num_columns = len(sources.row) if of_sources else len(requests.keep)
+    keys = np.zeros((len(c.start), num_columns, c.start.shape[2]), np.int64)
+    if not len(held.row):
         return keys
-    keys = keys.copy()
-    for index, target in enumerate(targets):
-        for held in target.held:
-            low, high = max(held[0], span[0]), min(held[1], span[1])
-            if low < high:
-                piece = candidates.start[index], candidates.stop[index]
-                keys[index] -= shard.num_keys_in((low, high), *piece)
+    slot, row, low, high, column = held.slot, held.row, held.start, held.stop, held.row
+    if of_sources:
+        column, which = np.nonzero(sources.row[:, None] == held.row)
+        slot, row = slot[which], row[which]
+        low = np.maximum(low[which], sources.start[column])
+        high = np.minimum(high[which], sources.stop[column])
+    start, stop = c.start[slot, row], c.stop[slot, row]
+    np.add.at(keys, (slot, column), requests.shards.take(row).num_keys_in(low, high, start, stop))
     return keys

@@ -1,10 +1,15 @@
-"""One shard as the scheduler cuts it: where it may be cut, and what any span of it costs."""
+"""Shards as the scheduler cuts them: where they may be cut, and what any span of them costs.
+
+A shard may be cut at few positions only. The scheduler searches among the *cuts* of a shard, which
+are numbered: cut 0 is the start of the shard, the last cut is its end, and those between lie at
+multiples of the grain.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import numpy as np
 
@@ -13,108 +18,124 @@ from distca.planning.costs.base import TaskCost
 from distca.planning.models import ModelShape
 from distca.planning.problem import Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints, Span, as_ints
-
-
-class Tops(NamedTuple):
-    """Positions from which pieces are cut downwards, and the load of the queries above them."""
-
-    indices: Ints
-    load_above: Ints
+from distca.planning.spans import Bools, Floats, Ints
 
 
 @dataclass(frozen=True, eq=False)
-class CuttableShard:
-    """A shard with the positions at which it may be cut. Methods work on arrays of positions."""
+class CuttableShards:
+    """Shards that are cut at the same time. Methods take arrays [..., shards, T]."""
 
-    start: int
-    stop: int
-    length: int  # of the whole document
-    reach: int
+    start: Ints  # [shards, 1], as all the others
+    stop: Ints
+    length: Ints  # of the whole document
+    reach: Ints
+    total_load: Ints
     cost: TaskCost
-    positions: Ints  # ascending; the first is ``start`` and the last is ``stop``
-    _tops: dict[int, Tops] = field(init=False, repr=False, default_factory=dict)
+    grain: Grain
 
-    @classmethod
-    def of(cls, span: Span, length: int, reach: int, cost: TaskCost, grain: Grain) -> CuttableShard:
-        start, stop = span
-        cuts = np.arange(grain.first_cut(start), grain.last_cut(stop) + 1, dtype=np.int64)
-        positions = np.concatenate([[start], cuts * grain.spacing, [stop]])
-        return cls(start, stop, length, reach, cost, positions)
+    def take(self, rows: Ints) -> CuttableShards:
+        """Returns some of the shards."""
+        return replace(
+            self,
+            start=self.start[rows],
+            stop=self.stop[rows],
+            length=self.length[rows],
+            reach=self.reach[rows],
+            total_load=self.total_load[rows],
+        )
 
-    @cached_property
-    def causal(self) -> bool:
-        return self.reach >= self.length
-
-    @property
-    def total_load(self) -> int:
-        return int(self.load_before[-1])
-
-    @cached_property
-    def load_before(self) -> Ints:
-        """[positions] The load of the queries from ``start`` to each position."""
-        return self.load(self.positions[0], self.positions)
-
-    def tops(self, count: int) -> Tops:
-        """Returns about ``count`` positions, equally spaced."""
-        if count not in self._tops:
-            last = len(self.positions) - 1
-            num = min(last, count)
-            index = np.arange(1, num + 1, dtype=np.int64) * last // num
-            load_above = self.load(self.positions[index], self.positions[-1])
-            self._tops[count] = Tops(index, load_above)
-        return self._tops[count]
+    @staticmethod
+    def join(parts: Sequence[CuttableShards]) -> CuttableShards:
+        """Returns shards with the same costs as one object."""
+        return replace(
+            parts[0],
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            length=np.concatenate([part.length for part in parts]),
+            reach=np.concatenate([part.reach for part in parts]),
+            total_load=np.concatenate([part.total_load for part in parts]),
+        )
 
     @cached_property
-    def lightest_piece(self) -> int:
-        """The load of the lightest piece between two neighbouring positions."""
-        return int(self.load(self.positions[:-1], self.positions[1:]).min())
+    def all_causal(self) -> bool:
+        return bool(np.all(self.reach >= self.length))
 
-    def any_piece_fits(self, headroom: int) -> bool:
-        """Returns whether some piece has at most this load."""
-        # The first piece is the lightest of a causal document, and is known already.
-        return headroom >= int(self.load_before[1]) or headroom >= self.lightest_piece
+    @cached_property
+    def _first(self) -> Ints:
+        return self.grain.first_cut(self.start)
+
+    @cached_property
+    def last_cut(self) -> Ints:
+        """The number of the cut at the end of each shard."""
+        last: Ints = np.maximum(self.grain.last_cut(self.stop) - self._first + 1, 0) + 1
+        return last
+
+    def position(self, cut: Ints) -> Ints:
+        """Returns the position of a cut."""
+        inside = (self._first + cut - 1) * self.grain.spacing
+        return np.where(cut <= 0, self.start, np.where(cut >= self.last_cut, self.stop, inside))
+
+    def nearest_cut(self, position: Floats) -> Ints:
+        """Returns the first cut at or behind a position."""
+        inside = np.ceil(position / self.grain.spacing).astype(np.int64) - self._first + 1
+        inside = np.minimum(np.maximum(inside, 1), self.last_cut)
+        return np.where(position <= self.start, 0, inside)
+
+    def spread_cuts(self, count: int) -> Ints:
+        """[shards, T] Returns up to ``count`` cuts of each shard, equally spaced; not the first."""
+        num = min(count, int(self.last_cut.max()))
+        steps = np.arange(1, num + 1, dtype=np.int64)
+        cuts: Ints = np.maximum(steps * self.last_cut // num, 1)
+        return cuts
 
     def load(self, start: Ints, stop: Ints) -> Ints:
         """Returns the load of queries [start, stop); an empty span has load 0."""
         queries = stop - start
-        if self.causal:
+        if self.all_causal:
             keys, pairs = stop, queries * (start + stop + 1) // 2
         else:
-            length, reach = as_ints(self.length), as_ints(self.reach)
-            keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
-            pairs = masks.pairs(start, stop, length, reach)
+            keys = masks.last_key(stop, self.length, self.reach)
+            keys = keys - masks.first_key(start, self.reach)
+            pairs = masks.pairs(start, stop, self.length, self.reach)
         return self.cost.ps(queries, keys, pairs) * (queries > 0)
 
-    def num_keys_in(self, span: Span, start: Ints, stop: Ints) -> Ints:
-        """Returns how many keys inside ``span`` the queries [start, stop) need."""
-        low: int | Ints = span[0]
+    def num_keys_in(self, low: Ints, high: Ints, start: Ints, stop: Ints) -> Ints:
+        """Returns how many of the keys [low, high) the queries [start, stop) need."""
         last = stop
-        if not self.causal:
-            low = np.maximum(masks.first_key(start, as_ints(self.reach)), low)
-            last = masks.last_key(stop, as_ints(self.length), as_ints(self.reach))
-        keys: Ints = np.maximum(np.minimum(last, span[1]) - low, 0) * (stop > start)
+        if not self.all_causal:
+            low = np.maximum(masks.first_key(start, self.reach), low)
+            last = masks.last_key(stop, self.length, self.reach)
+        keys: Ints = np.maximum(np.minimum(last, high) - low, 0) * (stop > start)
         return keys
 
-    def lowest_start(self, stop: Ints, headroom: int) -> tuple[Ints, Ints]:
-        """Returns where the largest piece that ends at ``stop`` and fits starts, and its load.
-
-        Starts and stops are indices of positions.
-        """
-        end = self.positions[stop]
-        guess = np.searchsorted(self.load_before, self.load_before[stop] - headroom)
-        start, excess = first_fitting(
-            lambda index: self.load(self.positions[index], end) - headroom, guess, stop
+    def lowest_start(self, stop_cut: Ints, headroom: Ints) -> Ints:
+        """Returns the cut where the largest piece that ends at a cut and fits starts."""
+        stop = self.position(stop_cut)
+        pairs = np.maximum(headroom, 0) * self._pairs_per_load
+        guess = np.sqrt(np.maximum(stop.astype(np.float64) ** 2 - 2.0 * pairs, 0.0))
+        return first_fitting(
+            lambda cut: self.load(self.position(cut), stop) - headroom,
+            self.nearest_cut(guess),
+            stop_cut,
+            self._load_between_cuts(guess),
         )
-        return start, headroom + excess
 
-    def highest_stop(self, limit: Ints, headroom: Ints) -> Ints:
-        """Returns up to where, at most ``limit``, the first queries of the shard fit.
+    def highest_stop(self, limit_cut: Ints, headroom: Ints) -> Ints:
+        """Returns the last cut, at most ``limit_cut``, up to which the first queries fit."""
+        headroom = np.maximum(headroom, 0)
+        pairs = headroom * self._pairs_per_load
+        guess = np.sqrt(self.start.astype(np.float64) ** 2 + 2.0 * pairs)
+        below = first_fitting(
+            lambda below: self.load(self.start, self.position(limit_cut - below)) - headroom,
+            limit_cut - self.nearest_cut(guess),
+            limit_cut,
+            self._load_between_cuts(guess),
+        )
+        return limit_cut - below
 
-        Stops and limits are indices of positions.
-        """
-        stop = np.searchsorted(self.load_before, np.maximum(headroom, 0), side="right") - 1
-        return np.minimum(stop, limit)
+    def _load_between_cuts(self, position: Floats) -> Floats:
+        """Returns about how much load lies between two cuts."""
+        return self.grain.spacing * position / np.maximum(self._pairs_per_load, 1e-9)
 
     def cheapest_stop(self, load: Ints, shape: ModelShape) -> Floats:
         """Returns where a piece of this load should end to move the fewest bytes.
@@ -122,5 +143,15 @@ class CuttableShard:
         kv x stop + (q + o) x (stop - start) is smallest at start / stop = (q + o) / (kv + q + o).
         """
         ratio = 2 * shape.q_bytes / (2 * shape.q_bytes + shape.kv_bytes)
-        pairs_per_load = (self.stop**2 - self.start**2) / 2 / max(self.total_load, 1)
-        return np.sqrt(2.0 * np.maximum(load, 0) * pairs_per_load / (1.0 - ratio * ratio))
+        pairs = np.maximum(load, 0) * self._pairs_per_load
+        return np.sqrt(2.0 * pairs / (1.0 - ratio * ratio))
+
+    @cached_property
+    def is_causal(self) -> Bools:
+        return self.reach >= self.length
+
+    @cached_property
+    def _pairs_per_load(self) -> Floats:
+        """Causal pairs, on average, for each picosecond."""
+        start, stop = self.start.astype(np.float64), self.stop.astype(np.float64)
+        return (stop**2 - start**2) / 2 / np.maximum(self.total_load, 1)

@@ -3,11 +3,11 @@
 1. A rank may have a load up to its capacity, (1 + tolerance) x mean. Its surplus must move.
 2. Workers that do not serve give away all their shards (``whole_shards``).
 3. Shards move to the worker that holds their keys, if this moves fewer bytes (``whole_shards``).
-4. Ranks with a surplus shed it, one rank after the other (``shedding``).
+4. Ranks with a surplus shed it (``surplus``, ``shedding``).
 5. If pieces of the right size do not exist, single tasks move (``repair``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,12 +17,14 @@ from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
-from distca.planning.schedulers.shedding import shed, surplus_ranks
+from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
+from distca.planning.schedulers.surplus import estimate_added_load, surplus_ranks
 from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
 from distca.planning.tasks import Tasks
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
+CUT_SHARE = 0.6  # of the estimate of the load that cutting adds: one that is too high is missed
 MARGIN = 0.002  # by which estimates are raised or lowered: a tenth of the default tolerance
 
 
@@ -67,17 +69,22 @@ def schedule(
 ) -> Tasks:
     """Returns the tasks of one direction, which meet the bound wherever the cuts allow it.
 
-    expected_load: an estimate of the total load after cutting; 0: that of uncut shards.
+    expected_load: an estimate of the total load after cutting; 0: it is made here.
     """
     shards = PlacedShards.of(problem, cost)
+    if not expected_load:
+        added = estimate_added_load(Ledger(shards))
+        expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)
     first, *others = orders[: problem.search_orders]
-    candidates = [_try_order(shards, first, expected_load)]
+    if shards.is_document.all():  # no shard fetches keys, and ``max_adopted`` has no effect
+        others = [order for order in others if order.max_adopted == first.max_adopted]
+    candidates = _run([_try_order(shards, first, expected_load)])
     # If the first order misses the bound or moves nothing, the others are no better.
     missed, moved = candidates[0].quality
     few = problem.devices.num_ranks <= FEW_RANKS and len(shards.load) <= FEW_SHARDS
     if few and missed == 0.0 and moved > 0:
         expected_load = candidates[0].expected_load
-        candidates += [_try_order(shards, order, expected_load) for order in others]
+        candidates += _run([_try_order(shards, order, expected_load) for order in others])
     best = min(candidates, key=lambda candidate: candidate.quality)
     return best.ledger.tasks() if best.tasks is None else best.tasks
 
@@ -89,8 +96,27 @@ class _Candidate(NamedTuple):
     expected_load: int  # from which the mean was taken
 
 
-def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> _Candidate:
-    """Schedules in one order, with new estimates of the mean until the bound is met.
+Try = Generator[tuple[Ledger, Wanted], Found, _Candidate]  # yields questions, as ``shed`` does
+
+
+def _run(orders: Sequence[Try]) -> list[_Candidate]:
+    """Runs tries side by side: the cuts that they ask for are evaluated together."""
+    results: dict[Try, _Candidate] = {}
+    answers: dict[Try, Found | None] = dict.fromkeys(orders)
+    while answers:
+        questions = {}
+        for one, answer in answers.items():
+            try:
+                questions[one] = next(one) if answer is None else one.send(answer)
+            except StopIteration as end:
+                results[one] = end.value
+        found = evaluate(list(questions.values()))
+        answers = dict(zip(questions, found, strict=True))
+    return [results[one] for one in orders]
+
+
+def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> Try:
+    """Carries out steps 2 to 5 in one order, with new estimates of the mean until the bound is met.
 
     Cutting changes the total load, and with it the mean that the bound refers to. If the bound is
     missed, the next try takes the mean of the load that the last one arrived at.
@@ -99,7 +125,10 @@ def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> 
     bound = 1.0 + problem.tolerance
     tries: list[tuple[float, Ledger, int]] = []
     for _ in range(NUM_TRIES):
-        ledger = _move_tasks(shards, order, expected_load)
+        ledger = Ledger(shards, expected_load)
+        empty_idle_workers(ledger)
+        move_to_keys(ledger, order.max_adopted)
+        yield from shed(ledger, surplus_ranks(ledger, order.senders_first, order.seed))
         loads = ledger.loads
         imbalance = problem.devices.imbalance(loads.per_rank)
         no_better = bool(tries) and imbalance >= tries[-1][0]
@@ -116,13 +145,3 @@ def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> 
     if imbalance > bound:
         tasks, imbalance = repair(problem, shards.cost, ledger.tasks())
     return _Candidate(ledger, tasks, (max(imbalance - bound, 0.0), moved), expected_load)
-
-
-def _move_tasks(shards: PlacedShards, order: SearchOrder, expected_load: int) -> Ledger:
-    """Carries out steps 2 to 4, with capacities for one estimate of the total load."""
-    ledger = Ledger(shards, expected_load)
-    empty_idle_workers(ledger)
-    move_to_keys(ledger, order.max_adopted)
-    for rank in surplus_ranks(ledger, order.senders_first, order.seed):
-        shed(ledger, rank)
-    return ledger

@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import KeySource, Piece, Target
+from distca.planning.schedulers.cuts import HeldSpans, KeySources, Piece, Requests, Targets
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
-from distca.planning.spans import Ints, Span, as_ints, num_shared, with_span
+from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared, with_span
 from distca.planning.tasks import Tasks
 
 NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
+INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
 class Headroom(NamedTuple):
@@ -19,6 +20,14 @@ class Headroom(NamedTuple):
 
     load: int
     server: int
+
+
+class Request(NamedTuple):
+    """Servers that should take all of a shard but a load that may stay at home."""
+
+    shard: int
+    keep: int
+    servers: list[Headroom]
 
 
 class Loads:
@@ -44,14 +53,17 @@ class Loads:
     def surplus(self, rank: int) -> int:
         return max(-self.headroom(rank), 0)
 
-    def add(self, rank: int, load: int) -> None:
-        """Adds a load, which may be negative, and keeps the servers sorted."""
-        index = bisect.bisect_left(self.headrooms, Headroom(self.headroom(rank), rank))
-        if index < len(self.headrooms) and self.headrooms[index].server == rank:
-            del self.headrooms[index]
-        self.per_rank[rank] += load
-        if self.headroom(rank) > 0 and self.serves(rank):
-            bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
+    def add(self, ranks: Ints, loads: Ints) -> None:
+        """Adds loads, which may be negative, and keeps the servers sorted."""
+        change = np.zeros_like(self.per_rank)
+        np.add.at(change, ranks, loads)
+        for rank in np.flatnonzero(change).tolist():
+            index = bisect.bisect_left(self.headrooms, (self.headroom(rank), rank))
+            if index < len(self.headrooms) and self.headrooms[index].server == rank:
+                del self.headrooms[index]
+            self.per_rank[rank] += change[rank]
+            if self.headroom(rank) > 0 and self.serves(rank):
+                bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
 
 
 class HeldKeys:
@@ -111,7 +123,7 @@ class Ledger:
         self.free_bytes = devices.memory_bytes - traffic.recv
         token_bytes = 2 * shape.q_bytes + shape.kv_bytes
         self.free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
-        self._pieces: dict[int, list[Piece]] = {}  # shard -> all its pieces, if it was cut
+        self._pieces: list[Ints] = []  # [4, pieces] of shards that were cut, as in ``Tasks.build``
         self._server = placement.worker.copy()  # [shards] of those that were not cut
         self._moved = np.zeros(len(placement.worker), bool)  # [shards] whole or in pieces
 
@@ -133,64 +145,124 @@ class Ledger:
         shards = self.shards.heaviest_first[worker]
         return shards[~self._moved[shards]]
 
-    def target(self, shard: int, headroom: Headroom) -> Target:
-        """Describes a server that may take a piece of the shard."""
-        server = headroom.server
-        return Target(
-            server=server,
-            headroom=headroom.load,
-            free_bytes=int(self.free_bytes[server]),
-            received=int(self.received[server]),
-            same_node=self.shards.same_node(server, self.shards.home[shard]),
-            held=self.keys.holders(self.shards.document[shard]).get(server, ()),
+    def requests(self, wanted: Sequence[Request], num_slots: int) -> Requests:
+        """Describes shards and servers of requests, all together.
+
+        num_slots: the most servers that a request may have.
+        """
+        shards, placement = self.shards, self.problem.placement
+        number = [request.shard for request in wanted]
+        empty = Headroom(0, -1)
+        table = as_ints([[empty] * (num_slots - len(r.servers)) + r.servers for r in wanted])
+        headroom, server = table.transpose(2, 1, 0)[..., None]
+        home = placement.worker[number, None]
+        start, stop = placement.start[number, None], placement.stop[number, None]
+        sources = [np.arange(len(number))[:, None], home, start, stop]
+        others = [
+            (row, worker, *span)
+            for row, shard in enumerate(number)
+            for worker, span in self._other_owners(shard)
+        ]
+        row, worker, start, stop = (
+            np.concatenate([column, more[:, None]])
+            for column, more in zip(sources, as_ints(others).reshape(-1, 4).T, strict=True)
+        )
+        row = row[:, 0]
+        return Requests(
+            shards=shards.cuttable(number),
+            number=number,
+            keep=as_ints([request.keep for request in wanted])[:, None],
+            targets=Targets(
+                server,
+                headroom,
+                np.where(server < 0, 0, self.free_bytes[server]),
+                self.received[server],
+                self._byte_weight(server, home),
+            ),
+            sources=KeySources(
+                row, worker, start, stop, self.sent[worker], self._byte_weight(worker, home[row])
+            ),
+            held=self._held(wanted, num_slots),
         )
 
-    def sources(self, shard: int) -> list[KeySource]:
-        """Describes the shard's home and the other owners of the document that send the most."""
-        shards, home, own = self.shards, self.shards.home[shard], self.shards.span(shard)
-        others = [
-            KeySource(rank, span, int(self.sent[rank]), shards.same_node(rank, home))
-            for rank, spans in shards.owners(shards.document[shard]).items()
-            for span in spans
-            if (rank, span) != (home, own)
-        ]
-        busiest = sorted(others, key=lambda source: -source.sent)[: NUM_SOURCES - 1]
-        return [KeySource(home, own, int(self.sent[home]), same_node=True), *busiest]
+    def _byte_weight(self, rank: Ints, home: Ints) -> Floats:
+        """Returns what a byte between two ranks counts."""
+        node = self.problem.devices.node
+        return np.where((node[rank] == node[home]) & self.shards.several_nodes, INSIDE_NODE, 1.0)
 
-    def move(self, shard: int, pieces: list[Piece]) -> None:
-        """Moves pieces of a shard to their servers; the rest of the shard stays at home."""
-        shards, home, document = self.shards, self.shards.home[shard], self.shards.document[shard]
-        kept = self._rest(shard, pieces)
+    def _other_owners(self, shard: int) -> list[tuple[int, Span]]:
+        """Returns the other shards of the document whose workers send the most."""
+        shards = self.shards
+        if shards.is_document[shard]:
+            return []
+        own = shards.home[shard], shards.span(shard)
+        owners = shards.owners(shards.document[shard]).items()
+        others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
+        return sorted(others, key=lambda other: -self.sent[other[0]])[: NUM_SOURCES - 1]
+
+    def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
+        """Returns the keys that servers of requests hold; of whole documents only home has any."""
+        held = [
+            (num_slots - len(request.servers) + index, row, *span)
+            for row, request in enumerate(wanted)
+            if not self.shards.is_document[request.shard]
+            for index, (_, server) in enumerate(request.servers)
+            for span in self.keys.holders(self.shards.document[request.shard]).get(server, ())
+        ]
+        slot, row, start, stop = as_ints(held).reshape(-1, 4).T
+        return HeldSpans(slot, row, start[:, None], stop[:, None])
+
+    def move(self, moves: Sequence[tuple[int, list[Piece]]]) -> None:
+        """Moves pieces of shards to their servers; the rest of each shard stays at home.
+
+        moves: (shard, pieces), each shard once.
+        """
+        if not moves:
+            return
+        shards, placement, shape = self.shards, self.problem.placement, self.problem.shape
+        leaving = [(shard, *piece) for shard, pieces in moves for piece in pieces]
+        shard, start, stop, server, load = as_ints(leaving).T
+        home = placement.worker[shard]
+        q_bytes = (stop - start) * shape.q_bytes
+        self._send(home, server, q_bytes)  # q
+        self._send(server, home, q_bytes)  # o
+        num_keys = shards.num_keys(shard, start, stop)
+        np.subtract.at(self.free_bytes, server, 2 * q_bytes + num_keys * shape.kv_bytes)
+        kept = self._rest(moves)
+        whole = shards.is_document[shard]
+        self._send(home[whole], server[whole], (num_keys * shape.kv_bytes)[whole])
+        keeps = set(kept[0].tolist())
+        for number, pieces in moves:
+            if not shards.is_document[number]:
+                self._send_keys(number, pieces, keeps_some=number in keeps)
+        self._pieces += [np.stack([shard, start, stop, server]), kept[:4]]
+        moved = as_ints([number for number, _ in moves])
+        self._moved[moved] = True
+        self.loads.add(
+            np.concatenate([server, kept[3], placement.worker[moved]]),
+            np.concatenate([load, kept[4], -shards.load[moved]]),
+        )
+
+    def _send_keys(self, shard: int, pieces: Sequence[Piece], *, keeps_some: bool) -> None:
+        """Sends the keys that pieces need and their servers do not hold."""
+        document, kv_bytes = self.shards.document[shard], self.problem.shape.kv_bytes
         for piece in pieces:
-            q_bytes = (piece.stop - piece.start) * self.problem.shape.q_bytes
-            self._send(home, piece.server, q_bytes)  # q
-            self._send(piece.server, home, q_bytes)  # o
-            need = shards.keys_needed(document, piece.span)
+            need = self.shards.keys_needed(document, piece.span)
             for owner, num_keys in self.keys.add(document, piece.server, need):
-                self._send(owner, piece.server, num_keys * self.problem.shape.kv_bytes)
-            self.free_bytes[piece.server] -= shards.memory_bytes(document, piece.span)
-            self.loads.add(piece.server, piece.load)
-        if not kept and len(shards.owners(document)) > 1:
+                self.sent[owner] += num_keys * kv_bytes
+                self.received[piece.server] += num_keys * kv_bytes
+        if not keeps_some and len(self.shards.owners(document)) > 1:
             self._stop_fetching(shard)
-        self._pieces[shard], self._moved[shard] = [*pieces, *kept], True
-        self.loads.add(home, sum(piece.load for piece in kept) - int(shards.load[shard]))
 
     def move_documents(self, documents: Ints, server: Ints) -> None:
         """Moves many shards at once that are whole documents, each to its server."""
         placement, shape = self.problem.placement, self.problem.shape
         home, tokens = placement.worker[documents], placement.stop[documents]
-        for source, target, token_bytes in (
-            (home, server, shape.q_bytes + shape.kv_bytes),  # q, k and v
-            (server, home, shape.q_bytes),  # o
-        ):
-            np.add.at(self.sent, source, tokens * token_bytes)
-            np.add.at(self.received, target, tokens * token_bytes)
+        self._send(home, server, tokens * (shape.q_bytes + shape.kv_bytes))
+        self._send(server, home, tokens * shape.q_bytes)  # o
         np.subtract.at(self.free_bytes, server, self.memory_of_documents(documents))
-        change = np.zeros(self.problem.devices.num_ranks, np.int64)
-        np.add.at(change, server, self.shards.load[documents])
-        np.subtract.at(change, home, self.shards.load[documents])
-        for rank in np.flatnonzero(change).tolist():
-            self.loads.add(rank, int(change[rank]))
+        load = self.shards.load[documents]
+        self.loads.add(np.concatenate([server, home]), np.concatenate([load, -load]))
         self._server[documents], self._moved[documents] = server, True
 
     def memory_of_documents(self, documents: Ints) -> Ints:
@@ -198,18 +270,18 @@ class Ledger:
         shape = self.problem.shape
         return self.problem.placement.stop[documents] * (2 * shape.q_bytes + shape.kv_bytes)
 
-    def _rest(self, shard: int, pieces: list[Piece]) -> list[Piece]:
-        """Returns what is left of a shard as pieces at home."""
-        home, (position, stop) = self.shards.home[shard], self.shards.span(shard)
-        spans = []
-        for piece in [*sorted(pieces), Piece(stop, stop, home, 0)]:
-            if position < piece.start:
-                spans.append((position, piece.start))
-            position = piece.stop
-        if not spans:
-            return []
-        loads = self.shards.cuttable(shard).load(*as_ints(spans).T).tolist()
-        return [Piece(*span, home, load) for span, load in zip(spans, loads, strict=True)]
+    def _rest(self, moves: Sequence[tuple[int, list[Piece]]]) -> Ints:
+        """[5, pieces] Returns what is left of shards at home: shard, start, stop, home and load."""
+        shards = self.shards
+        rest = []
+        for shard, pieces in moves:
+            home, (position, end) = shards.home[shard], shards.span(shard)
+            for start, stop in [*sorted(piece.span for piece in pieces), (end, end)]:
+                if position < start:
+                    rest.append((shard, position, start, home))
+                position = stop
+        rows = as_ints(rest).reshape(-1, 4).T
+        return np.concatenate([rows, [shards.load_of(*rows[:3])]])
 
     def _stop_fetching(self, shard: int) -> None:
         """Removes the keys that home fetched for a shard of which it computes nothing any more."""
@@ -218,23 +290,20 @@ class Ledger:
         for owner, spans in self.shards.owners(document).items():
             if owner != home:
                 fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
-                self._send(owner, home, -fetched)
+                self.sent[owner] -= fetched
+                self.received[home] -= fetched
                 self.free_bytes[home] += fetched
         self.keys.keep_own(document, home)
 
-    def _send(self, source: int, target: int, num_bytes: int) -> None:
-        self.sent[source] += num_bytes
-        self.received[target] += num_bytes
+    def _send(self, source: Ints, target: Ints, num_bytes: Ints) -> None:
+        np.add.at(self.sent, source, num_bytes)
+        np.add.at(self.received, target, num_bytes)
 
     def tasks(self) -> Tasks:
         """Returns the tasks of all shards, cut and uncut."""
         p = self.problem.placement
-        cut = [
-            (shard, piece.start, piece.stop, piece.server)
-            for shard, pieces in self._pieces.items()
-            for piece in pieces
-        ]
-        uncut = np.delete(np.arange(len(p.document)), list(self._pieces))
+        pieces = np.concatenate([as_ints([[]] * 4), *self._pieces], axis=1)
+        uncut = np.delete(np.arange(len(p.document)), pieces[0])
         whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self._server[uncut]])
-        rows = np.concatenate([whole, as_ints(cut).reshape(-1, 4).T], axis=1)
+        rows = np.concatenate([whole, pieces], axis=1)
         return Tasks.build(p, self.problem.reach, rows)

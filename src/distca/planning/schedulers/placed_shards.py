@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from distca.planning import masks
 from distca.planning.costs.base import TaskCost
-from distca.planning.problem import Problem
-from distca.planning.schedulers.cuttable import CuttableShard
-from distca.planning.spans import Bools, Ints, Span
+from distca.planning.problem import DocumentLoads, Problem
+from distca.planning.schedulers.cuttable import CuttableShards
+from distca.planning.spans import Bools, Ints, Span, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -26,6 +27,7 @@ class PlacedShards:
 
     problem: Problem
     cost: TaskCost
+    documents: DocumentLoads
     load: Ints  # [shards] without cuts
     is_document: Bools  # [shards] whether the shard is a whole document
     home: list[int]  # [shards]
@@ -36,21 +38,22 @@ class PlacedShards:
     _lengths: list[int]  # [documents]
     _reach: list[int]  # [documents]
     _ends: list[int]  # [documents + 1] first shard of each document in ``placement.by_document``
-    _cuttable: dict[int, CuttableShard] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
 
     @classmethod
     def of(cls, problem: Problem, cost: TaskCost) -> PlacedShards:
         placement, node = problem.placement, problem.devices.node
         spans = placement.document, placement.start, placement.stop
-        load = problem.document_loads(cost.ps).load(*spans)
+        documents = problem.document_loads(cost.ps)
+        load = documents.load(*spans)
         by_load = np.lexsort((-load, placement.worker))
         ends = np.searchsorted(placement.worker[by_load], np.arange(placement.num_workers + 1))
         at_home = Tasks.at_home(placement, problem.reach)
-        documents = np.arange(placement.num_documents + 1)
+        numbers = np.arange(placement.num_documents + 1)
         return cls(
             problem=problem,
             cost=cost,
+            documents=documents,
             load=load,
             is_document=placement.stop - placement.start == placement.lengths[placement.document],
             home=placement.worker.tolist(),
@@ -60,7 +63,7 @@ class PlacedShards:
             several_nodes=bool(np.any(node != node[0])),
             _lengths=placement.lengths.tolist(),
             _reach=problem.reach.tolist(),
-            _ends=np.searchsorted(placement.spans.group, documents).tolist(),
+            _ends=np.searchsorted(placement.spans.group, numbers).tolist(),
         )
 
     def span(self, shard: int) -> Span:
@@ -72,15 +75,30 @@ class PlacedShards:
         node = self.problem.devices.node
         return self.several_nodes and bool(node[rank] == node[other])
 
-    def cuttable(self, shard: int) -> CuttableShard:
-        """Returns the shard with the positions at which it may be cut."""
-        if shard not in self._cuttable:
-            document = self.document[shard]
-            length, reach = self._lengths[document], self._reach[document]
-            self._cuttable[shard] = CuttableShard.of(
-                self.span(shard), length, reach, self.cost, self.problem.grain
-            )
-        return self._cuttable[shard]
+    def cuttable(self, shards: Sequence[int]) -> CuttableShards:
+        """Returns shards with the positions at which they may be cut."""
+        placement = self.problem.placement
+        chosen = as_ints(shards)[:, None]
+        document = placement.document[chosen]
+        return CuttableShards(
+            start=placement.start[chosen],
+            stop=placement.stop[chosen],
+            length=placement.lengths[document],
+            reach=self.problem.reach[document],
+            total_load=self.load[chosen],
+            cost=self.cost,
+            grain=self.problem.grain,
+        )
+
+    def load_of(self, shard: Ints, start: Ints, stop: Ints) -> Ints:
+        """Returns the load of queries [start, stop) of each shard."""
+        return self.documents.load(self.problem.placement.document[shard], start, stop)
+
+    def num_keys(self, shard: Ints, start: Ints, stop: Ints) -> Ints:
+        """Returns how many keys queries [start, stop) of each shard need."""
+        document = self.problem.placement.document[shard]
+        length, reach = self.problem.placement.lengths[document], self.problem.reach[document]
+        return masks.last_key(stop, length, reach) - masks.first_key(start, reach)
 
     def keys_needed(self, document: int, queries: Span) -> Span:
         """Returns the keys that some queries of a document need."""

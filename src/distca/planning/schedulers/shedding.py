@@ -1,17 +1,22 @@
-"""Step 4 of the scheduler: ranks with a surplus shed it into the headroom of other servers."""
+"""Step 4 of the scheduler: ranks with a surplus shed it into the headroom of other servers.
+
+Many ranks shed at once, because one numpy operation on the cuts of many shards takes little longer
+than on those of one. Each rank of a batch *reserves* the servers that it would take if ranks came
+one after the other. If another rank of the batch takes one of them all the same, it waits for the
+next batch.
+"""
 
 import bisect
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Cut, best_cut
-from distca.planning.schedulers.ledger import Headroom, Ledger
+from distca.planning import masks
+from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
+from distca.planning.schedulers.ledger import Headroom, Ledger, Request
 from distca.planning.schedulers.short_documents import shed_documents
-from distca.planning.spans import as_ints
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
-NUM_ROUNDS = 64  # how often the ranks with a surplus are sorted again
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
@@ -21,66 +26,144 @@ NUM_PARTIAL = 8  # how many of the largest headrooms are filled
 SHARES = (0.95, 0.85, 0.7, 0.5)
 
 
-def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[int]:
-    """Yields the ranks with a surplus in the order in which they should shed it.
+Wanted = dict[int, list[Request]]  # rank -> its requests
+Found = dict[int, list[tuple[Choices, int]]]  # rank -> choices that fit, and their rows
+Shedding = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions to ``evaluate``
 
-    Ranks that will send the most come first, while all headroom is left, because they determine the
-    peak traffic. Then come those that are closest to needing one server more; they are sorted again
-    as headroom shrinks.
 
-    senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
-    seed: if above 0, the order is random instead.
+def shed(ledger: Ledger, batches: Iterable[list[int]]) -> Shedding:
+    """Moves the surplus of ranks, out of one of their heaviest shards if possible."""
+    waiting: dict[int, int] = {}  # rank -> servers beyond the fewest that it needs
+    for ranks in batches:
+        waiting |= dict.fromkeys(ranks, 0)
+        yield from _shed_once(ledger, waiting)
+        while len(waiting) >= len(ranks):
+            yield from _shed_once(ledger, waiting)
+    while waiting:
+        yield from _shed_once(ledger, waiting)
+
+
+def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
+    """Lets each of some ranks cut one shard; those that are done are removed from ``waiting``."""
+    for rank in waiting:
+        while shed_documents(ledger, rank):
+            pass
+    requests, reserved = _requests(ledger, waiting)
+    found = yield ledger, requests
+    moves, taken, stuck = [], set[int](), []
+    limit = ledger.peak_traffic
+    for rank, options in found.items():
+        cuts = sorted((c.best(row, limit) for c, row in options), key=lambda cut: cut.score)
+        others = {server for server, owner in reserved.items() if owner != rank}
+        for cut in cuts:
+            cut = _fit_remainder(ledger, cut, max(limit, cut.peak), taken | others)
+            if taken.isdisjoint(piece.server for piece in cut.pieces):
+                taken.update(piece.server for piece in cut.pieces)
+                moves.append((cut.shard, cut.pieces))
+                limit, waiting[rank] = max(limit, cut.peak), 0
+                break
+        if not cuts:
+            waiting[rank] += 1
+            if waiting[rank] > MAX_SPARE:
+                stuck.append(rank)
+    ledger.move(moves)
+    for rank in stuck:
+        heaviest = ledger.uncut(rank)[:1].tolist()
+        if heaviest and _shed_some(ledger, heaviest[0]):
+            waiting[rank] = 0
+        elif not moves or not heaviest:
+            del waiting[rank]
+        else:
+            waiting[rank] = MAX_SPARE
+    for rank in [rank for rank in waiting if not ledger.loads.surplus(rank)]:
+        del waiting[rank]
+
+
+def _requests(
+    ledger: Ledger, waiting: dict[int, int]
+) -> tuple[dict[int, list[Request]], dict[int, int]]:
+    """Returns the requests of each rank, and who reserved which server.
+
+    Ranks whose shards belong to one document come one after the other, to share its keys. So do
+    ranks for which nothing is left.
     """
-    heaviest_first = ledger.shards.heaviest_first
-    above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
-    ranks = [rank for rank in above if rank < len(heaviest_first) and len(heaviest_first[rank])]
-    if seed:
-        yield from np.random.default_rng(seed).permutation(ranks).tolist()
-        return
-    estimate = {rank: _estimate_sent(ledger, rank) for rank in ranks}
-    senders = [rank for rank in ranks if estimate[rank] >= senders_first * max(estimate.values())]
-    yield from sorted(senders, key=lambda rank: (-estimate[rank], rank))
-    others = as_ints(sorted(set(ranks) - set(senders)))
-    per_round = 1 + len(others) // NUM_ROUNDS
-    while len(others):
-        surplus = ledger.loads.above_capacity[others]
-        filled = np.cumsum(as_ints([h.load for h in reversed(ledger.loads.headrooms)]))
-        num_servers = np.searchsorted(filled, surplus)
-        slack = np.append(filled, np.iinfo(np.int64).max)[num_servers] - surplus
-        others = others[np.argsort(slack, kind="stable")]
-        yield from others[:per_round].tolist()
-        others = np.sort(others[per_round:])
-
-
-def _estimate_sent(ledger: Ledger, rank: int) -> float:
-    """Estimates what a rank will send, if every piece lies at its cheapest place."""
-    shards, surplus = ledger.shards, ledger.loads.surplus(rank)
-    full = [headroom.load for headroom in _fewest(ledger.loads.headrooms, surplus)][:-1]
-    loads = as_ints([*full, surplus - sum(full)])
-    shape = ledger.problem.shape
-    heaviest = int(shards.heaviest_first[rank][0])
-    stops = shards.cuttable(heaviest).cheapest_stop(loads, shape)
-    q, kv = shape.q_bytes, shape.kv_bytes
-    return float(np.sum(stops) * (q * kv / (2 * q + kv) + kv)) + float(ledger.sent[rank])
-
-
-def shed(ledger: Ledger, rank: int) -> None:
-    """Moves the surplus of a rank, out of one of its heaviest shards if possible."""
-    while ledger.loads.surplus(rank):
-        if shed_documents(ledger, rank):
+    shards, headrooms = ledger.shards, ledger.loads.headrooms
+    requests: dict[int, list[Request]] = {}
+    reserved: dict[int, int] = {}
+    documents: set[int] = set()
+    for rank, spare in waiting.items():
+        heaviest = _shards_to_cut(ledger, rank)
+        shared = {shards.document[shard] for shard in heaviest if not shards.is_document[shard]}
+        if not documents.isdisjoint(shared):
             continue
-        heaviest = ledger.uncut(rank)[:NUM_SHARDS].tolist()
-        cuts: list[tuple[int, float, int, Cut]] = []
-        for shard in heaviest:
-            for keep in _loads_to_keep(ledger, shard):
-                cut = find_cut(ledger, shard, keep)
-                if cut is not None:
-                    cuts.append((*cut.score, shard, cut))
-        if cuts:
-            _, _, shard, cut = min(cuts, key=lambda entry: entry[:3])
-            ledger.move(shard, cut.pieces)
-        elif not heaviest or not _shed_some(ledger, heaviest[0]):
+        surplus = ledger.loads.surplus(rank)
+        if not surplus:
+            continue
+        fewest = _fewest(headrooms, surplus, spare=spare, without=reserved)
+        if not fewest and requests:
+            break
+        requests[rank] = [
+            Request(shard, keep, servers)
+            for shard in heaviest
+            for keep in _loads_to_keep(ledger, shard)
+            for servers in _server_sets(
+                ledger, shard, int(shards.load[shard]) - keep, spare, reserved
+            )
+        ]
+        documents |= shared
+        reserved |= dict.fromkeys(_reserve(headrooms, surplus, fewest, reserved), rank)
+    return requests, reserved
+
+
+def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
+    """Returns the heaviest shards of a rank.
+
+    If these are whole documents with the same mask, every piece of the lighter ones is as good as
+    one of the heaviest, which alone is returned.
+    """
+    shards, heaviest = ledger.shards, ledger.uncut(rank)[:NUM_SHARDS]
+    reach = shards.problem.reach[shards.problem.placement.document[heaviest]]
+    if shards.is_document[heaviest].all() and (reach == masks.CAUSAL).all():
+        heaviest = heaviest[:1]
+    return [int(shard) for shard in heaviest]
+
+
+def _reserve(
+    headrooms: Sequence[Headroom], load: int, servers: Sequence[Headroom], reserved: dict[int, int]
+) -> Iterator[int]:
+    """Yields the servers that a rank will take: the remainder goes to one that just holds it."""
+    yield from (server for _, server in servers[:-1])
+    rest = load - sum(headroom.load for headroom in servers[:-1])
+    taken = {server for _, server in servers[:-1]}
+    for headroom in headrooms[bisect.bisect_left(headrooms, (rest, -1)) :]:
+        if headroom.server not in reserved and headroom.server not in taken:
+            yield headroom.server
             return
+
+
+def evaluate(questions: Sequence[tuple[Ledger, Wanted]]) -> list[Found]:
+    """Returns for each rank of each ledger the choices that fit."""
+    found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
+    for single in (True, False):  # a single piece has more candidates
+        parts, origin, slots = [], [], 1
+        for index, (ledger, wanted) in enumerate(questions):
+            asked = [
+                (rank, request)
+                for rank, requests in wanted.items()
+                for request in requests
+                if (len(request.servers) == 1) == single
+            ]
+            if asked:
+                parts.append((ledger, [request for _, request in asked]))
+                origin += [(index, rank) for rank, _ in asked]
+                slots = max(slots, *(len(request.servers) for _, request in asked))
+        if parts:
+            merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
+            chosen = choices(merged, parts[0][0].problem.shape)
+            for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
+                index, rank = origin[row]
+                found[index][rank].append((chosen, row))
+    return found
 
 
 def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
@@ -99,89 +182,98 @@ def _shed_some(ledger: Ledger, shard: int) -> bool:
     """Moves all of a shard, or as much of it as other servers have headroom for."""
     headroom = sum(headroom.load for headroom in ledger.loads.headrooms[-NUM_PARTIAL:])
     loads = (int(ledger.shards.load[shard] - share * headroom) for share in SHARES)
-    for keep in dict.fromkeys((0, *loads)):
-        cut = find_cut(ledger, shard, keep) if keep >= 0 else None
-        if cut is not None:
-            ledger.move(shard, cut.pieces)
-            return True
-    return False
+    cut = find_cut(ledger, shard, [keep for keep in dict.fromkeys((0, *loads)) if keep >= 0])
+    if cut is not None:
+        ledger.move([(shard, cut.pieces)])
+    return cut is not None
 
 
-def find_cut(ledger: Ledger, shard: int, keep: int) -> Cut | None:
-    """Returns the cheapest cut over a few sets of servers, each as small as possible."""
-    cuttable, headrooms = ledger.shards.cuttable(shard), ledger.loads.headrooms
-    if not headrooms or not cuttable.any_piece_fits(headrooms[-1].load):
-        return None
-    sources, limit = ledger.sources(shard), ledger.peak_traffic
-    tried: list[list[Headroom]] = []
-    for spare in range(MAX_SPARE + 1):
-        cuts: list[Cut] = []
-        for servers in _server_sets(ledger, shard, cuttable.total_load - keep, spare):
-            if servers in tried:
-                continue
-            tried.append(servers)
-            targets = [ledger.target(shard, headroom) for headroom in servers]
-            cut = best_cut(cuttable, keep, targets, sources, ledger.problem.shape, limit)
-            if cut is not None:
-                cuts.append(cut if targets[-1].held else _fit_remainder(ledger, shard, cut))
-        if cuts:
-            return min(cuts, key=lambda cut: cut.score)
+def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
+    """Returns the cheapest cut that keeps the first possible load, for the fewest servers."""
+    load = int(ledger.shards.load[shard])
+    tries = [(keep, spare) for keep in keeps for spare in range(MAX_SPARE + 1)]
+    requests = {
+        number: [
+            Request(shard, keep, servers)
+            for servers in _server_sets(ledger, shard, load - keep, spare, {})
+        ]
+        for number, (keep, spare) in enumerate(tries)
+    }
+    limit = ledger.peak_traffic
+    (found,) = evaluate([(ledger, requests)])
+    for options in found.values():
+        if options:
+            cut = min((c.best(row, limit) for c, row in options), key=lambda cut: cut.score)
+            return _fit_remainder(ledger, cut, max(limit, cut.peak), set())
     return None
 
 
-def _server_sets(ledger: Ledger, shard: int, load: int, spare: int) -> Iterator[list[Headroom]]:
-    """Yields sets of servers that can take a load together.
+def _server_sets(
+    ledger: Ledger, shard: int, load: int, spare: int, reserved: dict[int, int]
+) -> list[list[Headroom]]:
+    """Returns sets of servers that can take a load together.
 
     These are the largest headrooms, the same after a server that has keys of the document, and the
     largest headrooms of the shard's node.
     """
     shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
-    holders = [
-        Headroom(loads.headroom(server), server)
-        for server in ledger.keys.holders(shards.document[shard])
-        if server != home and loads.headroom(server) > 0 and loads.serves(server)
-    ]
-    sets = [_fewest(loads.headrooms, load, spare=spare)]
-    for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
-        sets.append(_fewest(loads.headrooms, load, [holder], spare))
+    sets = [_fewest(loads.headrooms, load, spare=spare, without=reserved)]
+    if not shards.is_document[shard]:
+        holders = [
+            Headroom(loads.headroom(server), server)
+            for server in ledger.keys.holders(shards.document[shard])
+            if server != home and loads.headroom(server) > 0 and loads.serves(server)
+        ]
+        for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
+            if holder.server not in reserved:
+                sets.append(_fewest(loads.headrooms, load, [holder], spare, reserved))
     if shards.several_nodes:
         near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
-        sets.append(_fewest(near, load, spare=spare))
-    return filter(None, sets)
+        sets.append(_fewest(near, load, spare=spare, without=reserved))
+    return [one for index, one in enumerate(sets) if one and one not in sets[:index]]
 
 
 def _fewest(
-    headrooms: Sequence[Headroom], load: int, first: Sequence[Headroom] = (), spare: int = 0
+    headrooms: Sequence[Headroom],
+    load: int,
+    first: Sequence[Headroom] = (),
+    spare: int = 0,
+    without: Iterable[int] = (),
 ) -> list[Headroom]:
     """Returns ``first`` and the fewest of the largest headrooms that together hold a load.
 
-    ``spare`` more are added. Returns an empty list if all of them do not hold the load.
+    If ``spare`` is 1, an eighth more are added, and one; if it is 2, half as many more, and two:
+    each piece may be smaller than its headroom. Returns an empty list if all of them do not hold
+    the load.
     """
     chosen = list(first)
-    total, servers = sum(h.load for h in chosen), {h.server for h in chosen}
+    total, skipped = sum(h.load for h in chosen), {h.server for h in chosen}.union(without)
+    wanted = 0  # once the load fits
     for headroom in reversed(headrooms):
         if total >= load:
-            if spare == 0:
+            wanted = wanted or len(chosen) + spare * (1 + spare * len(chosen) // 8)
+            if len(chosen) >= wanted:
                 break
-            spare -= 1
-        if headroom.server not in servers:
+        if headroom.server not in skipped:
             chosen.append(headroom)
             total += headroom.load
     return chosen if total >= load else []
 
 
-def _fit_remainder(ledger: Ledger, shard: int, cut: Cut) -> Cut:
-    """Moves the last piece of a cut to the smallest headroom that holds it, to save large ones."""
+def _fit_remainder(ledger: Ledger, cut: Cut, limit: int, taken: set[int]) -> Cut:
+    """Moves the last piece of a cut to the smallest headroom that holds it, to save large ones.
+
+    A server that holds keys of the document keeps it.
+    """
     shards, headrooms = ledger.shards, ledger.loads.headrooms
-    piece, document, home = cut.pieces[-1], shards.document[shard], shards.home[shard]
-    need = shards.keys_needed(document, piece.span)
-    missing = ledger.keys.num_missing(document, piece.server, need)
-    shape, queries = ledger.problem.shape, piece.stop - piece.start
-    arriving = queries * shape.q_bytes + missing * shape.kv_bytes
-    limit = ledger.peak_traffic + cut.over_limit
+    piece, document, home = cut.pieces[-1], shards.document[cut.shard], shards.home[cut.shard]
+    if not shards.is_document[cut.shard] and ledger.keys.holders(document).get(piece.server):
+        return cut
+    need, shape = shards.keys_needed(document, piece.span), ledger.problem.shape
+    arriving = (piece.stop - piece.start) * shape.q_bytes + (need[1] - need[0]) * shape.kv_bytes
     memory_bytes = shards.memory_bytes(document, piece.span)
     same_node = shards.same_node(piece.server, home)
-    taken = {other.server for other in cut.pieces}
+    taken = taken.union(other.server for other in cut.pieces)
     for headroom in headrooms[bisect.bisect_left(headrooms, (piece.load, -1)) :]:
         server = headroom.server
         if server == piece.server:

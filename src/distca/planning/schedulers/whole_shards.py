@@ -29,9 +29,9 @@ def empty_idle_workers(ledger: Ledger) -> None:
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
         if ledger.is_cut(shard) or _move_whole(ledger, shard):
             continue
-        cut = find_cut(ledger, shard, keep=0)
+        cut = find_cut(ledger, shard, keeps=[0])
         if cut is not None:
-            ledger.move(shard, cut.pieces)
+            ledger.move([(shard, cut.pieces)])
         elif not _move_whole(ledger, shard, above_bound=True):
             raise DoesNotFitError(
                 f"tokens {shards.span(shard)} of document {shards.document[shard]} live on rank"
@@ -56,7 +56,7 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
         has_headroom = above_bound or load <= loads.headroom(server)
         if has_headroom and memory_bytes <= ledger.free_bytes[server]:
-            ledger.move(shard, [Piece(*shards.span(shard), server, load)])
+            ledger.move([(shard, [Piece(*shards.span(shard), server, load)])])
             return True
     return False
 
@@ -85,7 +85,7 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
             and _can_adopt(ledger, rank, load, max_adopted)
             and memory_bytes <= ledger.free_bytes[rank]
         ):
-            ledger.move(shard, [Piece(*shards.span(shard), rank, load)])
+            ledger.move([(shard, [Piece(*shards.span(shard), rank, load)])])
 
 
 class _Move(NamedTuple):

@@ -1,0 +1,92 @@
+"""Which ranks have to shed, in which order, and what this will cost: estimates before any cut."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from distca.planning.schedulers.ledger import Ledger
+from distca.planning.spans import Floats, Ints, as_ints, cumulative
+
+# Ranks shed in this many batches, and are sorted again after each. Few ranks come one by one.
+NUM_ROUNDS = 8  # docs/planning.md ("What was tried") has the figures for others
+
+
+def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[list[int]]:
+    """Yields the ranks with a surplus in the order in which they should shed it, in batches.
+
+    Ranks that will send the most come first, while all headroom is left, because they determine the
+    peak traffic. Then come those that are closest to needing one server more; they are sorted again
+    as headroom shrinks.
+
+    senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
+    seed: if above 0, the order is random instead, and ranks come one by one.
+    """
+    ranks = _surplus_ranks(ledger)
+    if seed:
+        yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
+        return
+    size = max(len(ranks) // NUM_ROUNDS - 1, 1)
+    estimate = _estimate_sent(ledger, ranks)
+    is_sender = estimate >= senders_first * estimate.max(initial=0.0)
+    senders = ranks[is_sender][np.argsort(-estimate[is_sender], kind="stable")].tolist()
+    yield from (senders[first : first + size] for first in range(0, len(senders), size))
+    others = ranks[~is_sender]
+    while len(others):
+        surplus = ledger.loads.above_capacity[others]
+        filled = np.cumsum(_largest_first(ledger))
+        num_servers = np.searchsorted(filled, surplus)
+        slack = np.append(filled, np.iinfo(np.int64).max)[num_servers] - surplus
+        others = others[np.argsort(slack, kind="stable")]
+        yield others[:size].tolist()
+        others = np.sort(others[size:])
+
+
+def _surplus_ranks(ledger: Ledger) -> Ints:
+    """Returns the workers with a surplus that have a shard."""
+    heaviest_first = ledger.shards.heaviest_first
+    above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
+    return as_ints([r for r in above if r < len(heaviest_first) and len(heaviest_first[r])])
+
+
+def _largest_first(ledger: Ledger) -> Ints:
+    return as_ints([headroom.load for headroom in reversed(ledger.loads.headrooms)])
+
+
+def _estimate_sent(ledger: Ledger, ranks: Ints) -> Floats:
+    """[ranks] Estimates what ranks will send, if every piece lies at its cheapest place.
+
+    The cheapest place of a piece is proportional to the square root of its load.
+    """
+    headrooms, surplus = _largest_first(ledger), ledger.loads.above_capacity[ranks]
+    filled, roots = cumulative(headrooms), np.append(0.0, np.cumsum(np.sqrt(headrooms)))
+    full = np.searchsorted(filled[1:], surplus)
+    full = np.where(full < len(headrooms), full, 0)
+    root = roots[full] + np.sqrt(surplus - filled[full])
+    heaviest = [int(ledger.shards.heaviest_first[rank][0]) for rank in ranks.tolist()]
+    shape, one = ledger.problem.shape, as_ints(1)
+    stops = root * ledger.shards.cuttable(heaviest).cheapest_stop(one, shape)[:, 0]
+    q, kv = shape.q_bytes, shape.kv_bytes
+    sent: Floats = stops * (q * kv / (2 * q + kv) + kv) + ledger.sent[ranks]
+    return sent
+
+
+def estimate_added_load(ledger: Ledger) -> int:
+    """Estimates by how much cutting will raise the total load.
+
+    Every rank with a surplus is taken to cut pieces of equal load out of its heaviest shard.
+    """
+    ranks, shards = _surplus_ranks(ledger), ledger.shards
+    headrooms, surplus = _largest_first(ledger), ledger.loads.above_capacity[ranks][:, None]
+    if not len(ranks) or not len(headrooms):
+        return 0
+    heaviest = shards.cuttable([int(shards.heaviest_first[rank][0]) for rank in ranks.tolist()])
+    surplus = np.minimum(surplus, heaviest.total_load)
+    piece = np.minimum(int(headrooms[: len(headrooms) // 4 + 1].mean()), surplus)
+    num_pieces = np.ceil(surplus / np.maximum(piece, 1))
+    stop_cut = heaviest.nearest_cut(heaviest.cheapest_stop(piece, ledger.problem.shape))
+    start_cut = heaviest.lowest_start(stop_cut, piece)
+    cuts = [np.zeros_like(stop_cut), start_cut, stop_cut, heaviest.last_cut]
+    places = heaviest.position(np.concatenate(cuts, axis=1))
+    parts = heaviest.load(places[:, :-1], places[:, 1:]).sum(axis=1, keepdims=True)
+    added = num_pieces * np.maximum(parts - heaviest.total_load, 0)
+    return int(added.sum())
