@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from runtime.bodies import TINY
 from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.tensor import DTensor
 
 from distca.model.config import ModelConfig
@@ -29,6 +28,7 @@ from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import Precision, parallelize
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import TrainSection
+from distca.train.digests import DigestWriter
 from distca.train.optimizer import adamw, freeze
 
 State = dict[str, Tensor]  # whole parameters and moments, by name
@@ -187,22 +187,22 @@ def fail_to_write(
 
     method: where it fails. In ``finish`` it fails after everything was written.
     """
-    trained, original = run.start(), getattr(FileSystemWriter, method)
+    trained, original = run.start(), getattr(DigestWriter, method)
 
-    def fail(self: FileSystemWriter, *args: Any) -> Any:
+    def fail(self: DigestWriter, *args: Any, **kwargs: Any) -> Any:
         if method == "finish":
-            original(self, *args)
+            original(self, *args, **kwargs)
         raise RuntimeError("the cable is out")
 
     if dist.get_rank(group) == rank:
-        setattr(FileSystemWriter, method, fail)
+        setattr(DigestWriter, method, fail)
     try:
         trained.checkpoints.save(step, {"step": step})
         trained.checkpoints.wait()
     except RuntimeError as error:
         return str(error), str(trained.checkpoints.newest())
     finally:
-        setattr(FileSystemWriter, method, original)
+        setattr(DigestWriter, method, original)
     raise AssertionError("the save should have failed")
 
 

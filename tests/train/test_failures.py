@@ -193,10 +193,10 @@ def test_a_folder_is_locked_until_its_owner_is_gone(world: World, tmp_path: Path
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 400 KB."""
+    """A file system of 420 KB."""
     place = tmp_path / "disk"
     place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", str(place)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=420k", "tmpfs", str(place)]
     if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
         pytest.skip("only root may mount a small file system")
     yield place

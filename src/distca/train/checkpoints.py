@@ -118,7 +118,7 @@ class Checkpoints:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is a BaseException
             # If a rank is lost after everything was written, the checkpoint is as good as any.
-            done = (path / COMPLETE).is_file()
+            done = (path / SUMS).is_file()
             if self._leads and not done:
                 with suppress(OSError):
                     remove(path)

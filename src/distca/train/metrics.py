@@ -77,9 +77,10 @@ def _abandon_from(path: Path, first_step: int) -> int:
     if abandoned:
         with path.with_name(ABANDONED).open("a") as file:
             file.write(_lines(abandoned))
-    new = path.with_suffix(".new")  # a full disk must not cost the records
-    new.write_text(_lines(kept))
-    new.replace(path)
+    if (text := _lines(kept)) != path.read_text():
+        new = path.with_suffix(".new")  # a full disk must not cost the records
+        new.write_text(text)
+        new.replace(path)
     return len(abandoned)
 
 
