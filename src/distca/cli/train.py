@@ -4,7 +4,7 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from distca.cli import compare
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -26,17 +27,9 @@ from distca.cli.command import (
     stop_before_first_step,
 )
 from distca.report import units
-from distca.report.curves import draw_comparison
 from distca.report.progress import progress
 from distca.report.tables import facts
-from distca.report.training import (
-    comparison,
-    comparison_table,
-    outcome,
-    step_line,
-    summary,
-    verdict,
-)
+from distca.report.training import outcome, step_line, summary
 from distca.runtime import launch, launched
 from distca.runtime.shared_gpu import SharedGpu
 
@@ -45,26 +38,6 @@ if TYPE_CHECKING:
 
     from distca.train.config import Config
 
-COMPARE_OUT = "runs/compare"
-# Takes a minute or two on two cores; whole files, so that long and short documents are mixed.
-COMPARE_DEFAULTS = (
-    "train.steps=8",
-    "train.tokens_per_step=8192",
-    "train.warmup=4",
-    "train.lr=1e-3",
-    "data.context=8192",
-    "data.overlong=drop",
-)
-COMPARE_MODEL = "model.sizes.layers=2"  # of the default model, half of its layers
-SIDES: dict[str, dict[str, Any]] = {
-    "colocated": {"policy": "colocated", "placement": "given", "ping_pong": False},
-    "disaggregated": {"policy": "distca", "placement": "balanced"},
-}
-LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
-NEXT_COMMAND = (
-    "distca train --set 'data.sources=[\"my/*.jsonl\"]' --set train.steps=2000"
-    " --set train.checkpoint_every=200 --out runs/mine"
-)
 _run, _output = partial(option, panel="Run"), partial(option, panel=OUTPUT)
 
 
@@ -143,7 +116,10 @@ class TrainCommand:
                 _announce(config, world, self.compare)
             # A Ctrl-C under torchrun reaches every rank.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
-            (_compare if self.compare else _train)(config, self.as_json)
+            if self.compare:
+                compare.run(config, _precision(config), self.as_json)
+            else:
+                _train(config, self.as_json)
             torch.distributed.destroy_process_group()
 
     def read(self) -> "Config":
@@ -157,13 +133,13 @@ class TrainCommand:
         settings = list(self.settings or [])
         if self.compare and self.config is None:
             chosen = any(one.startswith("model.") for one in settings)
-            settings = [*COMPARE_DEFAULTS, *([] if chosen else [COMPARE_MODEL]), *settings]
+            settings = [*compare.DEFAULTS, *([] if chosen else [compare.MODEL]), *settings]
         settings += [] if self.trace is None else [f"train.trace={self.trace}"]
         config = Config.read(self.config, settings)
         if self.out is not None:
             config = replace(config, out=str(self.out))
         elif self.compare and config.out == Config.out:
-            config = replace(config, out=COMPARE_OUT)
+            config = replace(config, out=compare.OUT)
         if self.compare or self.resume is not None:
             config = replace(config, resume=bool(self.resume))
         if self.from_step is not None:
@@ -174,7 +150,7 @@ class TrainCommand:
         from distca.train.run_lock import RunLock
 
         config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
-        sides, out = len(SIDES) if self.compare else 1, Path(config.out)
+        sides, out = len(compare.SIDES) if self.compare else 1, Path(config.out)
         check(config, num_ranks, sides=sides, share_gpu=self.share_gpu)
         lock, logs = RunLock(out), out / "logs"
         try:
@@ -292,59 +268,6 @@ def _train(config: "Config", as_json: bool) -> None:
         typer.echo(json.dumps(result))
     else:
         console().print(outcome(result), soft_wrap=True)
-
-
-def _compare(config: "Config", as_json: bool) -> None:
-    """Trains both sides on these ranks, step by step in turns; rank 0 shows the comparison.
-
-    Noise of the machine reaches both sides then. Each goes first in every other step.
-    """
-    from distca.train.stop import StopRequest
-    from distca.train.trainer import Trainer
-
-    first, stop, steps = os.environ["RANK"] == "0", StopRequest(), config.train.steps
-    train = replace(config.train, checkpoint_every=0, save_at_end=False)
-    trainers = []
-    for name, changes in SIDES.items():
-        parallel = replace(config.parallel, **changes)
-        changed = replace(config, parallel=parallel, train=train, out=str(Path(config.out) / name))
-        trainers.append(Trainer(changed, stop=stop, sides=len(SIDES)))
-    runs: list[list[dict[str, Any]]] = [[] for _ in trainers]
-    names = [name.ljust(max(map(len, SIDES))) for name in SIDES]
-    with (
-        progress(console(quiet=as_json or not first), "step", steps) as update,
-        stop.on_sigterm(),
-        closing(trainers[0].steps()) as colocated,
-        closing(trainers[1].steps()) as disaggregated,
-    ):
-        sides = list(zip(names, (colocated, disaggregated), runs, strict=True))
-        for step in range(steps):
-            for name, side, records in sides if step % 2 == 0 else reversed(sides):
-                records.append(next(side))
-                update(step + 1, f"{name}  {step_line(records[-1])}")
-                if records[-1]["stopped"]:
-                    if first:
-                        typer.echo("stopped: nothing is compared", err=as_json)
-                    return
-    if first:
-        _show_comparison(config, runs, as_json)
-
-
-def _show_comparison(config: "Config", runs: list[list[dict[str, Any]]], as_json: bool) -> None:
-    compared = comparison(runs[0], runs[1], LOSS_TOLERANCE[_precision(config)])
-    picture = Path(config.out) / "compare.png"
-    draw_comparison(runs[0], runs[1], compared, picture)
-    if as_json:
-        places = {"out": config.out, "picture": str(picture)}
-        typer.echo(json.dumps(compared | places))
-        return
-    screen = console()
-    screen.print()
-    screen.print(comparison_table(compared))
-    style = None if compared["losses_agree"] else "bold red"
-    screen.print(f"\n{verdict(compared)}", style=style, soft_wrap=True)
-    screen.print(f"records: {config.out}/*/metrics.jsonl, picture: {picture}", soft_wrap=True)
-    screen.print(f"to train on your own data: {NEXT_COMMAND}", soft_wrap=True)
 
 
 def _precision(config: "Config") -> str:
