@@ -61,3 +61,15 @@ def test_speeds_and_memory_limits_reach_the_plans() -> None:
     assert told.memory_bytes.tolist() == [1 << 29] * 2
     with pytest.raises(ValueError, match="3 speeds for 2 plan ranks: give one for each, or none"):
         devices(MeshShape(dp=2), "speed=[1, 1, 1]")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "workers"), [(MeshShape(dp=4), 1), (MeshShape(dp=2, cp=2), 2)]
+)
+def test_context_parallel_policies_deal_documents_over_the_groups_of_the_mesh(
+    parallel: MeshShape, workers: int
+) -> None:
+    step = planner(parallel, "policy=head-tail-cp", "placement=given").plan(as_ints([64] * 4))
+    placement = step.micro_batches[0][0].placement
+    for document in range(4):
+        assert len(set(placement.worker[placement.document == document])) == workers

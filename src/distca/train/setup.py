@@ -159,6 +159,7 @@ def planner_of(
         speed=p.speed or None,
         memory_bytes=round(p.attention_memory_gib * GIB) or None,
         ranks_per_node=p.ranks_per_node or ranks_per_node(parallel.tp),
+        cp=parallel.cp,
     )
     return StepPlanner(
         parallel=parallel,
