@@ -51,7 +51,6 @@ class Hub:
         self._records: dict[int, dict[int, str]] = {}  # by index and rank
         self._loop = asyncio.new_event_loop()
         self._first_left, self._ended = asyncio.Event(), Event()
-        open_files.add(listener.fileno())
         Thread(target=self._run, name="distca hub", daemon=True).start()
 
     def wait(self) -> None:
@@ -65,12 +64,14 @@ class Hub:
             self._ended.set()
 
     async def _serve(self) -> None:
+        open_files.add(listening := self._listener.fileno())
         server = await asyncio.start_server(self._attend, sock=self._listener, limit=LINE_BYTES)
         await self._first_left.wait()
         self._broadcast("bye")
         with suppress(asyncio.TimeoutError, OSError):
             drained = (writer.drain() for writer in self._writers.values())
             await asyncio.wait_for(asyncio.gather(*drained), _DRAIN_S)
+        open_files.discard(listening)  # another file may get this number
         server.close()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             task.cancel()
