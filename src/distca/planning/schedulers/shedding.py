@@ -19,6 +19,7 @@ from distca.planning.schedulers.short_documents import shed_documents
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
+MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
@@ -118,12 +119,17 @@ def _requests(
 def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     """Returns the heaviest shards of a rank.
 
-    If these are whole documents with the same mask, every piece of the lighter ones is as good as
-    one of the heaviest, which alone is returned.
+    If these are whole causal documents of many tiles, every piece of the lighter ones is as good as
+    one of the heaviest, which alone is returned. A short document may be cheaper to move as a whole
+    than any piece that starts and ends at a tile.
     """
     shards, heaviest = ledger.shards, ledger.uncut(rank)[:NUM_SHARDS]
-    reach = shards.problem.reach[shards.problem.placement.document[heaviest]]
-    if shards.is_document[heaviest].all() and (reach == masks.CAUSAL).all():
+    placement, documents = shards.problem.placement, shards.problem.placement.document[heaviest]
+    if (
+        shards.is_document[heaviest].all()
+        and (shards.problem.reach[documents] == masks.CAUSAL).all()
+        and (placement.lengths[documents] >= MANY_TILES * shards.problem.grain.spacing).all()
+    ):
         heaviest = heaviest[:1]
     return [int(shard) for shard in heaviest]
 
