@@ -83,6 +83,11 @@ class TrainCommand:
         None,
         "--from",
     )
+    max_restarts: int = _run(
+        "N",
+        "Restart all ranks from the newest checkpoint if one was killed or failed, up to N times.",
+        0,
+    )
     compare: bool = _run(
         "", "Train the same steps colocated and disaggregated, and compare.", False, "--compare"
     )
@@ -128,6 +133,11 @@ class TrainCommand:
 
         if self.compare and (self.resume or self.from_step is not None):
             raise ValueError("--compare starts both sides from step 0: leave out --resume, --from")
+        if self.max_restarts < 0 or (self.compare and self.max_restarts):
+            raise ValueError(
+                f"--max-restarts {self.max_restarts}: give 0 or more, and leave it out with"
+                " --compare, which saves no checkpoints"
+            )
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
         settings = list(self.settings or [])
@@ -152,17 +162,40 @@ class TrainCommand:
         config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
         sides, out = len(compare.SIDES) if self.compare else 1, Path(config.out)
         check(config, num_ranks, sides=sides, share_gpu=self.share_gpu)
-        lock, logs = RunLock(out), out / "logs"
+        lock = RunLock(out)
         try:
-            with sharing(self.share_gpu, num_ranks, logs) as gpu:
-                if not self.as_json:
-                    _announce(config, num_ranks, self.compare, gpu)
-                with _tell_what_is_saved(out):
-                    stop = launch.launch(rank_command("train", self), num_ranks, logs, gpu)
+            stop = self._run_ranks(config, num_ranks)
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
+
+    def _run_ranks(self, config: "Config", num_ranks: int) -> launch.Stop | None:
+        """Starts ranks, again if some were killed; returns the signal that has ended them."""
+        for restart in range(self.max_restarts):
+            try:
+                return self._run_once(config, num_ranks, restart)
+            except launched.RankEndedError as error:
+                typer.echo(_restarting(error, restart + 1, self.max_restarts, config), err=True)
+        return self._run_once(config, num_ranks, self.max_restarts)
+
+    def _run_once(self, config: "Config", num_ranks: int, restart: int) -> launch.Stop | None:
+        out = Path(config.out)
+        logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
+        command = replace(self, resume=True, from_step=None) if restart else self
+        with sharing(self.share_gpu, num_ranks, logs) as gpu:
+            if not self.as_json and not restart:
+                _announce(config, num_ranks, self.compare, gpu)
+            with _tell_what_is_saved(out):
+                return launch.launch(rank_command("train", command), num_ranks, logs, gpu)
+
+
+def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
+    from distca.train.step_folders import newest
+
+    found = newest(Path(config.out) / "checkpoints")
+    where = f"from {found}" if found else "from the beginning, since there is no checkpoint"
+    return f"distca: {launched.sentence(error)}; restart {number} of {most} {where}"
 
 
 @contextmanager

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distca.runtime.launched import CHANNEL, ERROR_BYTES, RankFailedError
+from distca.runtime.launched import CHANNEL, ERROR_BYTES, RankEndedError, RankFailedError
 from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
@@ -79,8 +79,9 @@ def launch(
     shared_gpu: the GPU that all ranks use; None if each has its own, or if they use the CPU.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
-    a rank's ValueError with its own message, and RankFailedError for any other failure. No rank is
-    left behind in any case. After a second signal, ranks get no time to save.
+    a rank's ValueError with its own message, RankFailedError for a failure that a rank explains,
+    and RankEndedError for any other. No rank is left behind in any case. After a second signal,
+    ranks get no time to save.
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
@@ -234,12 +235,12 @@ def _raise_reported(rank: _Rank, report: Mapping[str, Any]) -> NoReturn:
     if report["explained"]:
         raise RankFailedError(report["message"])
     why = ": ".join(filter(None, (report["kind"], report["message"])))
-    raise RankFailedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
+    raise RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
 
 
 def _raise_ended(rank: _Rank, code: int) -> NoReturn:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    raise RankFailedError(
+    raise RankEndedError(
         f"rank {rank.number} {how}, so all ranks were ended; its output is in {rank.log}"
     )
 

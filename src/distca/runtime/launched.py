@@ -21,6 +21,10 @@ class RankFailedError(RuntimeError):
     """A run failed for a reason other than a user's mistake, which is told in one sentence."""
 
 
+class RankEndedError(RankFailedError):
+    """A rank was killed or failed unexpectedly, which need not happen again."""
+
+
 def is_rank() -> bool:
     """Returns whether torchrun or ``launch`` has started this process as one of several ranks."""
     return "RANK" in os.environ
