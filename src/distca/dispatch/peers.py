@@ -190,7 +190,9 @@ def _connect(group: dist.ProcessGroup) -> Peers:
     rank, size = dist.get_rank(group), len(ranks)
     if size == 1:
         return Peers(ranks, None, None)
-    store = dist.distributed_c10d.PrefixStore("distca", group.get_group_store())
+    # The store of torchrun outlives its ranks: those that it restarts must not find an earlier hub.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d.PrefixStore(f"distca {attempt}", group.get_group_store())
     store.set(f"node {rank}", socket.gethostname())
     hub = None
     if rank == 0:
