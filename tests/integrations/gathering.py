@@ -114,21 +114,22 @@ def with_a_slow_rank(
     before the current one is computed, as ``prefetch`` does.
     """
     rank = dist.get_rank(group)
-    attention = PlannedAttention(cost="pairs", learn_speed=learns)
-    draw, spec = torch.Generator().manual_seed(rank), AttentionSpec(Mask(CAUSAL), 4, 4, 8, "cpu")
+    attention = PlannedAttention(cost="pairs", tile=16, min_shard=16, learn_speed=learns)
+    draw, spec = torch.Generator().manual_seed(rank), AttentionSpec(Mask(CAUSAL), 1, 1, 8, "cpu")
     found = []
 
     def submit() -> BatchFuture:
-        return attention.submit([int(torch.randint(300, 900, (), generator=draw))])
+        return attention.submit([int(torch.randint(300, 600, (), generator=draw))])
 
-    with timed_attention(pair_s=2e-7) as timed:
+    with timed_attention(pair_s=2e-6) as timed:
         ahead = submit()
         for number in range(batches):
             batch, ahead = attention.wait(ahead), submit()
             assert batch is not None
             timed.speed = 0.6 if rank == 2 and slow[0] <= number < slow[1] else 1.0
             attention.take_seconds()
-            _error(attention, batch)
+            q = torch.randn(batch.lengths[0], 1, 8, requires_grad=True)
+            attention.attend(q, q, q, batch).sum().backward()
             speeds = batch.plan(spec).devices.speed.tolist()
             found.append((speeds, attention.take_seconds()["attention"]))
     attention.wait(ahead)
