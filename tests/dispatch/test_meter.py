@@ -25,6 +25,27 @@ def test_spans_add_up_and_are_taken_once() -> None:
     assert meter.take() == {}
 
 
+def test_planned_seconds_come_with_measured_ones() -> None:
+    meter = Meter()
+    for _ in range(2):
+        with meter.time("attention", CPU, planned_s=3.0):
+            pass
+    assert meter.take(wait=False)["planned"] == 6.0
+    assert meter.take() == {}
+
+
+@pytest.mark.gpu
+def test_without_waiting_only_what_has_ended_is_taken() -> None:
+    meter, device = Meter(), torch.device("cuda")
+    with meter.time("attention", device, planned_s=1.0):
+        pass
+    torch.cuda.synchronize()
+    with meter.time("attention", device, planned_s=2.0):
+        torch.cuda._sleep(2_000_000_000)  # about a second
+    assert meter.take(wait=False)["planned"] == 1.0
+    assert meter.take()["planned"] == 2.0
+
+
 @pytest.mark.gpu
 def test_events_of_a_gpu_do_not_pile_up() -> None:
     meter, device = Meter(), torch.device("cuda")

@@ -9,8 +9,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from integrations.counting import recorded_devices
 from recorded import preparing_threads
+from slow_rank import timed_attention
 
-from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import (
+    AttentionSpec,
+    BatchFuture,
+    PlannedAttention,
+    PlannedBatch,
+)
 from distca.planning.masks import CAUSAL, Mask
 
 
@@ -89,3 +95,42 @@ def failed(group: dist.ProcessGroup) -> str:
     except ValueError as error:
         return str(error)
     return ""
+
+
+def failed_with(group: dist.ProcessGroup, options: dict[str, Any]) -> str:
+    try:
+        PlannedAttention(**options).gather([3])
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def with_a_slow_rank(
+    group: dist.ProcessGroup, batches: int, slow: tuple[int, int], learns: bool
+) -> list[tuple[list[float], float]]:
+    """Returns the speeds of each batch's plan, and how long this rank computed its attention.
+
+    Rank 2 has 0.6 of its speed in the batches [start, stop). The next batch is always submitted
+    before the current one is computed, as ``prefetch`` does.
+    """
+    rank = dist.get_rank(group)
+    attention = PlannedAttention(cost="pairs", tile=16, min_shard=16, learn_speed=learns)
+    draw, spec = torch.Generator().manual_seed(rank), AttentionSpec(Mask(CAUSAL), 1, 1, 8, "cpu")
+    found = []
+
+    def submit() -> BatchFuture:
+        return attention.submit([int(torch.randint(300, 600, (), generator=draw))])
+
+    with timed_attention(pair_s=2e-6) as timed:
+        ahead = submit()
+        for number in range(batches):
+            batch, ahead = attention.wait(ahead), submit()
+            assert batch is not None
+            timed.speed = 0.6 if rank == 2 and slow[0] <= number < slow[1] else 1.0
+            attention.take_seconds()
+            q = torch.randn(batch.lengths[0], 1, 8, requires_grad=True)
+            attention.attend(q, q, q, batch).sum().backward()
+            speeds = batch.plan(spec).devices.speed.tolist()
+            found.append((speeds, attention.take_seconds()["attention"]))
+    attention.wait(ahead)
+    return found

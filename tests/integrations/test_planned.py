@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from concurrent.futures import Future
 from threading import Event
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from integrations import gathering
@@ -146,6 +148,33 @@ def test_plan_options_reach_the_plans(world: World) -> None:
         assert local == {"node": [0], "speed": [1.0], "memory_bytes": [1 << 20]}
     for shared, _ in world(4).run(gathering.devices_of, 2, {"ranks_per_node": 3}, ranks=4):
         assert shared["node"] == [0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("speed", [[1.0, 2.0, 3.0], "fast", [1.0, "x"], 1.0, [1.0, float("nan")]])
+def test_wrong_speeds_are_refused(pair: RankPool, speed: Any) -> None:
+    for error in pair.run(gathering.failed_with, {"speed": speed}, ranks=2):
+        assert re.search(r"values of speed for 2 ranks|speed = .*: give each rank a number", error)
+
+
+@pytest.mark.slow
+def test_a_slow_rank_gets_less_within_ten_batches_and_as_much_as_others_after(world: World) -> None:
+    slow, batches = (6, 24), 42
+
+    def run(batches: int, learns: bool) -> tuple[list[list[float]], Any]:
+        """Returns the speeds and the imbalance of each batch."""
+        ranks = world(4).run(gathering.with_a_slow_rank, batches, slow, learns, ranks=4)
+        speeds, seconds = zip(*(zip(*rank, strict=True) for rank in ranks), strict=True)
+        assert speeds.count(speeds[0]) == 4  # all ranks plan with the same
+        return list(speeds[0]), np.max(seconds, axis=0) / np.mean(seconds, axis=0)
+
+    speeds, without = run(12, False)
+    assert speeds == [[1.0] * 4] * 12
+    assert np.median(without[slow[0] :]) > 1.3
+    speeds, learned = run(batches, True)
+    for start, stop in ((slow[0] + 10, slow[1]), (slow[1] + 10, batches)):
+        assert np.median(learned[start:stop]) <= 1.05
+    assert speeds[slow[1] - 1] == pytest.approx([1, 1, 0.6, 1], abs=0.05)
+    assert speeds[-1] == [1.0] * 4
 
 
 def test_unknown_plan_options() -> None:

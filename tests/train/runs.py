@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from recorded import preparing_threads
+from slow_rank import timed_attention
 from torch.distributed.tensor import DTensor
 
 from distca.data.documents import Batch
@@ -22,6 +23,10 @@ from distca.train.trainer import Trainer
 
 def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
     """Returns the records; ``stop_after=n`` stops this rank as SIGTERM would, after n steps."""
+    return _trainer(settings).fit()
+
+
+def _trainer(settings: list[str]) -> Trainer:
     stops = [int(s.split("=")[1]) for s in settings if s.startswith("stop_after=")]
     config = Config.read(None, [s for s in settings if not s.startswith("stop_after=")])
     trainer = Trainer(config)
@@ -31,7 +36,7 @@ def fit(group: dist.ProcessGroup, settings: list[str]) -> list[dict[str, Any]]:
             trainer.stop.request()
 
     trainer._show = show
-    return trainer.fit()
+    return trainer
 
 
 def preparing(group: dist.ProcessGroup, settings: list[str]) -> dict[str, int]:
@@ -124,3 +129,16 @@ def save_with_nan(group: dist.ProcessGroup, settings: list[str]) -> str:
     finally:
         trainer._unlock()
     return ""
+
+
+def with_a_slow_rank(
+    group: dist.ProcessGroup, settings: list[str], slow: tuple[int, int]
+) -> list[dict[str, Any]]:
+    """The records of a run in which rank 2 has 0.6 of its speed in steps [start, stop)."""
+    trainer, records = _trainer(settings), []
+    with timed_attention(pair_s=5e-7) as timed:
+        for record in trainer.steps():
+            records.append(record)
+            is_slow = slow[0] <= record["step"] + 1 < slow[1]
+            timed.speed = 0.6 if is_slow and dist.get_rank(group) == 2 else 1.0
+    return records

@@ -54,8 +54,8 @@ class CoreAttention:
         default, buffers grow to the largest exchange.
     transport: another way to exchange, instead of a group.
 
-    ``meter.take()`` returns how many seconds this rank has computed attention, and how many it has
-    waited for peers.
+    ``meter.take()`` returns how many seconds this rank has computed attention, how many were
+    planned for that on a device of speed 1, and how many it has waited for peers.
     """
 
     def __init__(

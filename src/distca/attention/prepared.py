@@ -18,6 +18,7 @@ from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
 from distca.dispatch.wire import Messages
+from distca.planning.costs.base import PS
 from distca.planning.plan import Plan
 
 
@@ -25,6 +26,7 @@ from distca.planning.plan import Plan
 class PreparedLayout:
     """One direction of a plan on one rank: its calls on the device, and its two messages.
 
+    planned_s: the seconds of each call on a device of speed 1: an equal share of the rank's load.
     handshakes: what this rank announces before each message; None: nothing.
     """
 
@@ -32,6 +34,7 @@ class PreparedLayout:
     local: tuple[PreparedCall, ...]
     remote: tuple[PreparedCall, ...]
     messages: Messages
+    planned_s: float
     handshakes: tuple[Handshake, Handshake] | None = None
 
     @classmethod
@@ -42,7 +45,9 @@ class PreparedLayout:
             tuple(PreparedCall.of(call, messages, spec, backward=backward) for call in calls)
             for calls in (layout.local, layout.remote)
         )
-        return cls(layout, local, remote, messages)
+        load_ps = plan.backward_load_ps if backward else plan.forward_load_ps
+        planned_s = float(load_ps[rank]) / PS / max(len(local) + len(remote), 1)
+        return cls(layout, local, remote, messages, planned_s)
 
     def announced(self, handshake: Handshake) -> PreparedLayout:
         """Returns the same layout, whose messages are announced."""

@@ -60,6 +60,12 @@ class StepPlan:
             for slot in slots:
                 yield from ((plan, tick.phase != FORWARD) for plan in slot)
 
+    @property
+    def speed(self) -> list[float]:
+        """[ranks] The relative speed of each rank; 0 if it computes no attention in any pass."""
+        speeds = [plan.devices.speed for plan, _ in self.passes]
+        return np.max(speeds, axis=0).tolist()  # type: ignore[no-any-return]
+
     def serves(self, rank: int) -> bool:
         """Returns whether a plan rank may compute attention in some pass."""
         return any(plan.devices.speed[rank] > 0 for plan, _ in self.passes)

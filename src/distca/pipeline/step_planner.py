@@ -80,6 +80,10 @@ class StepPlanner:
         """Returns a planner for the same mesh with one micro-batch of one half."""
         return replace(self, micro_batches=1, ping_pong=False)
 
+    def with_speed(self, speed: tuple[float, ...]) -> StepPlanner:
+        """Returns a planner with another relative speed of each plan rank."""
+        return replace(self, options=replace(self.options, speed=speed, cost=self.cost))
+
     @cached_property
     def stages(self) -> tuple[Layers, ...]:
         """The layers [start, stop) of each stage."""

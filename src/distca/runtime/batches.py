@@ -81,29 +81,34 @@ class Prefetcher:
     def __init__(
         self, loader: Loader, planner: StepPlanner, prepare: Prepare, depth: int = 2
     ) -> None:
-        self._loader, self._planner, self._prepare = loader, planner, prepare
+        self._loader, self._prepare = loader, prepare
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
-        self._queue: deque[Future[Prefetched]] = deque(
-            self._thread.submit(on_this_stream(self._load_and_plan)) for _ in range(depth)
-        )
+        self._queue = deque(self._submit(planner) for _ in range(depth))
 
-    def next(self) -> Prefetched:
-        """Returns the next batch, and starts to load another one."""
+    def next(self, planner: StepPlanner) -> Prefetched:
+        """Returns the next batch, and starts to load another one, which ``planner`` plans.
+
+        So the planner of a step is chosen at the same point of the loop on every rank, ``depth``
+        steps before it, however far the background thread is.
+        """
         start = time.perf_counter()
         batch = self._queue.popleft().result()
         waited_s = time.perf_counter() - start
-        self._queue.append(self._thread.submit(on_this_stream(self._load_and_plan)))
+        self._queue.append(self._submit(planner))
         return replace(batch, waited_s=waited_s)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _load_and_plan(self) -> Prefetched:
+    def _submit(self, planner: StepPlanner) -> Future[Prefetched]:
+        return self._thread.submit(on_this_stream(lambda: self._load_and_plan(planner)))
+
+    def _load_and_plan(self, planner: StepPlanner) -> Prefetched:
         while not (batch := self._loader.next_batch()).num_targets:
             pass  # prompts only, of which nothing can be learned
         state = self._loader.state()
         start = time.perf_counter()
-        step, prepared = Step.of(self._planner, batch), None
+        step, prepared = Step.of(planner, batch), None
         with suppress(ValueError):  # the step tries again, and tells all ranks why it cannot
             prepared = self._prepare(step.plan)
         return Prefetched(step, state, time.perf_counter() - start, prepared)

@@ -64,6 +64,7 @@ class ParallelSection:
     memory_gib: float = 0.0  # memory of a rank; 0: what the device has
     attention_memory_gib: float = 0.0  # limit for one layer's q, k, v and o on a rank; 0: none
     speed: tuple[float, ...] = ()  # relative speed of each plan rank; equal by default
+    learn_speed: bool = False  # from measured attention; not with train.deterministic
     ranks_per_node: int = 0  # plan ranks that share a node; 0: as the launcher says
 
 

@@ -173,6 +173,17 @@ def planner_of(
     )
 
 
+def learns_speed(config: Config) -> bool:
+    """Returns whether plans follow the measured speed of each rank.
+
+    Plans that depend on times differ from run to run, and without disaggregation they cannot
+    give a rank less.
+    """
+    p = config.parallel
+    disaggregated = policy_of(p.policy, p.placement).disaggregated
+    return p.learn_speed and disaggregated and not config.train.deterministic
+
+
 def _full_documents(config: Config) -> Ints:
     """Returns the lengths of a batch of documents as long as they may be."""
     full, rest = divmod(config.train.tokens_per_step, config.data.context)

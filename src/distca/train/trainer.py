@@ -21,6 +21,7 @@ import torch.distributed as dist
 from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
+from distca.pipeline.speeds import LearnedSpeeds
 from distca.runtime.batches import Prefetched, Prefetcher
 from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import join_mesh
@@ -67,6 +68,7 @@ class Trainer:
         own = self._prepare(sides)
         self.model_config, self.loader, self.planner = own.model, own.loader, own.planner
         self.memory = own.memory
+        self._speeds = LearnedSpeeds(own.planner.speed) if setup.learns_speed(config) else None
         self.context = join_mesh(own.parallel, self.device)
         self.runner = StepRunner.of(
             self.context,
@@ -103,7 +105,7 @@ class Trainer:
             records = self._open_records()
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
-                    record = self._step(step, batches.next())
+                    record = self._step(step, batches.next(self.planner))
                 last = step + 1 == train.steps
                 if saved := _is_due(step, train.checkpoint_every) or (last and train.save_at_end):
                     self._save(step + 1)
@@ -273,20 +275,25 @@ class Trainer:
         self, step: int, fetched: Prefetched, loss: float, norm: float, taken: float
     ) -> Record:
         spent = [attention.meter.take() for attention in self.runner.attentions]
-        attention, exposed = (
-            sum(seconds.get(name, 0.0) for seconds in spent) for name in ("attention", "exposed")
+        attention, planned, exposed = (
+            sum(seconds.get(name, 0.0) for seconds in spent)
+            for name in ("attention", "planned", "exposed")
         )
         memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
         batch, plan = fetched.step.batch, fetched.step.plan
         serves, stop = plan.serves(self.context.plan_rank), self.stop.requested
         mine = torch.tensor(
-            [loss, norm, taken, attention, serves, exposed, fetched.waited_s, memory, stop],
+            [
+                loss, norm, taken, attention, planned, serves, exposed, fetched.waited_s, memory,
+                stop,
+            ],
             dtype=torch.float64,
-        )
+        )  # fmt: skip
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, mine, group=self.context.world_group)
         columns = torch.stack(everyone).T
-        losses, norms, seconds, busy, serving, exposures, waits, bytes_, stops = columns
+        losses, norms, seconds, busy, loads, serving, exposures, waits, bytes_, stops = columns
+        self._learn_speed(loads, busy)
         busy = busy[serving > 0]  # workers that leave all attention to servers are not imbalanced
         flops = step_flops(self.model_config, batch.lengths)
         wall, peak = float(seconds.max()), peak_flops(self.device)
@@ -303,6 +310,7 @@ class Trainer:
             "mfu": rate / peak if peak else None,
             "imbalance_before": plan.imbalance_before,
             "imbalance_planned": plan.imbalance,
+            "speeds": plan.speed,
             "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
             "bytes": plan.num_bytes,
             "exposed_s": float(exposures.max()),
@@ -311,6 +319,19 @@ class Trainer:
             "memory_bytes": int(bytes_.max()),
             "stopped": bool(stops.max()),
         }
+
+    def _learn_speed(self, planned_s: torch.Tensor, measured_s: torch.Tensor) -> None:
+        """Plans later steps with the speeds that follow from the attention [ranks] of this one.
+
+        The ranks of a tensor-parallel group have the same plans, and its slowest rank counts.
+        """
+        if self._speeds is None:
+            return
+        groups = (-1, self.context.parallel.tp)
+        planned, measured = (x.view(groups).amax(1).numpy() for x in (planned_s, measured_s))
+        speed = self._speeds.update(planned, measured)
+        if speed != tuple(self.planner.speed):
+            self.planner = self.planner.with_speed(speed)
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         if step != self.config.train.trace:

@@ -22,6 +22,7 @@ from datetime import timedelta
 from threading import Lock
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,7 +33,9 @@ from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.groups import PlanGroups
+from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.api import plan
+from distca.planning.devices import Devices
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
@@ -100,11 +103,13 @@ BatchFuture = Future[PlannedBatch | None]
 
 @dataclass(frozen=True)
 class RankBatch:
-    """What one rank tells the others about its next batch."""
+    """What one rank tells the others about its next batch, and about its attention so far."""
 
     documents: tuple[Entry, ...]
-    done: bool = False  # this rank has no batch left, and these documents are a filler
-    error: str = ""  # why this rank cannot take part
+    done: bool  # this rank has no batch left, and these documents are a filler
+    error: str  # why this rank cannot take part
+    planned_s: float  # of the attention that has ended since the last batch, for speed 1
+    measured_s: float  # of the same attention
 
 
 class PlannedAttention:
@@ -113,6 +118,8 @@ class PlannedAttention:
     group: the ranks that share their attention; None is the whole world. Without
         ``torch.distributed``, or in a group of one rank, every batch is local.
     backend, deterministic: options of ``CoreAttention``.
+    learn_speed: whether plans give less to ranks whose measured attention is slow; not if
+        ``deterministic``, since such plans differ from run to run.
     policy: ``distca``, ``colocated`` or ``greedy``; the trainer's tokens stay where they are.
     timeout_s: how long a rank waits for a batch of the other ranks.
     plan_options: options of ``distca.plan`` by name, such as ``cost``, ``tolerance``,
@@ -131,6 +138,7 @@ class PlannedAttention:
         *,
         backend: str = "auto",
         deterministic: bool = False,
+        learn_speed: bool = False,
         policy: str = "distca",
         timeout_s: float = 600.0,
         **plan_options: Any,
@@ -138,6 +146,10 @@ class PlannedAttention:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self._options = PlanOptions.of(None, plan_options)
         self._scheduler = policy_of(policy).scheduler
+        self._learns = learn_speed and policy_of(policy).disaggregated and not deterministic
+        self._speeds: LearnedSpeeds | None = None
+        self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
+        self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
         self._cores: dict[tuple[bool, float], CoreAttention] = {}
         # The layers so far, in order: what plans depend on, their tensors, their scale.
@@ -175,7 +187,7 @@ class PlannedAttention:
         groups = self._peers()
         if groups is None:
             return run_now(lambda: self._plan_local(documents, done, error))
-        mine = RankBatch(tuple(documents), done, error)
+        mine = RankBatch(tuple(documents), done, error, *self._attention_s())
         return self._executor.submit(on_this_stream(lambda: self._plan_shared(groups, mine)))
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
@@ -217,12 +229,14 @@ class PlannedAttention:
         return out if out.shape[-1] == size else out[..., :size]
 
     def take_seconds(self) -> dict[str, float]:
-        """Returns seconds of "attention" and of "exposed" communication since the last call."""
-        total: dict[str, float] = {}
-        for core in self._cores.values():
-            for name, seconds in core.meter.take().items():
-                total[name] = total.get(name, 0.0) + seconds
-        return total
+        """Returns seconds since the last call.
+
+        They are those of "attention", those "planned" for it on a device of speed 1, and those of
+        "exposed" communication.
+        """
+        self._read_meters(wait=True)
+        seconds, self._untaken = self._untaken, {}
+        return seconds
 
     def close(self) -> None:
         """Ends the background thread after all submitted work; the next ``submit`` restarts it."""
@@ -237,7 +251,7 @@ class PlannedAttention:
         batches = gather_or_raise(groups.planning, mine)
         if all(one.done for one in batches):
             return None
-        options, ranks = self._options, [one.documents for one in batches]
+        options, ranks = self._learned(batches), [one.documents for one in batches]
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
         batch = PlannedBatch(ranks, groups.planning.rank, options, self._scheduler, local=False)
@@ -247,6 +261,31 @@ class PlannedAttention:
                 for backward in (False, True):
                     core.layouts.of(planned, tensors, backward=backward)
         return batch
+
+    def _attention_s(self) -> tuple[float, float]:
+        """Returns planned and measured seconds of shared attention that ended since the last call.
+
+        It does not wait for the device.
+        """
+        self._read_meters(wait=False)
+        seconds, self._untold = self._untold, {}
+        return seconds.get("planned", 0.0), seconds.get("attention", 0.0)
+
+    def _read_meters(self, *, wait: bool) -> None:
+        for (local, _), core in list(self._cores.items()):
+            for name, seconds in core.meter.take(wait=wait).items():
+                for total in (self._untaken,) if local else (self._untaken, self._untold):
+                    total[name] = total.get(name, 0.0) + seconds
+
+    def _learned(self, batches: Sequence[RankBatch]) -> PlanOptions:
+        """Returns the options with the speeds that follow from what the ranks have measured."""
+        if not self._learns:
+            return self._options
+        if self._speeds is None:
+            start = Devices.of(len(batches), speed=self._options.speed).speed
+            self._speeds = LearnedSpeeds(start)
+        planned, measured = np.array([(one.planned_s, one.measured_s) for one in batches]).T
+        return replace(self._options, speed=self._speeds.update(planned, measured))
 
     def _core(self, local: bool, scale: float) -> CoreAttention:
         if (local, scale) not in self._cores:
@@ -269,6 +308,7 @@ class PlannedAttention:
         if self._groups is None or self._groups.world is not world:
             self._groups = PlanGroups.make(world, self._group, self._timeout)
             self._cores = {key: core for key, core in self._cores.items() if key[0]}
+            self._speeds = None  # these may be other ranks
         return None if self._groups.planning.num_ranks == 1 else self._groups
 
 

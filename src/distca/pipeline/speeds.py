@@ -1,0 +1,76 @@
+"""Learns how fast each rank computes attention, from planned and measured seconds.
+
+    speeds = LearnedSpeeds(np.ones(4))
+    speeds.update(planned_s, measured_s)   # [ranks] each, after a step: returns the speeds now
+
+Every rank passes the same numbers, so all ranks learn the same speeds and make the same plans.
+
+Planned seconds are those on a device of speed 1, whatever speed the plan assumed. So the ratio of
+planned to measured seconds is the speed of a rank itself, and giving the rank less attention does
+not change it: there is no feedback that could oscillate.
+"""
+
+import numpy as np
+
+from distca.planning.spans import Bools, Floats
+
+WINDOW = 7  # updates whose median counts: three outliers among them change nothing
+_ENOUGH = WINDOW // 2 + 1  # measurements without which a rank counts as the others do
+_EQUAL = 0.05  # speeds that are this close to the others' are equal to them
+_CHANGE = 0.03  # a speed stays as it is until the median is further away than this
+_DIGITS = 2  # of a speed
+_LIMITS = (0.1, 10.0)  # so that every rank gets enough attention to be measured
+
+
+class LearnedSpeeds:
+    """The relative speed of each rank: the speeds at the start, times factors that are learnt.
+
+    start: [ranks] the speeds that are assumed first. A rank of speed 0 computes no attention, and
+        nothing is learnt about it.
+    """
+
+    def __init__(self, start: Floats) -> None:
+        self._start = np.asarray(start, np.float64)
+        self._factor = np.ones(len(self._start))
+        self._window = np.full((WINDOW, len(self._start)), np.nan)
+
+    @property
+    def speed(self) -> tuple[float, ...]:
+        """[ranks] The speeds now."""
+        return tuple((self._start * self._factor).tolist())
+
+    def update(self, planned_s: Floats, measured_s: Floats) -> tuple[float, ...]:
+        """Returns the speeds after one more measurement of each rank, [ranks].
+
+        A rank that has computed nothing has 0 in both.
+        """
+        relative = _relative(planned_s, measured_s, self._start)
+        if not np.isnan(relative).all():
+            self._window = np.concatenate([self._window[1:], relative[None]])
+            self._factor = _stepped(self._factor, self._window)
+        return self.speed
+
+
+def _relative(planned_s: Floats, measured_s: Floats, start: Floats) -> Floats:
+    """[ranks] Returns speeds relative to the median of all ranks; NaN where nothing was computed.
+
+    A cost model that is wrong by a common factor therefore changes nothing.
+    """
+    computed: Bools = (planned_s > 0) & (measured_s > 0) & (start > 0)
+    ratio = np.full(len(start), np.nan)
+    ratio[computed] = planned_s[computed] / (measured_s[computed] * start[computed])
+    return ratio / np.median(ratio[computed]) if computed.any() else ratio
+
+
+def _stepped(factor: Floats, window: Floats) -> Floats:
+    """[ranks] Returns the factors after an update of the window [updates, ranks].
+
+    A rank that has hardly computed anything lately counts as the others do, and so is measured.
+    """
+    enough = np.count_nonzero(~np.isnan(window), axis=0) >= _ENOUGH
+    median = np.ones(len(factor))
+    median[enough] = np.nanmedian(window[:, enough], axis=0)
+    target = np.clip(np.round(median, _DIGITS), *_LIMITS)
+    target[np.abs(median - 1) <= _EQUAL] = 1.0
+    leaves = np.abs(median / factor - 1) > np.where(factor == 1.0, _EQUAL, _CHANGE)
+    return np.where(leaves, target, factor)

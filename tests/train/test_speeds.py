@@ -1,0 +1,85 @@
+"""Plans of a run follow the speed of its ranks, on real ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from ranks import World
+from train.runs import fit, with_a_slow_rank
+from train.test_trainer import TINY
+
+from distca.train import setup
+from distca.train.config import Config
+
+SIZES = {
+    "model.sizes": "{layers=1, hidden=16, heads=2, kv_heads=1, head_dim=8, ffn=16}",
+    "data.sources": '["lognormal:300:1.0"]',
+    "data.context": "1024",
+    "train.tokens_per_step": "4096",
+    "parallel.cost": '"pairs"',
+}
+
+
+def settings(out: Path, **changes: str) -> list[str]:
+    return [f"{name}={value}" for name, value in {**TINY, **SIZES, **changes}.items()] + [
+        f"out={out}"
+    ]
+
+
+def imbalance(records: list[dict[str, Any]], start: int, stop: int) -> list[float]:
+    return [record["imbalance_measured"] for record in records[start:stop]]
+
+
+@pytest.mark.slow
+def test_a_slow_rank_gets_less_within_ten_steps_and_as_much_as_others_after(
+    world: World, tmp_path: Path
+) -> None:
+    slow, steps, few = (6, 24), 40, 14
+
+    def run(stop_after: int, learns: str) -> list[dict[str, Any]]:
+        changes = {"train.steps": str(steps), "parallel.learn_speed": learns}
+        chosen = [*settings(tmp_path / learns, **changes), f"stop_after={stop_after}"]
+        records: list[dict[str, Any]] = world(4).run(with_a_slow_rank, chosen, slow, ranks=4)[0]
+        return records
+
+    without, learned = run(few, "false"), run(steps, "true")
+    assert np.median(imbalance(without, slow[0], few)) > 1.3
+    for start, stop in ((slow[0] + 10, slow[1]), (slow[1] + 10, steps)):
+        assert np.median(imbalance(learned, start, stop)) <= 1.05
+    assert learned[slow[1] - 1]["speeds"] == pytest.approx([1, 1, 0.6, 1], abs=0.05)
+    assert learned[-1]["speeds"] == [1.0] * 4
+    losses = [[record["loss"] for record in records[:few]] for records in (learned, without)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_speeds_are_in_the_records_and_given_ones_are_the_start(
+    world: World, tmp_path: Path
+) -> None:
+    changes = {"train.steps": "2", "parallel.speed": "[1.0, 0.5]"}
+    for learns in ("true", "false"):
+        chosen = settings(tmp_path / learns, **changes, **{"parallel.learn_speed": learns})
+        records = world(2).run(fit, chosen, ranks=2)[0]
+        assert [record["speeds"] for record in records] == [[1.0, 0.5]] * 2
+
+
+@pytest.mark.parametrize(
+    ("setting", "learns"),
+    [
+        ("parallel.learn_speed=true", True),
+        ("parallel.learn_speed=false", False),
+        ("train.deterministic=true", False),
+        ('parallel.policy="greedy"', True),
+    ],
+)
+def test_what_learns(setting: str, learns: bool) -> None:
+    config = Config.read(None, ["parallel.learn_speed=true", setting])
+    assert setup.learns_speed(config) == learns
+
+
+def test_colocated_runs_do_not_learn() -> None:
+    changes = ['parallel.policy="colocated"', 'parallel.placement="given"']
+    config = Config.read(None, ["parallel.learn_speed=true", *changes])
+    assert not setup.learns_speed(config)
