@@ -279,11 +279,11 @@ class PlannedAttention:
 
     def _learned(self, batches: Sequence[RankBatch]) -> PlanOptions:
         """Returns the options with the speeds that follow from what the ranks have measured."""
-        if not self._learns:
-            return self._options
-        if self._speeds is None:
+        if self._speeds is None:  # refuses speeds that do not fit the ranks
             start = Devices.of(len(batches), speed=self._options.speed).speed
             self._speeds = LearnedSpeeds(start)
+        if not self._learns:
+            return self._options
         planned, measured = np.array([(one.planned_s, one.measured_s) for one in batches]).T
         return replace(self._options, speed=self._speeds.update(planned, measured))
 
