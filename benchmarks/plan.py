@@ -19,6 +19,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from datetime import date
 from itertools import product
 from math import log2
@@ -85,7 +86,9 @@ def cases(quick: bool) -> Iterator[tuple[LengthDistribution, int, int]]:
 def checked(
     tokens: Placement, policy: str = "distca", placement: str = "given", **options: Any
 ) -> Plan:
+    began = time.process_time()
     result = place_and_plan(tokens, policy_of(policy, placement), model=MODEL, **options)
+    result = replace(result, plan_s=time.process_time() - began)  # on a machine that others use
     verify(result)
     return result
 
@@ -167,12 +170,12 @@ def growth(quick: bool) -> list[dict[str, Any]]:
             policy = policy_of("distca", placement)
             times, layouts = [], []
             for _ in range(3):
-                began = time.perf_counter()
+                began = time.process_time()
                 made = place_and_plan(given, policy, model=MODEL, cost=cost)
-                middle = time.perf_counter()
+                middle = time.process_time()
                 Layout.of(made, 0)
                 times.append(middle - began)
-                layouts.append(time.perf_counter() - middle)
+                layouts.append(time.process_time() - middle)
             row[name] = min(times)
             row[name.replace("_s", "_layout_s")] = min(layouts)
         rows.append(row)

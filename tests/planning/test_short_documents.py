@@ -103,6 +103,16 @@ def test_ranks_shed_in_batches(cost: str) -> None:
     assert calls <= 1200 * len(ranks)
 
 
+@pytest.mark.parametrize("spec", ["lognormal:3000:0.7", "pretrain"])
+def test_balanced_placement_tries_few_densities(spec: str) -> None:
+    """64 ranks, where no density meets both bounds; 24 densities took 125,000 and 217,000 calls."""
+    lengths = distribution(spec, 32768).batch(64 * 32768, 0)
+    ranks = [documents.tolist() for documents in _packed(lengths, 64)]
+    plan, calls = planned(ranks, "balanced", "h200")
+    assert plan.imbalance <= 1.02
+    assert calls <= 1600 * len(ranks)
+
+
 def _packed(lengths: Ints, workers: int) -> list[Ints]:
     """Packs documents in order; what does not fit on a worker is a document on the next."""
     placement = Placement.in_order(lengths, workers)

@@ -1,4 +1,4 @@
-"""Steps 5 and 6 of balanced placement: short documents fill up the workers, tokens are evened out.
+"""Steps 4 and 5 of balanced placement: short documents fill up the workers, tokens are evened out.
 
 A *table* has a row (worker, document, start, stop) for each shard.
 """
