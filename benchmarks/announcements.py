@@ -35,7 +35,7 @@ CPU = {"heads": 8, "kv_heads": 2, "head_dim": 64}
 GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 # Tokens of the longest document: layers in a run, runs. On a GPU the host runs ahead of the device
 # over several layers, as it does in training.
-CPU_SIZES = {512: (1, 60), 2048: (1, 30), 4096: (1, 12)}
+CPU_SIZES = {512: (1, 60), 2048: (1, 20)}
 GPU_SIZES = {2048: (8, 30), 8192: (8, 20), 32768: (4, 8)}
 
 
