@@ -121,18 +121,21 @@ def _ascend(
     """
     densities = _densities(documents, capacity)
     attempts: list[_Attempt] = []
+    steps = 1
     while index < len(densities):
         dealt = _deal_long(documents, capacity, densities[index], problem.grain)
         table = fill_up(documents, dealt, problem.grain)
         here = _measure(problem, index, table)
         before = attempts[-1].surplus if attempts else np.inf
         attempts.append(here)
-        # Where the cuts are the same as before, the next density may change them.
         no_closer = CLOSER * before < here.surplus != before
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
         if here.surplus == 0.0 or no_closer or no_use:
             break
-        index += min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
+        # Where the cuts are the same as before, only a larger step may change them.
+        same = here.surplus == before
+        steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
+        index += steps
     return min(attempts, key=lambda attempt: attempt.quality, default=None)
 
 
