@@ -236,10 +236,10 @@ def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:
     """Trains one step, and returns its figures over all ranks."""
     gpu, ready = context.device.type == "cuda", side.prepare(batch)
     meters = [one.meter for one in side.runner.attentions] if isinstance(side, PlannedSide) else []
-    before = 0
+    before = retries = 0
     if gpu:
         torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
+        before, retries = torch.cuda.memory_allocated(), alloc_retries()
     dist.barrier(context.world_group)
     start = time.perf_counter()
     loss = ready.run()
@@ -252,10 +252,12 @@ def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:
         sum(one.get(name, 0.0) for one in spent) for name in ("attention", "exposed")
     )
     peak = torch.cuda.max_memory_allocated() - before if gpu else 0
-    mine = torch.tensor([taken, float(loss), attention, exposed, peak], dtype=torch.float64)
+    retries = alloc_retries() - retries if gpu else 0
+    figures = [taken, float(loss), attention, exposed, peak, retries]
+    mine = torch.tensor(figures, dtype=torch.float64)
     everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, mine, group=context.world_group)
-    seconds, losses, busy, exposures, peaks = torch.stack(everyone).T
+    seconds, losses, busy, exposures, peaks, retried = torch.stack(everyone).T
     plan = side.plan_of(ready)
     return {
         "seconds": float(seconds.max()),
@@ -265,8 +267,14 @@ def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:
         "exposed": float(exposures.max()),
         "bytes": 0 if plan is None else plan.num_bytes,
         "step_bytes": int(peaks.max()),
+        "alloc_retries": int(retried.max()),
         "plan": plan,
     }
+
+
+def alloc_retries() -> int:
+    """Returns how often the allocator has emptied its cache to find memory, which is slow."""
+    return torch.cuda.memory_stats().get("num_alloc_retries", 0)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ def rows(cell: Cell) -> list[Record]:
                 else None
             )
         row["step GiB"] = max(side["step_bytes"]) / (1 << 30)
+        row["allocator retries"] = sum(side["alloc_retries"])
         predicted = [p for p in side["predicted"] if p is not None]
         row["measured/predicted"] = sum(seconds) / sum(predicted) if predicted else None
         found.append(row)
@@ -156,6 +157,7 @@ say more than seconds.
 - *exposed %*: share of the time in which the rank that waits most for peers does so.
 - *loss difference*: the largest one to `{BASELINE}` in any step.
 - *step GiB*: memory beyond weights and optimizer states at the peak of a step.
+- *allocator retries*: how often a rank was short of memory and emptied the allocator's cache.
 - `head-tail-cp` trains one row of about `context` tokens after the other, as published; all other
   sides have one micro-batch.
 - `{TORCH_CP}` is PyTorch's `context_parallel` with SDPA, as it ships. It knows no documents, so it

@@ -154,12 +154,17 @@ class PlannedSide(Side):
         self.runner = StepRunner(self.context, halves, recompute, precision.compute)
 
     def prepare(self, batch: Batch) -> PlannedStep:
+        step = self.plan(batch)
+        self.runner.warm_up(self.model, step.plan)
+        return PlannedStep(self, step)
+
+    def plan(self, batch: Batch) -> Step:
         for planner in self.choices[:-1]:
             try:
-                return PlannedStep(self, Step.of(planner, batch))
+                return Step.of(planner, batch)
             except ValueError:  # documents do not fit under this limit of tokens
                 continue
-        return PlannedStep(self, Step.of(self.choices[-1], batch))
+        return Step.of(self.choices[-1], batch)
 
     def plan_of(self, ready: Ready) -> StepPlan | None:
         assert isinstance(ready, PlannedStep)

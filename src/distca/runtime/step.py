@@ -37,6 +37,8 @@ from distca.runtime.mesh import RankContext
 from distca.runtime.p2p import StageTransfer
 from distca.runtime.parallelize import add_tied_gradients, reshard, set_last_backward
 from distca.runtime.prepared import PreparedSlot, PreparedTicks, prepare_ticks
+from distca.runtime.rank_device import shares_gpu
+from distca.runtime.warm_up import warm_up_step
 
 Observe = Callable[[int, Tick], None]
 
@@ -83,6 +85,7 @@ class StepRunner:
         model: the stage of this rank; None on a dedicated server.
         prepared: the prepared plans of the step, if there are any yet (see ``prepare``).
         """
+        self.warm_up(model, step.plan)
         run = _StepRun(self, model, step, prepared)
         run.run()
         total = torch.zeros((), device=self.context.device)
@@ -99,11 +102,20 @@ class StepRunner:
 
         Only the ranks of the last stage have losses.
         """
+        self.warm_up(model, step.plan)
         run = _StepRun(self, model, step)
         run.run()
         if model is not None:
             reshard(model, self.context)
         return run.losses
+
+    def warm_up(self, model: Llama | None, plan: StepPlan) -> None:
+        """Loads the kernels that a step may be the first to use, if ranks share the GPU.
+
+        It comes before ranks compare their plans, so none has begun the step yet.
+        """
+        if model is not None and shares_gpu():
+            warm_up_step(model, plan, self.context, self.dtype, recompute=self.recompute)
 
     def prepare(self, plan: StepPlan) -> PreparedTicks:
         """Prepares the plans of a step; raises ValueError if this rank cannot run one of them."""
