@@ -25,7 +25,8 @@ class Tokens:
         generator = torch.Generator().manual_seed(0)
         self.plan = plan
         placement = plan.placement
-        self.first = np.concatenate([[0], np.cumsum(placement.lengths)])
+        self.prefix = placement.prefixes.length
+        self.first = np.concatenate([[0], np.cumsum(placement.lengths - self.prefix)])
         total = int(self.first[-1])
         query_heads, kv_heads, size = heads
 
@@ -40,12 +41,19 @@ class Tokens:
     def document(self, number: int) -> slice:
         return slice(int(self.first[number]), int(self.first[number + 1]))
 
+    def keys(self, number: int) -> list[int]:
+        """Global rows of all tokens that a document's last query sees, its ancestors' first."""
+        prefixes, span = self.plan.placement.prefixes, self.document(number)
+        before = self.keys(int(prefixes.parent[number])) if self.prefix[number] else []
+        return before[: int(self.prefix[number])] + list(range(span.start, span.stop))
+
     def rows(self, rank: int) -> Tensor:
         """Global rows of a rank's packed tensors, in order."""
         placement = self.plan.placement
         mine = np.flatnonzero(placement.worker == rank)
         spans = [
-            np.arange(placement.start[s], placement.stop[s]) + self.first[placement.document[s]]
+            np.arange(placement.start[s], placement.stop[s])
+            + (self.first[placement.document[s]] - self.prefix[placement.document[s]])
             for s in mine
         ]
         return torch.from_numpy(np.concatenate(spans) if spans else np.zeros(0, np.int64))
@@ -72,9 +80,10 @@ class Tokens:
             span = self.document(document)
             reach = int(self.plan.reach[document])
             position = torch.arange(length)
-            behind = position[:, None] - position[None, :]
+            behind = position[int(self.prefix[document]) :, None] - position[None, :]
             visible = (behind >= 0) & (behind < reach) if reach != FULL else behind > -length
-            keys, values = (t[span].repeat_interleave(group, 1) for t in (k, v))
+            rows = self.keys(document)
+            keys, values = (t[rows].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE
             weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
             out.append(torch.einsum("hnm,mhd->nhd", weights, values))

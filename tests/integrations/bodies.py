@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from distca.dispatch.transports.base import ExchangeError
-from distca.integrations.transformers import register
+from distca.integrations.transformers import collate_shared, register
 from distca.integrations.transformers.leaks import Leak, find_leaks
 
 SELECTIVE = partial(create_selective_checkpoint_contexts, [torch.ops.distca.core_attention.default])
@@ -55,6 +55,20 @@ def learned(
         loss = loss_of(model, batches()[dist.get_rank(group)], use_cache=use_cache)
         loss.backward()
     return loss.item(), summed(model, group), len(sent)
+
+
+def learned_rollouts(
+    group: dist.ProcessGroup, ranks: list[list[dict[str, list[int]]]], ahead: bool
+) -> tuple[float, dict[str, Tensor]]:
+    """Returns the loss of this rank's rows, and the gradients of all ranks."""
+    registered = register(cost="pairs")
+    model = model_of("llama", "distca")
+    batch = collate_shared(ranks[dist.get_rank(group)])
+    if ahead:
+        (batch,) = registered.plan_ahead([batch])
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), summed(model, group)
 
 
 def devices_of(group: dist.ProcessGroup, options: dict[str, Any]) -> list[dict[str, list[Any]]]:

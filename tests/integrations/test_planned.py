@@ -24,7 +24,7 @@ from distca.integrations.shared.lengths import (
 )
 from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
-from distca.integrations.transformers.batches import filler, lengths_of
+from distca.integrations.transformers.batches import documents_of, filler
 from distca.planning.masks import CAUSAL, Mask
 
 
@@ -43,19 +43,19 @@ def test_lengths_of_positions() -> None:
 
 def test_lengths_of_batches() -> None:
     batch: dict[str, Any] = packed([4, 1, 3])
-    assert lengths_of(batch) == [4, 1, 3]
-    assert lengths_of(batch | {"cu_seq_lens_q": torch.tensor([0, 5, 8])}) == [5, 3]
-    assert lengths_of({"input_ids": torch.zeros(3, 7)}) == [7, 7, 7]
-    assert lengths_of({"inputs_embeds": torch.zeros(2, 7, 16)}) == [7, 7]
-    assert lengths_of(filler(batch)) == [1]
+    assert documents_of(batch) == [4, 1, 3]
+    assert documents_of(batch | {"cu_seq_lens_q": torch.tensor([0, 5, 8])}) == [5, 3]
+    assert documents_of({"input_ids": torch.zeros(3, 7)}) == [7, 7, 7]
+    assert documents_of({"inputs_embeds": torch.zeros(2, 7, 16)}) == [7, 7]
+    assert documents_of(filler(batch)) == [1]
     several = batch["position_ids"].expand(4, 1, 8)  # of text, time, height and width
-    assert lengths_of(batch | {"position_ids": several}) == [4, 1, 3]
+    assert documents_of(batch | {"position_ids": several}) == [4, 1, 3]
     with pytest.raises(ValueError, match="padding"):
-        lengths_of(batch | {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])})
+        documents_of(batch | {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 1, 1, 0]])})
     with pytest.raises(ValueError, match="neither input_ids nor inputs_embeds"):
-        lengths_of({"pixels": torch.zeros(1)})
+        documents_of({"pixels": torch.zeros(1)})
     with pytest.raises(ValueError, match="has no tokens: leave it out"):
-        lengths_of({"input_ids": torch.zeros(1, 0)})
+        documents_of({"input_ids": torch.zeros(1, 0)})
 
 
 def test_exit_waits_for_submitted_work_but_not_for_long(
@@ -106,7 +106,7 @@ def test_a_loader_reads_one_ahead() -> None:
     batches = prefetch(
         loader(),
         PlannedAttention(cost="pairs"),
-        lengths_of=lambda batch: [batch + 1],
+        documents_of=lambda batch: [batch + 1],
         attach=lambda batch, future: (batch, future),
         filler=lambda last: 0,
     )

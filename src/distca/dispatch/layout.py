@@ -18,6 +18,7 @@ from distca.dispatch.rows import Rows
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
+from distca.planning.prefixes import Prefixes
 from distca.planning.spans import Ints, Spans, cumulative, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
@@ -75,7 +76,7 @@ class Layout:
         queries = _queries_here(tasks, placement, rank, arrived_q)
         keys = _keys_here(placement, rank, arrived_kv)
         # 3. The calls over them.
-        local, remote = _calls(tasks, plan.reach, queries, keys)
+        local, remote = _calls(tasks, plan.reach, placement.prefixes, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
         return cls(rank, num_ranks, num_tokens, q, kv, local, remote)
 
@@ -156,26 +157,27 @@ def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
 
 
 def _calls(
-    tasks: Tasks, reach: Ints, queries: _Queries, keys: _Keys
+    tasks: Tasks, reach: Ints, prefixes: Prefixes, queries: _Queries, keys: _Keys
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Returns the local and the remote calls: one for each mask kind."""
     mine = queries.task
     num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
-    needs = Spans(tasks.document[mine], tasks.kv_start[mine], tasks.kv_stop[mine])
-    # A task may read several spans of keys: ``found.left`` is the task, ``found.right`` the span.
+    task, needs = prefixes.owned(Spans(*(column[mine] for column in tasks.key_spans)))
+    # A task may read several spans of keys: ``reader`` is the task, ``found.right`` the span.
     found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
+    reader = task[found.left]
     block, skipped = keys.block[found.right], found.start - keys.start[found.right]
     row = keys.row[found.right] + skipped
     stop = row + found.stop - found.start
     # A task is remote if its queries, or some of its keys, are in a block that was received.
     needs_peers = queries.block > 0
-    needs_peers[found.left[block > 0]] = True
+    needs_peers[reader[block > 0]] = True
     kinds = reach[tasks.document[mine]]
     calls: tuple[list[Call], list[Call]] = ([], [])
     for remote in (False, True):
         for kind in np.unique(kinds[needs_peers == remote]).tolist():
             chosen = (needs_peers == remote) & (kinds == kind)
-            spans = chosen[found.left]
+            spans = chosen[reader]
             first, last = queries.row[chosen], queries.row[chosen] + num_queries[chosen]
             calls[remote].append(
                 Call(

@@ -10,6 +10,7 @@ import numpy as np
 
 from distca.planning.masks import Mask
 from distca.planning.placement import Placement
+from distca.planning.prefixes import Prefixes
 from distca.planning.spans import Ints
 
 
@@ -20,7 +21,7 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
     stage. The rows of a worker keep their order, so tensors need not move.
     """
     columns: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 5]
-    documents = 0
+    documents, prefixes = 0, Prefixes.none(0)
     for stage, placement in enumerate(stages):
         if placement is None:
             continue
@@ -32,8 +33,9 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
         p, worker = placement, placement.worker + stage * workers
         columns.append((p.lengths, p.document + documents, p.start, p.stop, worker))
         documents += p.num_documents
+        prefixes = p.prefixes.behind(prefixes)
     lengths, document, start, stop, worker = map(np.concatenate, zip(*columns, strict=True))
-    return Placement(lengths, document, start, stop, worker, workers * len(stages))
+    return Placement(lengths, document, start, stop, worker, workers * len(stages), prefixes)
 
 
 def pool_masks(stages: Sequence[Placement | None], masks: Sequence[Mask | None]) -> list[Mask]:

@@ -6,7 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 from distca.planning.bounds import traffic_lower_bound
-from distca.planning.checks import check_memory, check_own_memory, check_representable, shortfall
+from distca.planning.checks import (
+    check_memory,
+    check_own_memory,
+    check_prefixes,
+    check_representable,
+    shortfall,
+)
 from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.devices import Devices
@@ -36,6 +42,7 @@ PLACERS: dict[str, Callable[[Problem], Placement]] = {
     "variable-length": variable_length_packing,
     "karmarkar-karp": karmarkar_karp,
 }
+WITH_PREFIXES = (GIVEN, "balanced")  # placers that know documents which continue others
 SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
     "distca": disaggregated,
     "home": at_home,
@@ -69,9 +76,15 @@ def place(
             raise ValueError("workers is missing: give the number of workers to place documents on")
         documents = Placement.in_order(as_ints(documents), workers)
     elif workers not in (None, documents.num_workers):
-        documents = Placement.in_order(documents.lengths, workers)
+        documents = Placement.in_order(documents.lengths, workers, documents.prefixes)
     problem = PlanOptions.of(options, changes).problem(documents)
     check_representable(problem)
+    check_prefixes(problem)
+    if documents.prefixes.exist and placer not in WITH_PREFIXES:
+        raise ValueError(
+            f"placer {placer} does not know documents that continue others: use one of"
+            f" {', '.join(WITH_PREFIXES)}"
+        )
     return choose_placement(problem)
 
 
@@ -103,6 +116,7 @@ def plan(
         placement = Placement.from_ranks(placement)
     problem = PlanOptions.of(options, changes).problem(placement)
     check_representable(problem)
+    check_prefixes(problem)
     check_own_memory(problem)
     assignment = assign_tasks(problem)
     check_memory(problem, assignment)

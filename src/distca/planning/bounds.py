@@ -32,17 +32,20 @@ def _any_placement(problem: Problem, max_pairs: float) -> float:
     keys live on another server. The sum is smallest if the document is cut from its tail into
     slices of H pairs. Causal queries [0, m) have ((m + 1/2)^2 - 1/4) / 2 pairs, so each slice
     lowers (m + 1/2)^2 by 2 H. Under a full mask, every server beyond the first needs all L keys.
+    Keys of a prefix are not counted, since servers of several documents may share them.
     """
+    prefix = problem.placement.prefixes.length
     lengths = problem.placement.lengths.astype(np.float64)
     causal = problem.reach >= problem.placement.lengths
     full = problem.reach == masks.FULL
     other_servers = np.ceil(lengths[full] ** 2 / max_pairs) - 1
     keys = float(np.sum(np.maximum(other_servers, 0) * lengths[full]))
-    squares = (lengths[causal] + 0.5) ** 2
+    squares, first = (lengths[causal] + 0.5) ** 2, prefix[causal]
     while len(squares):
         squares = squares - 2 * max_pairs
-        squares = squares[squares > 0.25]
-        keys += float(np.sum(np.sqrt(squares) - 0.5))
+        left = squares > (first + 0.5) ** 2
+        squares, first = squares[left], first[left]
+        keys += float(np.sum(np.sqrt(squares) - 0.5 - first))
     return keys * problem.shape.kv_bytes
 
 
@@ -70,9 +73,11 @@ class _Shards:
         self.placement = p = problem.placement
         self.q, self.kv = 2 * problem.shape.q_bytes, problem.shape.kv_bytes
         self.length, self.reach = p.lengths[p.document], problem.reach[p.document]
+        self.prefix = p.prefixes.length[p.document]
         self.size = p.stop - p.start
         self.pairs = masks.pairs(p.start, p.stop, self.length, self.reach)
-        self.spanning = self.size < self.length  # whether other workers hold a part of the document
+        # Whether other workers hold a part of the document.
+        self.spanning = self.size < self.length - self.prefix
         seen = np.minimum(self.reach, self.length)
         self.keys_per_query = np.where(self.reach == masks.FULL, self.length, seen)  # at most
 
@@ -100,10 +105,11 @@ def _surplus(shards: _Shards, surplus: Floats, max_pairs: float) -> Floats:
     """
     q, kv = shards.q, shards.kv
     c = float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-    causal = shards.total((shards.reach < shards.length).astype(np.int64)) == 0
+    other = (shards.reach < shards.length) | (shards.prefix > 0)
+    causal = shards.total(other.astype(np.int64)) == 0
     # Documents that live whole on the worker, causal: the chord of c sqrt(P) from 0 to H pairs lies
-    # below the curve. Other masks: a query sees at most k keys and needs its own, so P pairs take
-    # P / k queries and as many keys.
+    # below the curve. Other masks, and documents whose prefix a server may have: a query sees at
+    # most k keys and needs its own, so P pairs take P / k queries and as many keys.
     chord = c / np.sqrt(max_pairs)
     per_pair = np.where(causal, chord, (q + kv) / shards.largest(shards.keys_per_query))
     full, rest = np.divmod(surplus, max_pairs)
@@ -135,7 +141,7 @@ def _fetched_keys(shards: _Shards) -> Floats:
         return_inverse=True,
         return_counts=True,
     )
-    first = masks.first_key(placement.start, shards.reach)
+    first = np.maximum(masks.first_key(placement.start, shards.reach), shards.prefix)
     last = masks.last_key(placement.stop, shards.length, shards.reach)
     lacking = np.maximum(placement.start - first, 0) + np.maximum(last - placement.stop, 0)
     return shards.total(

@@ -49,7 +49,7 @@ def _wrong_tasks(plan: Plan, tasks: Tasks) -> str:
     length, reach = placement.lengths[tasks.document], plan.reach[tasks.document]
     spans = Spans(tasks.document, tasks.q_start, tasks.q_stop)
     in_order = np.all(np.diff(tasks.document) >= 0) and np.all(tasks.queries > 0)
-    if not in_order or cover_error(spans, placement.lengths):
+    if not in_order or cover_error(spans, placement.prefixes.length, placement.lengths):
         return "the tasks do not cover every query token exactly once, in order"
     if np.any(tasks.kv_start != masks.first_key(tasks.q_start, reach)) or np.any(
         tasks.kv_stop != masks.last_key(tasks.q_stop, length, reach)
@@ -75,6 +75,16 @@ def _missing_memory(tasks: Tasks, placement: Placement, shape: ModelShape, devic
         f" keys that it fetches, but has {devices.memory_bytes[worst]}:"
         " give it fewer tokens or more memory"
     )
+
+
+def check_prefixes(problem: Problem) -> None:
+    """Raises ``ValueError`` if a document continues another one under a mask that has no order."""
+    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & (problem.reach == masks.FULL))
+    if len(wrong):
+        raise ValueError(
+            f"document {wrong[0]} has a prefix and mask full: a document can continue another one"
+            " only under masks causal and window:N"
+        )
 
 
 def check_representable(problem: Problem) -> None:

@@ -9,9 +9,10 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from distca.planning.prefixes import NO_PARENT, Prefixes
 from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
 
-Entry = int | Mapping[str, int]  # the length of a whole document, or one shard of a document
+Entry = int | Mapping[str, int]  # the length of a document, or a document or shard by its fields
 
 
 class Shard(NamedTuple):
@@ -31,16 +32,19 @@ class Placement:
     document may *span* workers: then each of them holds some of its shards and their keys.
     """
 
-    lengths: Ints  # [documents]
+    lengths: Ints  # [documents] with a prefix that belongs to another document
     document: Ints  # [shards]
     start: Ints  # [shards]
     stop: Ints  # [shards]
     worker: Ints  # [shards]
     num_workers: int
+    prefixes: Prefixes = None  # type: ignore[assignment]  # none by default
     row: Ints = field(init=False)  # [shards] first row of the shard in its worker's tensors
     tokens: Ints = field(init=False)  # [workers]
 
     def __post_init__(self) -> None:
+        if self.prefixes is None:
+            object.__setattr__(self, "prefixes", Prefixes.none(len(self.lengths)))
         size = self.stop - self.start
         self._validate(size)
         tokens = np.bincount(self.worker, size, minlength=self.num_workers).astype(np.int64)
@@ -52,7 +56,11 @@ class Placement:
 
     @classmethod
     def from_shards(
-        cls, lengths: Ints | None, shards: Sequence[Shard] | Ints, num_workers: int
+        cls,
+        lengths: Ints | None,
+        shards: Sequence[Shard] | Ints,
+        num_workers: int,
+        prefixes: Prefixes | None = None,
     ) -> Placement:
         """Builds a placement from shards, whose order on each worker is kept.
 
@@ -63,7 +71,9 @@ class Placement:
             lengths = np.zeros(int(table[:, 1].max(initial=-1)) + 1, np.int64)
             np.maximum.at(lengths, table[:, 1], table[:, 3])
         worker, document, start, stop = table[np.argsort(table[:, 0], kind="stable")].T
-        return cls(lengths, document.copy(), start.copy(), stop.copy(), worker.copy(), num_workers)
+        document, start, stop, worker = (one.copy() for one in (document, start, stop, worker))
+        prefixes = prefixes or Prefixes.none(len(lengths))
+        return cls(lengths, document, start, stop, worker, num_workers, prefixes)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Iterable[Entry]]) -> Placement:
@@ -71,12 +81,15 @@ class Placement:
 
         A number is the length of a whole document. ``{"document": d, "start": s, "stop": e}`` is a
         shard; shards with the same ``d`` belong to the same document. Documents are numbered in
-        order of appearance.
+        order of appearance. ``{"length": n, "parent": p, "prefix": m}`` is a whole document of n
+        tokens that continues the first m tokens of document number p; a shard may have a parent,
+        too, and then its positions count from the beginning of the prefix.
         """
         if len(ranks) == 0:
             raise ValueError("there are no ranks at all: give one list of documents for each rank")
         tables: list[Ints] = []
         numbers: dict[int, int] = {}  # of documents that are given as shards
+        prefixes: dict[int, tuple[int, int]] = {}  # parent and prefix by document
         count = 0  # documents so far
         for worker, given in enumerate(ranks):
             if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
@@ -88,27 +101,38 @@ class Placement:
                 count += len(entries)
             else:
                 for index, entry in enumerate(entries):
-                    name, *span = _read_entry(entry, f"entry {index} of rank {worker}")
+                    where = f"entry {index} of rank {worker}"
+                    name, start, stop, prefix = _read_entry(entry, where)
                     document = count if name is None else numbers.setdefault(name, count)
                     count = max(count, document + 1)
-                    table[index, 1:] = document, *span
+                    table[index, 1:] = document, start, stop
+                    if prefixes.setdefault(document, prefix) != prefix:
+                        raise ValueError(
+                            f"{where} has parent and prefix {prefix}, and another shard of the same"
+                            f" document {prefixes[document]}: give all of its shards the same ones"
+                        )
             table[:, 0] = worker
             tables.append(table)
-        return cls.from_shards(None, np.concatenate(tables), len(ranks))
+        columns = as_ints([prefixes.get(d, (NO_PARENT, 0)) for d in range(count)]).reshape(-1, 2).T
+        return cls.from_shards(None, np.concatenate(tables), len(ranks), Prefixes(*columns))
 
     @classmethod
-    def in_order(cls, lengths: Ints, num_workers: int) -> Placement:
+    def in_order(
+        cls, lengths: Ints, num_workers: int, prefixes: Prefixes | None = None
+    ) -> Placement:
         """Packs documents in order of arrival; the tokens of two workers differ by one at most.
 
         A document that does not fit on a worker continues on the next one.
         """
-        ends = np.cumsum(lengths, dtype=np.int64)
+        prefixes = prefixes or Prefixes.none(len(lengths))
+        tokens = lengths - prefixes.length
+        ends = np.cumsum(tokens, dtype=np.int64)
         total = int(ends[-1]) if len(ends) else 0
         worker_ends = np.arange(1, num_workers, dtype=np.int64) * total // num_workers
         boundaries = np.unique(np.concatenate([np.zeros(1, np.int64), ends, worker_ends]))
         first, last = boundaries[:-1], boundaries[1:]
         document = np.searchsorted(ends, first, side="right")
-        begin = ends - lengths
+        begin = ends - lengths  # so that positions count from the beginning of the prefix
         return cls(
             lengths,
             document,
@@ -116,6 +140,7 @@ class Placement:
             last - begin[document],
             np.searchsorted(worker_ends, first, side="right"),
             num_workers,
+            prefixes,
         )
 
     @property
@@ -176,7 +201,8 @@ class Placement:
                 f"a shard belongs to document {self.document.max()}, but there are only"
                 f" {len(self.lengths)}: documents are numbered from 0"
             )
-        wrong = cover_error(self.spans, self.lengths)
+        self.prefixes.validate(self.lengths)
+        wrong = cover_error(self.spans, self.prefixes.length, self.lengths)
         if wrong:
             raise ValueError(f"{wrong}: every token must be placed exactly once")
 
@@ -187,21 +213,32 @@ def _are_lengths(entries: Sequence[Entry]) -> bool:
     return integers and bool(entries) and min(cast("Sequence[int]", entries)) >= 1
 
 
-def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int]:
-    """Returns the name of a document, None if it is whole, and the span of its tokens."""
+def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int, tuple[int, int]]:
+    """Returns the name of a document, None if it is whole, its span, and its parent and prefix."""
     if not isinstance(entry, Mapping):
-        length = _read_int(entry, where)
-        if length < 1:
-            raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
-        return None, 0, length
-    if set(entry) != {"document", "start", "stop"}:
-        raise ValueError(f"{where} is {dict(entry)}: a shard has document, start and stop")
-    document, start, stop = (
-        _read_int(entry[key], f"{key} in {where}") for key in ("document", "start", "stop")
-    )
-    if not 0 <= start < stop:
-        raise ValueError(f"{where} spans [{start}, {stop}): it needs 0 <= start < stop")
-    return document, start, stop
+        return None, 0, _read_length(entry, where), (NO_PARENT, 0)
+    fields = {key: _read_int(value, f"{key} in {where}") for key, value in entry.items()}
+    prefix = fields.pop("parent", NO_PARENT), fields.pop("prefix", 0)
+    if fields.keys() == {"length"}:
+        length = _read_length(fields["length"], where)
+        return None, prefix[1], prefix[1] + length, prefix
+    if fields.keys() != {"document", "start", "stop"}:
+        raise ValueError(
+            f"{where} is {dict(entry)}: a shard has document, start and stop, and a document that"
+            " continues another one has length, parent and prefix"
+        )
+    if not 0 <= fields["start"] < fields["stop"]:
+        raise ValueError(
+            f"{where} spans [{fields['start']}, {fields['stop']}): it needs 0 <= start < stop"
+        )
+    return fields["document"], fields["start"], fields["stop"], prefix
+
+
+def _read_length(value: object, where: str) -> int:
+    length = _read_int(value, where)
+    if length < 1:
+        raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
+    return length
 
 
 def _read_int(value: object, where: str) -> int:

@@ -84,6 +84,8 @@ class Plan:
         sizes = (p.num_workers, self.devices.num_ranks, shape.heads, shape.kv_heads, shape.head_dim)
         digest = hashlib.sha256(repr(sizes).encode())
         arrays = [p.lengths, p.document, p.start, p.stop, p.worker, self.reach]
+        if p.prefixes.exist:
+            arrays += [p.prefixes.parent, p.prefixes.length]
         for tasks in (self.forward, self.backward):
             arrays += vars(tasks).values()
         for array in arrays:

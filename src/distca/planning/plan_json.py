@@ -12,7 +12,8 @@ import numpy as np
 from distca.planning.devices import Devices
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
-from distca.planning.placement import Placement, Shard
+from distca.planning.placement import Placement
+from distca.planning.prefixes import NO_PARENT, Prefixes
 from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
 
@@ -30,8 +31,12 @@ _WORDS = {int: "a whole number of at least 0", float: "a finite number of at lea
 
 def of_placement(placement: Placement) -> list[list[dict[str, int]]]:
     ranks: list[list[dict[str, int]]] = [[] for _ in range(placement.num_workers)]
+    parent, prefix = placement.prefixes.parent.tolist(), placement.prefixes.length.tolist()
     for worker, document, start, stop in placement.shards():
-        ranks[worker].append({"document": document, "start": start, "stop": stop})
+        shard = {"document": document, "start": start, "stop": stop}
+        if prefix[document]:
+            shard |= {"parent": parent[document], "prefix": prefix[document]}
+        ranks[worker].append(shard)
     return ranks
 
 
@@ -83,18 +88,27 @@ def _read(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _placement(ranks: Sequence[Any], num_documents: int) -> Placement:
     rows = [
-        (worker, shard["document"], shard["start"], shard["stop"])
+        (
+            worker,
+            shard["document"],
+            shard["start"],
+            shard["stop"],
+            shard.get("parent", NO_PARENT),
+            shard.get("prefix", 0),
+        )
         for worker, shards in enumerate(ranks)
         for shard in _list(shards, f"placement of rank {worker}")
     ]
-    table = _ints(rows, (len(rows), 4), "placement")
+    whole = _ints(rows, (len(rows), 6), "placement")
+    table, parents = whole[:, :4], whole[:, 4:]
     if np.any((table < 0) | (table > CAUSAL)) or np.any(table[:, 1] >= num_documents):
         raise ValueError(
             f"a shard has a document that is not one of 0 to {num_documents - 1}, one for each"
             f" mask, or positions that are not between 0 and {CAUSAL}"
         )
-    shards = [Shard(*row) for row in table.tolist()]
-    return Placement.from_shards(None, shards, len(ranks))
+    prefixes = Prefixes.none(num_documents)
+    prefixes.parent[table[:, 1]], prefixes.length[table[:, 1]] = parents.T
+    return Placement.from_shards(None, table, len(ranks), prefixes)
 
 
 def _tasks(rows: Any, placement: Placement) -> Tasks:

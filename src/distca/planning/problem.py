@@ -52,7 +52,8 @@ class Grain:
 class DocumentLoads:
     """The loads of spans of documents, in one direction or in both together."""
 
-    lengths: Ints
+    lengths: Ints  # [documents] with prefixes
+    prefix: Ints  # [documents] tokens that belong to another document
     reach: Ints
     cost_ps: CostFunction
 
@@ -64,10 +65,15 @@ class DocumentLoads:
         return self.cost_ps(stop - start, keys, pairs) * (stop > start)
 
     @cached_property
+    def tokens(self) -> Ints:
+        """[documents] The tokens of each document, without its prefix."""
+        return self.lengths - self.prefix
+
+    @cached_property
     def whole(self) -> Ints:
         """[documents] The load of each document without cuts."""
         documents = np.arange(len(self.lengths), dtype=np.int64)
-        return self.load(documents, np.zeros_like(self.lengths), self.lengths)
+        return self.load(documents, self.prefix, self.lengths)
 
 
 @dataclass(frozen=True)
@@ -85,7 +91,8 @@ class Problem:
     search_orders: int = 8  # how many orders the scheduler tries if there are few ranks
 
     def document_loads(self, cost_ps: CostFunction) -> DocumentLoads:
-        return DocumentLoads(self.placement.lengths, self.reach, cost_ps)
+        placement = self.placement
+        return DocumentLoads(placement.lengths, placement.prefixes.length, self.reach, cost_ps)
 
 
 @dataclass(frozen=True)

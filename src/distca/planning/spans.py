@@ -87,23 +87,23 @@ def overlaps(left: Spans, right: Spans) -> Overlaps:
     )
 
 
-def cover_error(spans: Spans, lengths: Ints) -> str:
+def cover_error(spans: Spans, first: Ints, last: Ints) -> str:
     """Returns which tokens sorted spans do not cover exactly once; empty if there are none.
 
-    lengths: the tokens of each group, all of which are to be covered.
+    first, last: the tokens [first, last) of each group, all of which are to be covered.
     """
-    # An empty span at the end of each group stands for its length.
-    group = np.append(spans.group, np.arange(len(lengths)))
-    start, stop = np.append(spans.start, lengths), np.append(spans.stop, lengths)
+    # An empty span at the end of each group stands for its last token.
+    group = np.append(spans.group, np.arange(len(last)))
+    start, stop = np.append(spans.start, last), np.append(spans.stop, last)
     order = np.argsort(group, kind="stable")
     group, start, stop = group[order], start[order], stop[order]
-    covered = np.where(np.diff(group, prepend=-1) != 0, 0, np.roll(stop, 1))
+    covered = np.where(np.diff(group, prepend=-1) != 0, first[group], np.roll(stop, 1))
     wrong = np.flatnonzero(start != covered)
     if not len(wrong):
         return ""
-    first, last = sorted((int(start[wrong[0]]), int(covered[wrong[0]])))
+    low, high = sorted((int(start[wrong[0]]), int(covered[wrong[0]])))
     what = "twice" if start[wrong[0]] < covered[wrong[0]] else "nowhere"
-    return f"tokens [{first}, {last}) of document {group[wrong[0]]} are placed {what}"
+    return f"tokens [{low}, {high}) of document {group[wrong[0]]} are placed {what}"
 
 
 def num_shared(spans: Sequence[Span], other: Span) -> int:

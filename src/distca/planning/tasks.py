@@ -9,7 +9,7 @@ import numpy as np
 from distca.planning import masks
 from distca.planning.costs.base import TaskCost
 from distca.planning.placement import Placement
-from distca.planning.spans import Bools, Ints
+from distca.planning.spans import Bools, Ints, Spans
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +73,11 @@ class Tasks:
     @property
     def keys(self) -> Ints:
         return self.kv_stop - self.kv_start
+
+    @property
+    def key_spans(self) -> Spans:
+        """The keys of each task, as positions in its document; some may belong to its ancestors."""
+        return Spans(self.document, self.kv_start, self.kv_stop)
 
     @property
     def moved(self) -> Ints:

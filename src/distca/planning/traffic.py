@@ -62,7 +62,7 @@ class Traffic:
 def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
     """Returns the keys that servers need and do not hold, each with its source."""
     # 1. The keys that each server needs of each document, each key once.
-    needs = _keys_on_servers(tasks, placement.num_documents)
+    needs = _keys_on_servers(tasks, placement)
     server, document = np.divmod(needs.group, max(placement.num_documents, 1))
     # 2. The shards that hold them.
     found = overlaps(Spans(document, needs.start, needs.stop), placement.spans)
@@ -82,9 +82,9 @@ def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
         placement.start[order],
         placement.stop[order],
     )
-    wanted = Spans(tasks.server * count + tasks.document, tasks.kv_start, tasks.kv_stop)
-    met = overlaps(wanted, own)
-    held = np.bincount(met.left, met.stop - met.start, minlength=len(tasks))
+    task, keys = placement.prefixes.owned(tasks.key_spans)
+    met = overlaps(Spans(tasks.server[task] * count + keys.group, keys.start, keys.stop), own)
+    held = np.bincount(task[met.left], met.stop - met.start, minlength=len(tasks))
     waits: Bools = (tasks.home != tasks.server) | (held < tasks.keys)
     return waits
 
@@ -134,12 +134,16 @@ def traffic(
         np.add.at(recv, receiver, num_bytes)
     crossing = node[between.source] != node[between.target]
     cross_node = int((between.out + between.back)[crossing].sum())
-    distinct = _keys_on_servers(tasks, placement.num_documents)
+    distinct = _keys_on_servers(tasks, placement)
     copied = int(tasks.keys.sum() - (distinct.stop - distinct.start).sum())
     return Traffic(send, recv, cross_node, copied * shape.kv_bytes)
 
 
-def _keys_on_servers(tasks: Tasks, num_documents: int) -> Spans:
-    """Returns the keys that each server needs, each key once; groups are (server, document)."""
-    group = tasks.server * num_documents + tasks.document
-    return union(Spans(group, tasks.kv_start, tasks.kv_stop))
+def _keys_on_servers(tasks: Tasks, placement: Placement) -> Spans:
+    """Returns the keys that each server needs, each key once; groups are (server, document).
+
+    A prefix that several documents share counts once, as keys of the document that has it.
+    """
+    task, keys = placement.prefixes.owned(tasks.key_spans)
+    group = tasks.server[task] * placement.num_documents + keys.group
+    return union(Spans(group, keys.start, keys.stop))

@@ -43,7 +43,9 @@ from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
 
-Documents = Sequence[Entry]  # of one rank, in order: lengths, or shards of documents on many ranks
+# Documents of one rank, in order: lengths, documents that continue another one of the same rank
+# (whose documents are numbered from 0), or shards of documents on many ranks.
+Documents = Sequence[Entry]
 
 _WARN_AFTER_S = 30.0
 
@@ -79,10 +81,10 @@ class PlannedBatch:
     ) -> None:
         self.ranks = tuple(tuple(documents) for documents in ranks)
         self.is_local = local  # it has the documents of this rank only
-        self.lengths = tuple(_size(entry) for entry in self.ranks[rank])  # tokens on this rank
+        self.lengths = tuple(num_tokens(entry) for entry in self.ranks[rank])  # on this rank
         self._options, self._scheduler = options, scheduler
         self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
-        self._placement = Placement.from_ranks(self.ranks)
+        self._placement = Placement.from_ranks(_numbered(self.ranks))
 
     def plan(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
@@ -312,8 +314,27 @@ class PlannedAttention:
         return None if self._groups.planning.num_ranks == 1 else self._groups
 
 
-def _size(entry: Entry) -> int:
-    return entry if isinstance(entry, int) else entry["stop"] - entry["start"]
+def num_tokens(entry: Entry) -> int:
+    """Returns how many tokens of a document are on its rank."""
+    if isinstance(entry, int):
+        return entry
+    return entry["length"] if "length" in entry else entry["stop"] - entry["start"]
+
+
+def _numbered(ranks: Sequence[Documents]) -> list[list[Entry]]:
+    """Returns the documents of all ranks with parents numbered over all of them."""
+    numbered: list[list[Entry]] = []
+    before = 0
+    for documents in ranks:
+        numbered.append([_shifted(entry, before) for entry in documents])
+        before += len(documents)
+    return numbered
+
+
+def _shifted(entry: Entry, before: int) -> Entry:
+    if isinstance(entry, int) or "parent" not in entry:
+        return entry
+    return {**entry, "parent": entry["parent"] + before}
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from distca.integrations.shared.planned import BatchFuture, PlannedAttention
+from distca.integrations.shared.planned import BatchFuture, Documents, PlannedAttention
 
 Batch = TypeVar("Batch")
 
@@ -19,7 +19,7 @@ def prefetch(
     loader: Iterable[Batch],
     attention: PlannedAttention,
     *,
-    lengths_of: Callable[[Batch], list[int]],
+    documents_of: Callable[[Batch], Documents],
     attach: Callable[[Batch, BatchFuture], Batch],
     filler: Callable[[Batch | None], Batch],
     depth: int = 1,
@@ -28,8 +28,8 @@ def prefetch(
 
     All ranks iterate at the same points, however many batches each of them has.
 
-    lengths_of: returns the lengths of a batch's documents, in order. If it raises ValueError on one
-        rank, all ranks raise it.
+    documents_of: returns a batch's documents, in order. If it raises ValueError on one rank, all
+        ranks raise it.
     attach: returns the batch with its future, in the form in which the model looks for it.
     filler: returns a filler batch, given the last batch of this rank (None if it had none).
     depth: how many batches are read in advance; 0 if the caller reads in advance.
@@ -39,14 +39,14 @@ def prefetch(
         last: Batch | None = None
         for last in loader:
             try:
-                future = attention.submit(lengths_of(last))
+                future = attention.submit(documents_of(last))
             except ValueError as error:
                 future = attention.submit([], error=str(error))
             yield attach(last, future)
         fill = filler(last)
-        lengths = lengths_of(fill)
+        documents = documents_of(fill)
         while True:  # [Note: ranks without a batch]
-            future = attention.submit(lengths, done=True)
+            future = attention.submit(documents, done=True)
             if attention.wait(future) is None:
                 return
             yield attach(fill, future)

@@ -54,7 +54,7 @@ class PlannedDataLoader(BaseDataLoader):  # type: ignore[misc]
         for batch in prefetch(
             self._read(),
             self._shared.attention,
-            lengths_of=lengths_of,
+            documents_of=lengths_of,
             attach=self._enqueue,
             filler=self._filler,
         ):

@@ -2,5 +2,6 @@
 
 from distca.integrations.transformers.attention import Registered, register
 from distca.integrations.transformers.leaks import Leak, find_leaks
+from distca.integrations.transformers.rollouts import batch_places, collate_shared
 
-__all__ = ["Leak", "Registered", "find_leaks", "register"]
+__all__ = ["Leak", "Registered", "batch_places", "collate_shared", "find_leaks", "register"]

@@ -33,11 +33,12 @@ except ImportError as error:
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import PlannedAttention, PlannedBatch, num_tokens
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
+from distca.planning.placement import Entry
 
 
 def register(
@@ -126,7 +127,7 @@ class Registered:
 
         The first layer of a model call finds it, and the others take it from there.
         """
-        call, error, lengths = packed.call, "", list[int]()
+        call, error, documents = packed.call, "", list[Entry]()
         first = call.batch is None
         if first and (planned := call.planned(given)) is not None:
             call.batch = self.attention.wait(planned)
@@ -134,19 +135,19 @@ class Registered:
             if packed.error:
                 raise ValueError(packed.error)
             if call.batch is None:
-                lengths = call.documents(given, packed.starts)
-            packed.check(call.batch.lengths if call.batch else lengths)
+                documents = call.documents(given, packed.starts)
+            packed.check(call.batch.lengths if call.batch else [*map(num_tokens, documents)])
             if first:  # the same on all ranks if they share the batch
-                call.check_packed(max(map(len, call.batch.ranks if call.batch else [lengths])))
+                call.check_packed(max(map(len, call.batch.ranks if call.batch else [documents])))
         except ValueError as raised:
             error = f"{where} {raised}"
             if call.batch is not None or not call.grad_enabled:
                 raise ValueError(error) from None
         if call.batch is None:
             if call.grad_enabled:
-                call.batch = self.attention.gather(lengths, error)
+                call.batch = self.attention.gather(documents, error)
             else:
-                call.batch = self.attention.local(lengths)
+                call.batch = self.attention.local(documents)
         return call.batch
 
 

@@ -17,9 +17,11 @@ from distca.integrations.shared.lengths import (
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.shared.planned import BatchFuture
+from distca.integrations.shared.planned import BatchFuture, num_tokens
+from distca.planning.placement import Entry
 
 PLANNED = "distca_batch"  # the argument of the model under which a batch carries its plans
+DOCUMENTS = "distca_documents"  # the one that tells documents which continue others
 _IGNORED = -100  # the label of a token that is not in the loss
 
 PADDED = (
@@ -28,7 +30,7 @@ PADDED = (
 )
 
 
-def lengths_of(batch: Mapping[str, Any]) -> list[int]:
+def documents_of(batch: Mapping[str, Any]) -> list[Entry]:
     mask = batch.get("attention_mask")
     if isinstance(mask, Tensor) and not bool(mask.all()):
         raise ValueError(f"the batch {PADDED}")
@@ -42,35 +44,43 @@ def lengths_of(batch: Mapping[str, Any]) -> list[int]:
 
 def tells_documents(given: Mapping[str, Any]) -> bool:
     """Tells whether arguments say where documents begin, also if that cannot be read."""
-    return any(given.get(name) is not None for name in ("cu_seq_lens_q", "position_ids"))
+    names = (DOCUMENTS, "cu_seq_lens_q", "position_ids")
+    return any(given.get(name) is not None for name in names)
 
 
 def documents(
-    num_rows: int, num_tokens: int, given: Mapping[str, Any], starts: Tensor | None = None
-) -> list[int]:
-    """Returns the lengths of documents from the arguments that a model or a layer was given.
+    num_rows: int, row_tokens: int, given: Mapping[str, Any], starts: Tensor | None = None
+) -> list[Entry]:
+    """Returns the documents, mostly as lengths, from what a model or a layer was given.
 
     starts: [B, S], true where the model's mask starts a document, if that is known.
     """
+    if (told := given.get(DOCUMENTS)) is not None:
+        if (count := sum(map(num_tokens, told))) != num_rows * row_tokens:
+            raise ValueError(
+                f"{DOCUMENTS} have {count} tokens, but the batch has {num_rows * row_tokens}: give"
+                " them as pack_rows returns them"
+            )
+        return list(told)
     offsets, others = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
     if offsets is not None:
         if others is not None and others is not offsets and not torch.equal(others, offsets):
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: give the same for both")
-        return lengths_of_offsets(offsets, num_rows * num_tokens)
+        return [*lengths_of_offsets(offsets, num_rows * row_tokens)]
     positions = given.get("position_ids")
     if positions is not None:
         if positions.ndim == 3 and len(positions) == 4:  # of text, time, height, width
             positions = positions[0]
-        if positions.ndim != 2 or positions.shape[1] != num_tokens:
+        if positions.ndim != 2 or positions.shape[1] != row_tokens:
             raise ValueError(
                 f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"
-                f" {num_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
+                f" {row_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
             )
         restarts = starts_of_positions(positions).expand(num_rows, -1)
         starts = restarts if starts is None else starts | restarts
     if starts is None:
-        return [num_tokens] * num_rows
-    return lengths_of_starts(starts)
+        return [row_tokens] * num_rows
+    return [*lengths_of_starts(starts)]
 
 
 def attach(batch: Mapping[str, Any], future: BatchFuture) -> dict[str, Any]:
@@ -86,6 +96,8 @@ def filler(last: Mapping[str, Any] | None) -> dict[str, Any]:
     one = torch.zeros(1, 1, dtype=torch.int64)
     batch: dict[str, Any] = {"input_ids": one, "position_ids": one}
     batch |= {"labels": torch.full_like(one, _IGNORED), "num_items_in_batch": 1}
+    if last and DOCUMENTS in last:
+        batch[DOCUMENTS] = (1,)
     for name in last or ():
         if name.startswith("cu_seq_lens"):
             batch[name] = torch.tensor([0, 1], dtype=torch.int32)

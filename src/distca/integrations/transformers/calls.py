@@ -22,7 +22,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca.integrations.transformers import refusals
-from distca.integrations.transformers.batches import PLANNED
+from distca.integrations.transformers.batches import DOCUMENTS, PLANNED
 
 
 @dataclass(eq=False)
@@ -83,7 +83,8 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     call = CallInProgress(
         self, dict(zip(_parameters(type(self).forward), args, strict=False)) | kwargs
     )
-    kwargs.pop(PLANNED, None)  # not every model takes arguments that it does not know
+    for name in (PLANNED, DOCUMENTS):  # not every model takes arguments that it does not know
+        kwargs.pop(name, None)
     if not outer:
         refusals.refuse_arguments(call)
     token = _calls.set((*outer, call))

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from distca.integrations.shared.planned import PlannedAttention
 from distca.integrations.shared.prefetch import prefetch
-from distca.integrations.transformers.batches import attach, filler, lengths_of
+from distca.integrations.transformers.batches import attach, documents_of, filler
 
 
 class PrefetchingLoader(DataLoader[Any]):
@@ -28,7 +28,7 @@ class PrefetchingLoader(DataLoader[Any]):
         return prefetch(
             self._loader,
             self._attention,
-            lengths_of=lengths_of,
+            documents_of=documents_of,
             attach=attach,
             filler=filler,
             depth=self._depth,

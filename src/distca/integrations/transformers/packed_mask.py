@@ -25,6 +25,7 @@ from distca.integrations.transformers.calls import Calls, in_progress
 from distca.integrations.transformers.masks import document_starts
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
 from distca.planning.masks import CAUSAL, Mask
+from distca.planning.placement import Entry
 
 _UNSUPPORTED = "has a mask that is neither causal nor a sliding window of documents"
 
@@ -59,22 +60,22 @@ class ModelCall:
         if most_documents > self.num_rows:
             refuse_packed(self.models)
 
-    def documents(self, given: Mapping[str, Any], starts: Tensor | None) -> list[int]:
-        """Returns the lengths of documents, by what the outermost model that tells was given.
+    def documents(self, given: Mapping[str, Any], starts: Tensor | None) -> list[Entry]:
+        """Returns the documents, by what the outermost model that tells was given.
 
         starts: where the mask starts documents. It ignores positions if there is a cache or an
             attention_mask, and some layers get none, but the caller of the model has said them.
         """
         sources = self._sources(given)
         told = next(filter(tells_documents, sources), sources[-1])
-        lengths = documents(self.num_rows, self.num_tokens, told, starts)
-        known = self.models or tells_documents(told) or len(lengths) > self.num_rows
+        found = documents(self.num_rows, self.num_tokens, told, starts)
+        known = self.models or tells_documents(told) or len(found) > self.num_rows
         if self.grad_enabled and not known:
             raise ValueError(
                 "cannot tell where documents begin: call the layers by their model, wrap the"
                 " loader with plan_ahead, or give cu_seq_lens_q"
             )
-        return lengths
+        return found
 
     def _sources(self, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Returns what tells about these tokens: the arguments of models, then of the layer."""

@@ -56,14 +56,17 @@ def balanced_placement(problem: Problem) -> Placement:
     document dealt over all workers.
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
+    prefixes = problem.placement.prefixes
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [Placement.from_shards(lengths, nearest.table, num_workers)]
-        if nearest.surplus == 0.0 and only_workers:
+        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes)]
+        if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return candidates[0]
-    in_order = Placement.in_order(lengths, num_workers)
+    in_order = Placement.in_order(lengths, num_workers, prefixes)
+    if prefixes.exist:  # in order, documents that share a prefix are near each other
+        return min([*candidates, in_order], key=lambda candidate: _quality(candidate, problem))
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
@@ -203,9 +206,9 @@ def _densities(documents: DocumentLoads, capacity: Floats) -> list[float]:
     density = 0.0
     # Which documents are short depends on the density: a fixed point after a few rounds.
     for _ in range(4):
-        net_load = documents.whole - density * documents.lengths
+        net_load = documents.whole - density * documents.tokens
         short = net_load <= MEDIUM * _net_headroom(documents, capacity, density)
-        short_tokens = max(documents.lengths[short].sum(), 1)
+        short_tokens = max(documents.tokens[short].sum(), 1)
         density = float(documents.whole[short].sum() / short_tokens)
     guesses = [FIRST_DENSITY * DENSITY_STEP**step * density for step in range(NUM_DENSITIES)]
     return [guess for guess in guesses if _net_headroom(documents, capacity, guess) > 0 < guess]
@@ -213,16 +216,16 @@ def _densities(documents: DocumentLoads, capacity: Floats) -> list[float]:
 
 def _net_headroom(documents: DocumentLoads, capacity: Floats, density: float) -> float:
     """Returns what tokens of this density leave of the capacity of a worker."""
-    return float(np.median(capacity)) - density * (float(documents.lengths.sum()) / len(capacity))
+    return float(np.median(capacity)) - density * (float(documents.tokens.sum()) / len(capacity))
 
 
 def _deal_long(
     documents: DocumentLoads, capacity: Floats, density: float, grain: Grain
 ) -> DealtShards:
     """Puts slices and medium documents on workers."""
-    tokens = float(documents.lengths.sum()) / len(capacity)
+    tokens = float(documents.tokens.sum()) / len(capacity)
     net_headroom = _net_headroom(documents, capacity, density)
-    medium = documents.whole - density * documents.lengths > MEDIUM * net_headroom
+    medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
     dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)

@@ -21,14 +21,14 @@ def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
     """Returns the table of all shards, after which token counts differ by one tile at most."""
     order = _densest_first(documents, dealt.short)
     worker = _deal_short(documents, order, dealt)
-    short = [worker, order, np.zeros_like(order), documents.lengths[order]]
+    short = [worker, order, documents.prefix[order], documents.lengths[order]]
     table = np.concatenate([as_ints(dealt.shards).reshape(-1, 4), np.stack(short, axis=1)])
     return _even_tokens(table, dealt.tokens_left, grain)
 
 
 def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
     """Sorts documents by load per token: the longest, and those much shorter than a tile, first."""
-    density = documents.whole[chosen] / documents.lengths[chosen]
+    density = documents.whole[chosen] / documents.tokens[chosen]
     return chosen[np.argsort(-density, kind="stable")]
 
 
@@ -40,10 +40,10 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
     more net headroom than before.
     """
     workers = len(dealt.headroom)
-    first = _groups(documents.lengths[order], workers)
+    first = _groups(documents.tokens[order], workers)
     lengths, loads = (
         np.add.reduceat(values[order], first) if len(first) else values[order]
-        for values in (documents.lengths, documents.whole)
+        for values in (documents.tokens, documents.whole)
     )
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
     chosen: list[int] = []

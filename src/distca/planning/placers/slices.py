@@ -58,15 +58,17 @@ class Slicer:
         """
         slices: list[Slice] = []
         document, stop = chosen, self.documents.lengths[chosen]
+        prefix = self.documents.prefix
         traffic_limit = np.inf
         num_above = 0
         while len(document):
             longest = min(limits.tokens, traffic_limit / max(num_above, 1))
             start = self._starts(document, stop, SliceLimits(limits.net_load, longest))
             slices += self._slices(document, start, stop, np.full_like(start, num_above))
-            if num_above == 0 and start.any():
-                traffic_limit = float(start.max())
-            document, stop = document[start > 0], start[start > 0]
+            left = start > prefix[document]
+            if num_above == 0 and left.any():
+                traffic_limit = float(start[left].max())
+            document, stop = document[left], start[left]
             num_above += 1
         return slices, traffic_limit
 
@@ -96,17 +98,20 @@ class Slicer:
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
         """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
 
-        The start is 0 if all tokens before ``stop`` fit, or are too few to be cut.
+        The start is that of the document if all tokens before ``stop`` fit, or are too few to be
+        cut.
         """
-        grain, starts = self.grain, np.zeros_like(stop)
+        grain, starts = self.grain, self.documents.prefix[document]
         net = self._net_load(document, starts, stop)
-        fits = (net <= limits.net_load) & (stop <= limits.tokens)
-        cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= 1))
-        document, stop, net = document[cut], stop[cut], net[cut]
+        fits = (net <= limits.net_load) & (stop - starts <= limits.tokens)
+        cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= grain.first_cut(starts)))
+        document, stop, net, first = document[cut], stop[cut], net[cut], starts[cut]
         if not len(cut):
             return starts
         kept = np.maximum(1.0 - limits.net_load / np.maximum(net, 1.0), 0.0)
-        guess = stop * np.sqrt(kept) / grain.spacing  # net load grows like a square
+        # Net load grows like a square.
+        kept += (1.0 - kept) * (first / stop) ** 2
+        guess = stop * np.sqrt(kept) / grain.spacing
 
         def excess(index: Ints) -> Ints:
             net = self._net_load(document, index * grain.spacing, stop)
@@ -116,7 +121,7 @@ class Slicer:
         slope = 2.0 * limits.net_load / np.maximum(last, 1)
         index = first_fitting(excess, guess.astype(np.int64), last, slope)
         shortest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
-        index = np.minimum(np.maximum(np.maximum(index, shortest), 1), last)
+        index = np.minimum(np.maximum(np.maximum(index, shortest), grain.first_cut(first)), last)
         starts[cut] = index * grain.spacing
         return starts
 

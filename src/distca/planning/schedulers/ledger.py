@@ -7,8 +7,9 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.schedulers.cuts import HeldSpans, KeySources, Piece, Requests, Targets
-from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards
-from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared, with_span
+from distca.planning.schedulers.held_keys import HeldKeys
+from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
 from distca.planning.tasks import Tasks
 
 NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
@@ -64,46 +65,6 @@ class Loads:
             self.per_rank[rank] += change[rank]
             if self.headroom(rank) > 0 and self.serves(rank):
                 bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
-
-
-class HeldKeys:
-    """Spans of keys that ranks have of each document: their own, fetched, or received ones."""
-
-    def __init__(self, shards: PlacedShards) -> None:
-        self._shards = shards
-        self._held: dict[int, KeySpans] = {}  # document -> who holds its keys
-
-    def holders(self, document: int) -> KeySpans:
-        """Returns the ranks that have keys of a document."""
-        if document not in self._held:
-            owners = self._shards.owners(document)
-            held = {rank: list(spans) for rank, spans in owners.items()}
-            if len(owners) > 1:  # each worker fetches the keys that its shards need
-                for rank, spans in owners.items():
-                    for span in spans:
-                        need = self._shards.keys_needed(document, span)
-                        held[rank] = with_span(held[rank], need)
-            self._held[document] = held
-        return self._held[document]
-
-    def num_missing(self, document: int, rank: int, need: Span) -> int:
-        """Returns how many of the keys ``need`` a rank does not have."""
-        return need[1] - need[0] - num_shared(self.holders(document).get(rank, ()), need)
-
-    def add(self, document: int, rank: int, keys: Span) -> list[tuple[int, int]]:
-        """Adds keys to a rank; returns how many new ones each owner sends, (owner, number)."""
-        holders = self.holders(document)
-        before = holders.get(rank, [])
-        after = with_span(before, keys)
-        holders[rank] = after
-        return [
-            (owner, sum(num_shared(after, span) - num_shared(before, span) for span in spans))
-            for owner, spans in self._shards.owners(document).items()
-        ]
-
-    def keep_own(self, document: int, rank: int) -> None:
-        """Drops the keys of a worker that do not live there."""
-        self.holders(document)[rank] = list(self._shards.owners(document)[rank])
 
 
 class Ledger:
@@ -287,7 +248,7 @@ class Ledger:
         """Removes the keys that home fetched for a shard of which it computes nothing any more."""
         home, document = self.shards.home[shard], self.shards.document[shard]
         need = self.shards.keys_needed(document, self.shards.span(shard))
-        for owner, spans in self.shards.owners(document).items():
+        for owner, spans in self.shards.homes(document).items():
             if owner != home:
                 fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
                 self.sent[owner] -= fetched

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +11,7 @@ from distca.planning import masks
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Ints, Span, as_ints
+from distca.planning.spans import Bools, Ints, Span, as_ints, with_span
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -29,7 +29,7 @@ class PlacedShards:
     cost: TaskCost
     documents: DocumentLoads
     load: Ints  # [shards] without cuts
-    is_document: Bools  # [shards] whether the shard is a whole document
+    is_document: Bools  # [shards] whether the shard is a whole document and shares no prefix
     home: list[int]  # [shards]
     document: list[int]  # [shards]
     heaviest_first: list[Ints]  # [workers] the shards of each worker
@@ -38,6 +38,7 @@ class PlacedShards:
     _lengths: list[int]  # [documents]
     _reach: list[int]  # [documents]
     _ends: list[int]  # [documents + 1] first shard of each document in ``placement.by_document``
+    _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
 
     @classmethod
@@ -47,6 +48,7 @@ class PlacedShards:
         documents = problem.document_loads(cost.ps)
         load = documents.load(*spans)
         by_load = np.lexsort((-load, placement.worker))
+        size, shared = placement.stop - placement.start, placement.prefixes.shared[spans[0]]
         ends = np.searchsorted(placement.worker[by_load], np.arange(placement.num_workers + 1))
         at_home = Tasks.at_home(placement, problem.reach)
         numbers = np.arange(placement.num_documents + 1)
@@ -55,7 +57,7 @@ class PlacedShards:
             cost=cost,
             documents=documents,
             load=load,
-            is_document=placement.stop - placement.start == placement.lengths[placement.document],
+            is_document=(size == placement.lengths[placement.document]) & ~shared,
             home=placement.worker.tolist(),
             document=placement.document.tolist(),
             heaviest_first=np.split(by_load, ends[1:-1]),
@@ -104,18 +106,53 @@ class PlacedShards:
         """Returns the keys that some queries of a document need."""
         return masks.keys_needed(queries, self._lengths[document], self._reach[document])
 
-    def owners(self, document: int) -> KeySpans:
-        """Returns the workers on which the document's tokens live."""
-        if document not in self._owners:
-            owners: KeySpans = {}
+    def homes(self, document: int) -> KeySpans:
+        """Returns the workers on which the document's own tokens live, without its prefix."""
+        if document not in self._homes:
+            homes: KeySpans = {}
             first, last = self._ends[document : document + 2]
             for shard in self.problem.placement.by_document[first:last].tolist():
-                owners.setdefault(self.home[shard], []).append(self.span(shard))
-            self._owners[document] = owners
+                homes.setdefault(self.home[shard], []).append(self.span(shard))
+            self._homes[document] = homes
+        return self._homes[document]
+
+    def keys_of(self, document: int) -> Span:
+        """Returns all keys of a document, with those of its prefix."""
+        return 0, self._lengths[document]
+
+    def owners(self, document: int) -> KeySpans:
+        """Returns the workers on which the document's tokens and those of its prefix live."""
+        if not self.problem.placement.prefixes.length[document]:
+            return self.homes(document)
+        if document not in self._owners:
+            parts = self.parts(document, self.keys_of(document))
+            self._owners[document] = joined((self.homes(owner), part) for owner, part in parts)
         return self._owners[document]
+
+    def parts(self, document: int, keys: Span) -> list[tuple[int, Span]]:
+        """Divides keys of a document by the document that has them: itself, or its ancestors."""
+        prefixes, (start, stop) = self.problem.placement.prefixes, keys
+        found = []
+        while start < (prefix := int(prefixes.length[document])):
+            if stop > prefix:
+                found.append((document, (prefix, stop)))
+            document, stop = int(prefixes.parent[document]), min(stop, prefix)
+        return [*found, (document, (start, stop))]
 
     def memory_bytes(self, document: int, queries: Span) -> int:
         """Returns what queries take on another server: q, o, and a packed copy of their keys."""
         first, last = self.keys_needed(document, queries)
         q_and_o = 2 * (queries[1] - queries[0]) * self.problem.shape.q_bytes
         return q_and_o + (last - first) * self.problem.shape.kv_bytes
+
+
+def joined(parts: Iterable[tuple[KeySpans, Span]]) -> KeySpans:
+    """Returns what ranks have of each part, together."""
+    result: KeySpans = {}
+    for held, (low, high) in parts:
+        for rank, spans in held.items():
+            for start, stop in spans:
+                if max(start, low) < min(stop, high):
+                    part = max(start, low), min(stop, high)
+                    result[rank] = with_span(result.get(rank, ()), part)
+    return result

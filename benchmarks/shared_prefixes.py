@@ -1,0 +1,217 @@
+"""Completions of shared prompts: packed with the prompt once, against one row for each completion.
+
+    python benchmarks/shared_prefixes.py --cpu                      2 gloo ranks, small sizes
+    python benchmarks/shared_prefixes.py                            1 GPU, prompts of 1K to 32K
+    python benchmarks/shared_prefixes.py --ranks 4 --share-gpu      4 NCCL ranks on one GPU
+
+Both sides are a Llama of transformers with ``attn_implementation="distca"``, and their steps
+(forward and backward) alternate. The lengths of completions are uneven: lognormal with the given
+mean, sigma 0.8. The *FLOPs ratio* is what sharing would give if every FLOP took the same time, over
+the matrix products of the model and its attention; the goal is 0.9 of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import sys
+import time
+from contextlib import nullcontext
+from datetime import date
+from itertools import chain
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from distca.integrations.transformers import collate_shared, register
+from distca.planning.masks import document_pairs
+from distca.runtime import launch, launched
+from distca.runtime.shared_gpu import share_gpu
+from distca.train.setup import join_world
+
+RESULTS = Path(__file__).parent / "results"
+LOGS = Path("runs/shared_prefixes/logs")
+GROUPS = (8, 16)  # completions of a prompt
+CPU_SIZES = ((512, 64), (512, 256), (1024, 64))  # tokens of a prompt, mean tokens of a completion
+GPU_SIZES = ((1024, 512), (4096, 512), (4096, 2048), (16384, 2048), (32768, 2048), (32768, 8192))
+WARM_UP = 1
+Row = dict[str, list[int]]
+
+
+class Sizes(NamedTuple):
+    completions: int
+    prompt: int
+    completion: int
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=0, help="2 with --cpu, else 1")
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--cpu", action="store_true")
+    parser.add_argument("--share-gpu", action="store_true")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    options.ranks = options.ranks or (2 if options.cpu else 1)
+    if launched.is_rank():
+        with launched.reporting():
+            run_rank(options)
+            dist.destroy_process_group()
+        return
+    with share_gpu(options.ranks, LOGS / "mps") if options.share_gpu else nullcontext() as gpu:
+        launch.launch([sys.executable, *sys.argv], options.ranks, LOGS, gpu)
+
+
+def run_rank(options: argparse.Namespace) -> None:
+    if options.cpu:
+        torch.set_num_threads(1)
+    device = join_world()
+    register(timeout_s=300.0)
+    model = model_of(options, device)
+    rows = []
+    for prompt, completion in CPU_SIZES if options.cpu else GPU_SIZES:
+        for group in GROUPS:
+            row = measure(model, Sizes(group, prompt, completion), options.steps, device)
+            rows.append(row)
+            if dist.get_rank() == 0:
+                print(row, flush=True)
+    if dist.get_rank() == 0:
+        write(options, rows, device)
+
+
+def model_of(options: argparse.Namespace, device: torch.device) -> Any:
+    sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8}
+    if device.type == "cuda":
+        sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+    heads = sizes["num_attention_heads"]
+    config = LlamaConfig(
+        **sizes, head_dim=64, num_key_value_heads=heads // 4, vocab_size=4096,
+        num_hidden_layers=options.layers, max_position_embeddings=1 << 17, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else None)
+    model.set_attn_implementation("distca")
+    return model.train()
+
+
+def rollouts(sizes: Sizes, seed: int) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    mean = np.log(sizes.completion) - 0.8**2 / 2
+    prompt = rng.integers(0, 4096, sizes.prompt).tolist()
+    ends = [
+        rng.integers(0, 4096, max(int(length), 1)).tolist()
+        for length in rng.lognormal(mean, 0.8, sizes.completions)
+    ]
+    return [{"input_ids": prompt + end, "labels": [-100] * len(prompt) + end} for end in ends]
+
+
+def separate(rows: list[Row]) -> dict[str, Any]:
+    """Packs each row as a document of its own."""
+    labels = [[-100, *row["labels"][1:]] for row in rows]
+    columns = {
+        "input_ids": [row["input_ids"] for row in rows],
+        "position_ids": [list(range(len(row["input_ids"]))) for row in rows],
+        "labels": labels,
+    }
+    return {name: torch.tensor([[*chain(*column)]]) for name, column in columns.items()}
+
+
+def measure(model: Any, sizes: Sizes, steps: int, device: torch.device) -> dict[str, Any]:
+    rows = rollouts(sizes, seed=dist.get_rank())
+    sides = {"separate": separate(rows), "shared": collate_shared(rows)}
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    losses, peaks = {}, {}
+    for step in range(steps + WARM_UP):
+        for side, batch in sides.items():
+            if device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+            taken, losses[side] = step_of(model, batch, device)
+            peaks[side] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            if step >= WARM_UP:
+                seconds[side].append(taken)
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    flops = {side: flops_of(model.config, batch, rows) for side, batch in sides.items()}
+    of_all = torch.tensor([tokens, *flops.values()], dtype=torch.float64)
+    dist.all_reduce(of_all)
+    ratio = median(seconds["separate"]) / median(seconds["shared"])
+    ideal = float(of_all[1] / of_all[2])
+    return {
+        **sizes._asdict(),
+        "tokens": int(of_all[0]),
+        "separate_s": median(seconds["separate"]),
+        "shared_s": median(seconds["shared"]),
+        "tokens_per_s": float(of_all[0]) / median(seconds["shared"]),
+        "ratio": ratio,
+        "flops_ratio": ideal,
+        "of_flops": ratio / ideal,
+        "loss_difference": abs(losses["separate"] - losses["shared"]),
+        "separate_gib": peaks["separate"] / (1 << 30),
+        "shared_gib": peaks["shared"] / (1 << 30),
+    }
+
+
+def step_of(model: Any, batch: dict[str, Any], device: torch.device) -> tuple[float, float]:
+    """Returns the seconds of the slowest rank, and this rank's loss."""
+    there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in batch.items()}
+    dist.barrier()
+    start = time.perf_counter()
+    loss = model(**there).loss
+    loss.backward()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    taken = torch.tensor([time.perf_counter() - start], device=device)
+    dist.all_reduce(taken, dist.ReduceOp.MAX)
+    model.zero_grad()
+    return taken.item(), loss.item()
+
+
+def flops_of(config: Any, batch: dict[str, Any], rows: list[Row]) -> float:
+    """Returns the FLOPs of forward and backward: matrix products, and the pairs of attention."""
+    hidden, heads, head_dim = config.hidden_size, config.num_attention_heads, config.head_dim
+    widths = 2 * heads * head_dim + 2 * config.num_key_value_heads * head_dim
+    elements = hidden * (widths + 3 * config.intermediate_size) * config.num_hidden_layers
+    linear = 6 * (elements + hidden * config.vocab_size) * batch["input_ids"].numel()
+    lengths = np.array([len(row["input_ids"]) for row in rows])
+    pairs = document_pairs(lengths, "causal")
+    if "distca_documents" in batch:  # queries of a prefix are computed once
+        prefixes = [d["prefix"] for d in batch["distca_documents"] if not isinstance(d, int)]
+        pairs -= document_pairs(np.array(prefixes, dtype=np.int64), "causal")
+    return linear + 14 * pairs * heads * head_dim * config.num_hidden_layers
+
+
+def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch.device) -> None:
+    gpu = device.type == "cuda"
+    card = torch.cuda.get_device_name() if gpu else f"CPU ({platform.machine()})"
+    name = f"shared_prefixes_{'gpu' if gpu else 'cpu'}_{options.ranks}"
+    lines = [
+        "# Completions of shared prompts\n",
+        f"`python benchmarks/shared_prefixes.py {' '.join(sys.argv[1:])}`, {date.today()}, {card},"
+        f" {options.ranks} ranks, torch {torch.__version__}. One prompt for each rank; medians of"
+        f" {options.steps} steps a side, in turns.\n",
+        "| completions | prompt | mean completion | tokens of rows | rows, s | shared, s | ratio"
+        " | FLOPs ratio | of it | loss difference | rows, GiB | shared, GiB |",
+        "|---" * 12 + "|",
+    ]
+    for r in rows:
+        lines.append(
+            f"| {r['completions']} | {r['prompt']:,} | {r['completion']:,} | {r['tokens']:,}"
+            f" | {r['separate_s']:.3g} | {r['shared_s']:.3g} | {r['ratio']:.2f}"
+            f" | {r['flops_ratio']:.2f} | {r['of_flops']:.2f} | {r['loss_difference']:.1e}"
+            f" | {r['separate_gib']:.1f} | {r['shared_gib']:.1f} |"
+        )
+    text = "\n".join(lines) + "\n"
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"{name}.md").write_text(text)
+    (options.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
