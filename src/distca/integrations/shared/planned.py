@@ -32,6 +32,7 @@ from distca.dispatch.agreement import gather_or_raise
 from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
+from distca.integrations.shared.documents import Documents, num_tokens, numbered
 from distca.integrations.shared.groups import PlanGroups
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.api import plan
@@ -42,10 +43,6 @@ from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
-
-# Documents of one rank, in order: lengths, documents that continue another one of the same rank
-# (whose documents are numbered from 0), or shards of documents on many ranks.
-Documents = Sequence[Entry]
 
 _WARN_AFTER_S = 30.0
 
@@ -84,7 +81,7 @@ class PlannedBatch:
         self.lengths = tuple(num_tokens(entry) for entry in self.ranks[rank])  # on this rank
         self._options, self._scheduler = options, scheduler
         self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
-        self._placement = Placement.from_ranks(_numbered(self.ranks))
+        self._placement = Placement.from_ranks(numbered(self.ranks))
 
     def plan(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
@@ -312,29 +309,6 @@ class PlannedAttention:
             self._cores = {key: core for key, core in self._cores.items() if key[0]}
             self._speeds = None  # these may be other ranks
         return None if self._groups.planning.num_ranks == 1 else self._groups
-
-
-def num_tokens(entry: Entry) -> int:
-    """Returns how many tokens of a document are on its rank."""
-    if isinstance(entry, int):
-        return entry
-    return entry["length"] if "length" in entry else entry["stop"] - entry["start"]
-
-
-def _numbered(ranks: Sequence[Documents]) -> list[list[Entry]]:
-    """Returns the documents of all ranks with parents numbered over all of them."""
-    numbered: list[list[Entry]] = []
-    before = 0
-    for documents in ranks:
-        numbered.append([_shifted(entry, before) for entry in documents])
-        before += len(documents)
-    return numbered
-
-
-def _shifted(entry: Entry, before: int) -> Entry:
-    if isinstance(entry, int) or "parent" not in entry:
-        return entry
-    return {**entry, "parent": entry["parent"] + before}
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:

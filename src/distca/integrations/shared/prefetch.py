@@ -10,7 +10,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from distca.integrations.shared.planned import BatchFuture, Documents, PlannedAttention
+from distca.integrations.shared.documents import Documents
+from distca.integrations.shared.planned import BatchFuture, PlannedAttention
 
 Batch = TypeVar("Batch")
 

@@ -33,7 +33,8 @@ except ImportError as error:
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.planned import PlannedAttention, PlannedBatch, num_tokens
+from distca.integrations.shared.documents import num_tokens
+from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory

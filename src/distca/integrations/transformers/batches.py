@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distca.integrations.shared.documents import num_tokens
 from distca.integrations.shared.lengths import (
     lengths_of_offsets,
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.shared.planned import BatchFuture, num_tokens
+from distca.integrations.shared.planned import BatchFuture
 from distca.planning.placement import Entry
 
 PLANNED = "distca_batch"  # the argument of the model under which a batch carries its plans
