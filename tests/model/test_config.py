@@ -43,6 +43,7 @@ def test_parameters_are_counted_right(name: str) -> None:
         ("llama3.2-1b", 1236),
         ("llama3.2-3b", 3213),
         ("llama3-70b", 70554),
+        ("llama3.1-405b", 405853),
         ("qwen3-0.6b", 596),
         ("qwen3-8b", 8191),
         ("qwen3-32b", 32762),

@@ -10,6 +10,7 @@ import pytest
 from sim.tiny import machines
 
 from distca.pipeline.mesh import MeshShape
+from distca.planning.costs.profile import Profile
 from distca.sim.cluster import PRESETS, Link, cluster
 
 
@@ -108,3 +109,14 @@ def test_tensor_parallelism_stays_inside_a_node() -> None:
     with pytest.raises(ValueError, match="tp = 16 with 8 GPUs in a node"):
         machines("none", 16, gpus_per_node=8).check(MeshShape(tp=16))
     machines("none", 4, gpus_per_node=8).check(MeshShape(tp=4))
+
+
+def test_other_gpus_are_scaled_by_their_published_rates() -> None:
+    ours, theirs = Profile.read("h200"), Profile.read("a100")
+    assert theirs.device == "a100, scaled from h200 by published rates"
+    assert theirs.linear_tflops == pytest.approx(ours.linear_tflops * 312 / 989)
+    assert theirs.forward_tflops[3][5] == pytest.approx(ours.forward_tflops[3][5] * 312 / 989)
+    assert theirs.forward_tflops[5][3] is None
+    for name, one in PRESETS.items():
+        assert Profile.read(one.profile).name in (one.profile, name)
+        assert one.inside.bytes_per_s > one.across.bytes_per_s

@@ -37,7 +37,10 @@ class ModelOptions:
 @dataclass(frozen=True, kw_only=True)
 class ClusterOptions:
     cluster: str = _cluster(
-        "NAME", "h200, h200-flash or h200-ethernet; other options override it.", "h200"
+        "NAME",
+        "h200, h200-flash, h200-ethernet; or by published rates: h100, a100, b200, gb200, l40s."
+        " Other options override it.",
+        "h200",
     )
     gpus: str = _cluster(
         "N,...", "Number of GPUs, or several as in 64,128,256 to show scaling. Default: 64.", ""

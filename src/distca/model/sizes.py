@@ -46,6 +46,9 @@ MODEL_CONFIGS: dict[str, ModelConfig] = {
     "llama3-8b": _published("llama3-8b", **_LLAMA3),
     "llama-34b": _published("llama-34b", rope_theta=1000000.0, context=16384),
     "llama3-70b": _published("llama3-70b", **_LLAMA3),
+    "llama3.1-405b": _published(
+        "llama3.1-405b", **_LLAMA3, rope_scaling=RopeScaling("llama3", 8.0), context=131072
+    ),
     "llama3.2-1b": _published("llama3.2-1b", **_LLAMA32),
     "llama3.2-3b": _published("llama3.2-3b", **_LLAMA32),
     "qwen3-0.6b": _published("qwen3-0.6b", **_QWEN3, tied=True),

@@ -98,6 +98,9 @@ _SHAPES = (
     ModelShape("qwen3-0.6b", 16, 8, 128, layers=28, hidden=1024, ffn=3072, vocab_size=151936),
     ModelShape("qwen3-8b", 32, 8, 128, layers=36, hidden=4096, ffn=12288, vocab_size=151936),
     ModelShape("qwen3-32b", 64, 8, 128, layers=64, hidden=5120, ffn=25600, vocab_size=151936),
+    ModelShape(
+        "llama3.1-405b", 128, 8, 128, layers=126, hidden=16384, ffn=53248, vocab_size=128256
+    ),
     ModelShape("mistral-7b", 32, 8, 128, layers=32, hidden=4096, ffn=14336, vocab_size=32768),
 )
 MODELS = {shape.name: shape for shape in _SHAPES}

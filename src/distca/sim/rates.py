@@ -10,6 +10,7 @@ import numpy as np
 from distca.pipeline.mesh import MeshShape
 from distca.planning.costs.base import PS, CostModel
 from distca.planning.costs.profile import Profile
+from distca.planning.costs.published import SCALED
 from distca.planning.costs.table import table_cost
 from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.plan import Plan
@@ -45,7 +46,7 @@ class Rates:
         except OSError:
             raise ValueError(
                 f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash or a file"
-                " of distca profile"
+                f" of distca profile, or {', '.join(SCALED)} (scaled from h200)"
             ) from None
 
     @cached_property

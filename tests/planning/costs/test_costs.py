@@ -279,7 +279,7 @@ def test_a_file_that_is_no_profile_is_refused(text: str, message: str, tmp_path:
         cost_model(str(path), LLAMA)
 
 
-@pytest.mark.parametrize("name", ["h100", "no/such/file.json", ".", "x" * 300])
+@pytest.mark.parametrize("name", ["h300", "no/such/file.json", ".", "x" * 300])
 def test_an_unknown_cost_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="is unknown: use pairs, analytic"):
         cost_model(name, LLAMA)

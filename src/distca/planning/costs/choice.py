@@ -3,6 +3,7 @@
 from distca.planning.costs.analytic import analytic_cost, cpu_cost
 from distca.planning.costs.base import PAIRS, CostModel
 from distca.planning.costs.profile import DEFAULT_COST, Profile
+from distca.planning.costs.published import SCALED
 from distca.planning.costs.table import table_cost
 from distca.planning.models import ModelShape
 
@@ -22,6 +23,6 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     except OSError:
         raise ValueError(
             f"cost {cost!r} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
-            " or the path of a profile file"
+            f" {', '.join(SCALED)} (scaled from h200), or the path of a profile file"
         ) from None
     return table_cost(profile, shape)

@@ -17,6 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
+from distca.planning.costs.published import MEASURED, PUBLISHED
 from distca.schema import build
 
 DEFAULT_COST = "h200"  # the profile that plans use by default
@@ -149,7 +150,12 @@ class Profile:
 
     @classmethod
     def read(cls, name: str) -> Profile:
-        """Reads a shipped profile by name, or a file. Raises ``OSError`` if there is neither."""
+        """Reads a shipped profile by name, or a file. Raises ``OSError`` if there is neither.
+
+        A GPU with published rates alone (``costs.published``) has a scaled profile.
+        """
+        if name in PUBLISHED and name != MEASURED:
+            return cls.read(MEASURED).scaled(name)
         shipped = resources.files("distca.planning.costs") / "profiles" / f"{name}.json"
         try:
             source = shipped if shipped.is_file() else Path(name)
@@ -162,6 +168,25 @@ class Profile:
             return cls.from_json(record)
         except ValueError as error:
             raise ValueError(f"profile {name}: {error}") from None
+
+    def scaled(self, gpu: str) -> Profile:
+        """Returns the profile of another GPU, by the published rates of both."""
+        ours, theirs = PUBLISHED[MEASURED], PUBLISHED[gpu]
+        compute, memory = theirs.tflops / ours.tflops, theirs.bytes_per_s / ours.bytes_per_s
+        forward, backward = (
+            tuple(tuple(rate and rate * compute for rate in row) for row in rates)
+            for rates in (self.forward_tflops, self.backward_tflops)
+        )
+        return replace(
+            self,
+            name=gpu,
+            device=f"{gpu}, scaled from {self.name} by published rates",
+            forward_tflops=forward,
+            backward_tflops=backward,
+            linear_tflops=self.linear_tflops and self.linear_tflops * compute,
+            copy_bytes_per_s=self.copy_bytes_per_s and self.copy_bytes_per_s * memory,
+            held_out=(),
+        )
 
     def write(self, path: Path) -> None:
         """Writes the file atomically, so that an interruption leaves the previous one intact."""
