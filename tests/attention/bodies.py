@@ -28,12 +28,16 @@ def attend(
     device: str = "cpu",
     wanted: Sequence[bool] = (True, True, True),
 ) -> list[Tensor]:
-    """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros."""
+    """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros.
+
+    If the tokens have sinks, their gradient is the last result. It is always wanted.
+    """
     rank = attention.transport.rank
     q, k, v, grad_out = (t.to(device) for t in tokens.of_rank(rank))
+    sinks = None if tokens.sinks is None else tokens.sinks.to(device, copy=True).requires_grad_()
     if rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
-        return [q, q, k, v]
+        return [q, q, k, v, *([] if sinks is None else [torch.zeros_like(sinks)])]
     if face == "steps":  # without autograd, which has one thread per GPU, not one per rank
         prepared = attention._agree_on(q, k, v, plan).plan
         attended = ForwardPass(prepared, q, k, v).combine()
@@ -41,13 +45,14 @@ def attend(
         return [attended.out, *grads]
     leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
     if face == "op":
-        out = attention(*leaves, plan)
+        out = attention(*leaves, plan, sinks=sinks)
     else:
-        pending = attention.dispatch(*leaves, plan)
+        pending = attention.dispatch(*leaves, plan, sinks=sinks)
         pending.compute()
         out = pending.combine()
     if out.requires_grad:
         out.backward(grad_out)
+    leaves += [] if sinks is None else [sinks]
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
     return [out.detach(), *grads]
 
