@@ -62,7 +62,7 @@ def test_only_sinks_are_trained(pool: RankPool, face: str) -> None:
     assert_exact(tokens.gathered(found), right, torch.float64)
 
 
-def test_sinks_of_another_dtype_get_a_gradient_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sinks_of_another_dtype_get_a_gradient_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """bfloat16 queries may have float32 sinks, and long gradients are added up in blocks."""
     monkeypatch.setattr(sinks_module, "_BLOCK_ROWS", 16)
     plan = Batch([[90, 7, 1]], GRAIN).plan()

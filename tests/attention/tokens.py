@@ -71,7 +71,7 @@ class Tokens:
         return [t[rows] for t in (self.q, self.k, self.v, self.grad_out)]
 
     def gathered(self, results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """[out, dq, dk, dv] of the ranks, by global row, and the sum of their gradients of sinks."""
+        """[out, dq, dk, dv] of the ranks, by global row, and the sum of their dsinks."""
         whole = [torch.full_like(like, torch.nan) for like in (self.q, self.q, self.k, self.k)]
         for rank, result in enumerate(results):
             for target, part in zip(whole, result[:4], strict=True):

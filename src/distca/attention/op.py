@@ -31,9 +31,7 @@ def register(plan: PreparedPlan) -> int:
     return handle
 
 
-def attend(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> Tensor:
     """q [T, H, D], k and v [T, G, D], sinks [H] -> [T, H, D]."""
     out: Tensor = torch.ops.distca.core_attention(q, k, v, handle, sinks)[0]
     return out
