@@ -62,7 +62,7 @@ def exact(
 ) -> list[Tensor]:
     face = options.pop("face", "op")
     wanted = options.pop("wanted", None)
-    attention = CoreAttention(group, scale=SCALE, **options)
+    attention = CoreAttention(group, scale=SCALE, softcap=tokens.softcap, **options)
     mine = (True,) * 3 if wanted is None else wanted[attention.transport.rank]
     found = attend(attention, plan, tokens, face=face, device=device, wanted=mine)
     return [t.cpu() for t in found]
@@ -72,8 +72,8 @@ def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
     """Returns the error on this rank when rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1
     plan = plans[1 if odd and what == "plan" else 0]
-    scale = 0.5 if odd and what == "scale" else None
-    attention = CoreAttention(IMPATIENT[group] if what == "absence" else group, scale=scale)
+    changed = {"scale": {"scale": 0.5}, "softcap": {"softcap": 30.0}}.get(what, {}) if odd else {}
+    attention = CoreAttention(IMPATIENT[group] if what == "absence" else group, **changed)
     q, k, v, _ = Tokens(plan, torch.float32).of_rank(attention.transport.rank)
     if odd:
         change = {

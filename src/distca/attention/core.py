@@ -1,5 +1,6 @@
 """``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -50,6 +51,7 @@ class CoreAttention:
     timeout: how long a rank waits for the announcement of another; that of the group by default.
     backend: a name from ``distca.attention.backends``, or ``auto`` for the fastest that fits.
     scale: factor of the scores; 1 / sqrt(D) by default.
+    softcap: bound of the scores: softcap * tanh(score / softcap) replaces a score. 0 is no bound.
     deterministic: whether gradients are bitwise equal from run to run.
     buffer_bytes: how much one exchange may send, and how much it may receive, on this rank; by
         default, buffers grow to the largest exchange.
@@ -66,14 +68,18 @@ class CoreAttention:
         timeout: timedelta | None = None,
         backend: str = "auto",
         scale: float | None = None,
+        softcap: float = 0.0,
         deterministic: bool = False,
         buffer_bytes: int | None = None,
         transport: Transport | None = None,
     ) -> None:
+        if not 0.0 <= softcap < math.inf:
+            raise ValueError(f"softcap {softcap}: give a positive number, or 0 for no soft cap")
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
-        self.backend, self.scale, self.deterministic = backend, scale, deterministic
+        self.backend, self.deterministic = backend, deterministic
+        self.scale, self.softcap = scale, float(softcap)
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
@@ -146,6 +152,7 @@ class CoreAttention:
             dtype=str(spec.dtype).removeprefix("torch."),
             device=spec.device.type,
             scale=scale,
+            softcap=self.softcap,
             sinks=sinks,
             grad_mode=grad_mode,
             attention=self.transport.number,
@@ -167,6 +174,7 @@ class CoreAttention:
             spec=spec,
             backend=self._backend_for(spec, plans),
             scale=scale,
+            softcap=self.softcap,
             handshake=handshake,
             deterministic=self.deterministic,
             transport=self.transport,
@@ -184,7 +192,8 @@ class CoreAttention:
         masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
         key = (spec, frozenset(map(kind_of, masks)))
         if key not in self._backends:
-            traits = Traits.of(spec, masks, deterministic=self.deterministic)
+            softcap = self.softcap > 0
+            traits = Traits.of(spec, masks, deterministic=self.deterministic, softcap=softcap)
             self._backends[key] = choose(self.backend, traits)
         return self._backends[key]
 

@@ -43,6 +43,7 @@ class Handshake:
     dtype: str | None = None
     device: str | None = None
     scale: float | None = None
+    softcap: float | None = None  # 0: none
     sinks: bool | None = None  # whether the layer has attention sinks
     grad_mode: bool | None = None
     attention: int | None = None  # which one of several on the same ranks, such as ping and pong
