@@ -26,20 +26,23 @@ def _registered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("keyword", "words"),
     [
-        ("gemma2", {}, r"layer 0 \(Gemma2Attention\) caps its scores \(softcap\)"),
-        ("gpt_oss", {}, r"layer 0 \(GptOssAttention\) has attention sinks \(s_aux\)"),
+        ("position_bias", "adds a bias to its scores"),
+        ("indices", "selects the keys that it attends to"),
+        ("cache", "attends to a paged cache"),
+        ("head_mask", "masks heads"),
     ],
 )
-def test_layers_that_want_more(name: str, options: dict[str, Any], words: str) -> None:
-    model = model_of(name, "distca", **options)
+def test_layers_that_want_more(keyword: str, words: str) -> None:
+    attend, x = register(cost="pairs").attend, torch.zeros(1, 2, 4, 8)
+    sentence = rf"layer \? \(Linear\) {words} \({keyword}\), which distca does not support: .*"
     for grad in (True, False):
         with (
             torch.set_grad_enabled(grad),
-            pytest.raises(ValueError, match=f"{words}, which distca does not support: .*{WAY_OUT}"),
+            pytest.raises(ValueError, match=sentence + WAY_OUT),
         ):
-            loss_of(model, packed([20, 9]))
+            attend(torch.nn.Linear(1, 1), x, x, x, None, **{keyword: x})
 
 
 def test_dropout() -> None:
