@@ -143,6 +143,29 @@ def test_wrong_sinks_are_told_on_every_rank(sinks: torch.Tensor, sentence: str) 
     LocalWorld(2).run(one_rank)
 
 
+def test_a_server_is_told_of_layers_with_and_without_sinks() -> None:
+    plan = Batch([[201]], {"servers": 1, **GRAIN}).plan()
+    tokens = Tokens(plan, torch.float64, sinks=True)
+
+    def one_rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference")
+        qkv = tokens.of_rank(0)[:3]
+
+        def layers() -> None:
+            if transport.rank:
+                attention.serve(plan, layers=2, backward=0)
+            for sinks in (tokens.sinks, None):
+                attention(*qkv, plan, sinks=sinks)
+
+        with (
+            pytest.raises(DisagreementError, match="the sinks: False on rank 0 but True on rank 1"),
+            torch.no_grad(),
+        ):
+            layers()
+
+    LocalWorld(2).run(one_rank)
+
+
 def alone() -> CoreAttention:
     transport = LocalTransport(LocalWorld(1), 0)
     return CoreAttention(transport=transport, backend="reference", scale=SCALE)

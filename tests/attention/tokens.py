@@ -77,7 +77,7 @@ class Tokens:
             for target, part in zip(whole, result[:4], strict=True):
                 target[self.rows(rank)] = part.to(target)
         if self.sinks is not None:
-            whole.append(torch.stack([result[4] for result in results]).sum(0))
+            whole.append(torch.stack([result[4].to(self.sinks) for result in results]).sum(0))
         return whole
 
     def expected(self) -> list[Tensor]:
