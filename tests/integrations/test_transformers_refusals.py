@@ -45,6 +45,23 @@ def test_layers_that_want_more(keyword: str, words: str) -> None:
             attend(torch.nn.Linear(1, 1), x, x, x, None, **{keyword: x})
 
 
+def test_layers_with_sinks_and_more_keys_than_tokens() -> None:
+    """DeepSeek v4 appends compressed keys, which its own mask covers."""
+    registered = register(cost="pairs")
+    mask = registered.mask(
+        batch_size=1,
+        q_length=4,
+        kv_length=4,
+        mask_function=lambda b, h, q, k: k <= q,
+        device="cpu",
+    )
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
+    ends = torch.tensor([0, 4])
+    given = {"s_aux": torch.zeros(2), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    with pytest.raises(ValueError, match=r"k has shape \(6, 2, 8\) .* the plan places 4 tokens"):
+        registered.attend(torch.nn.Linear(1, 1), q, k, k, mask, **given)
+
+
 def test_dropout() -> None:
     model = model_of("llama", "distca", attention_dropout=0.1)
     with pytest.raises(ValueError, match=r"layer 0 .*uses attention dropout.*attention_dropout"):
