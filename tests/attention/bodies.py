@@ -28,12 +28,16 @@ def attend(
     device: str = "cpu",
     wanted: Sequence[bool] = (True, True, True),
 ) -> list[Tensor]:
-    """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros."""
+    """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros.
+
+    If the tokens have sinks, their gradient is the last result. It is always wanted.
+    """
     rank = attention.transport.rank
     q, k, v, grad_out = (t.to(device) for t in tokens.of_rank(rank))
+    sinks = None if tokens.sinks is None else tokens.sinks.to(device, copy=True).requires_grad_()
     if rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
-        return [q, q, k, v]
+        return [q, q, k, v, *([] if sinks is None else [torch.zeros_like(sinks)])]
     if face == "steps":  # without autograd, which has one thread per GPU, not one per rank
         prepared = attention._agree_on(q, k, v, plan).plan
         attended = ForwardPass(prepared, q, k, v).combine()
@@ -41,13 +45,14 @@ def attend(
         return [attended.out, *grads]
     leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
     if face == "op":
-        out = attention(*leaves, plan)
+        out = attention(*leaves, plan, sinks=sinks)
     else:
-        pending = attention.dispatch(*leaves, plan)
+        pending = attention.dispatch(*leaves, plan, sinks=sinks)
         pending.compute()
         out = pending.combine()
     if out.requires_grad:
         out.backward(grad_out)
+    leaves += [] if sinks is None else [sinks]
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
     return [out.detach(), *grads]
 
@@ -57,7 +62,7 @@ def exact(
 ) -> list[Tensor]:
     face = options.pop("face", "op")
     wanted = options.pop("wanted", None)
-    attention = CoreAttention(group, scale=SCALE, **options)
+    attention = CoreAttention(group, scale=SCALE, softcap=tokens.softcap, **options)
     mine = (True,) * 3 if wanted is None else wanted[attention.transport.rank]
     found = attend(attention, plan, tokens, face=face, device=device, wanted=mine)
     return [t.cpu() for t in found]
@@ -67,8 +72,8 @@ def refused(group: dist.ProcessGroup, plans: list[Plan], what: str) -> str:
     """Returns the error on this rank when rank 1 does something else than the others."""
     odd = dist.get_rank(group) == 1
     plan = plans[1 if odd and what == "plan" else 0]
-    scale = 0.5 if odd and what == "scale" else None
-    attention = CoreAttention(IMPATIENT[group] if what == "absence" else group, scale=scale)
+    changed = {"scale": {"scale": 0.5}, "softcap": {"softcap": 30.0}}.get(what, {}) if odd else {}
+    attention = CoreAttention(IMPATIENT[group] if what == "absence" else group, **changed)
     q, k, v, _ = Tokens(plan, torch.float32).of_rank(attention.transport.rank)
     if odd:
         change = {

@@ -43,13 +43,14 @@ class Ranks:
         *,
         attention: CoreAttention | None = None,
         change: Callable[[Tensor], Tensor] = lambda t: t,
+        sinks: Tensor | None = None,
     ) -> Tensor:
         """Returns the output of one layer by plan ``number``."""
         attention = self.halves[0] if attention is None else attention
         qkv = [change(t) for t in self.inputs(number)]
         if self.face == "op":
-            return attention(*qkv, self.plans[number])
-        pending = attention.dispatch(*qkv, self.plans[number])
+            return attention(*qkv, self.plans[number], sinks=sinks)
+        pending = attention.dispatch(*qkv, self.plans[number], sinks=sinks)
         pending.compute()
         return pending.combine()
 
@@ -89,6 +90,14 @@ def head_dim(ranks: Ranks) -> None:
 def grad_mode(ranks: Ranks) -> None:
     with torch.set_grad_enabled(not ranks.odd):
         ranks.layer()
+
+
+def sinks(ranks: Ranks) -> None:
+    ranks.layer(sinks=torch.zeros(4) if ranks.odd else None)
+
+
+def shape_of_sinks(ranks: Ranks) -> None:
+    ranks.layer(sinks=torch.zeros(3 if ranks.odd else 4))
 
 
 def shape(ranks: Ranks) -> None:

@@ -23,6 +23,7 @@ class Case:
     head_dim: int = 8
     scale: float = 0.3
     seed: int = 0
+    softcap: float = 0.0
 
     def call(self, device: torch.device | str = "cpu") -> PackedCall:
         offsets = (np.cumsum(column) for column in zip((0, 0), *self.tasks, strict=True))
@@ -79,6 +80,8 @@ def expected(case: Case, inputs: Inputs) -> tuple[Attended, Gradients]:
     q, k, v = (x.detach().double().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     group = case.heads // case.kv_heads
     scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1)) * case.scale
+    if case.softcap:
+        scores = case.softcap * torch.tanh(scores / case.softcap)
     scores = scores.masked_fill(~visible(case).to(q.device), float("-inf"))
     out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.repeat_interleave(group, 1))
     lse = scores.exp().sum(-1).log().t()
@@ -90,9 +93,11 @@ def run(
     backend: Backend, case: Case, inputs: Inputs, deterministic: bool = False
 ) -> tuple[Attended, Gradients]:
     call, qkv = case.call(inputs.q.device), (inputs.q, inputs.k, inputs.v)
-    attended = backend.forward(*qkv, call, case.scale)
+    attended = backend.forward(*qkv, call, case.scale, case.softcap)
     saved = Saved(*qkv, *attended)
-    return attended, backend.backward(inputs.grad_out, saved, call, case.scale, deterministic)
+    return attended, backend.backward(
+        inputs.grad_out, saved, call, case.scale, deterministic, case.softcap
+    )
 
 
 def error(got: Tensor, want: Tensor, typical: float = 0.0) -> float:

@@ -25,6 +25,8 @@ SENTENCES: dict[Callable[[Ranks], None], str] = {
     mismatches.heads: "the heads: 4 on rank 0 but 8 on rank 1",
     mismatches.head_dim: "the head dim: 8 on rank 0 but 16 on rank 1",
     mismatches.grad_mode: "the grad mode: True on rank 0 but False on rank 1; enter",
+    mismatches.sinks: "the sinks: False on rank 0 but True on rank 1; give sinks to the same",
+    mismatches.shape_of_sinks: r"sinks have shape \(3,\), but q has 4 heads: give one per head",
     mismatches.shape: "where the plan places",
     mismatches.layers: f"the direction: forward on rank 0 but backward on rank 1; {ORDER}",
     mismatches.half: f"the attention: .* on rank 0 but .* on rank 1; {ORDER}",

@@ -280,6 +280,25 @@ def test_tensors_that_do_not_match_are_refused(change, message: str) -> None:  #
         CoreAttention(transport=LocalTransport(LocalWorld(1), 0))(*inputs, plan)
 
 
+@pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf")])
+def test_a_wrong_softcap_is_refused(softcap: float) -> None:
+    with pytest.raises(ValueError, match=f"softcap {softcap}: give a positive number, or 0 for no"):
+        CoreAttention(transport=LocalTransport(LocalWorld(1), 0), softcap=softcap)
+
+
+def test_a_backend_that_cannot_cap_scores_is_refused_on_every_rank() -> None:
+    plan = Batch([[40], [3]]).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> None:
+        backend = "sdpa" if transport.rank else "auto"
+        attention = CoreAttention(transport=transport, backend=backend, softcap=30.0)
+        with pytest.raises(DisagreementError, match="backend sdpa refuses: its kernels do not cap"):
+            attention(*tokens.of_rank(transport.rank)[:3], plan)
+
+    LocalWorld(2).run(rank)
+
+
 def test_a_buffer_too_small_is_refused_before_anything_is_sent() -> None:
     plan = three_ranks()
     tokens = Tokens(plan, torch.float64)

@@ -56,12 +56,12 @@ def test_processes_give_the_bits_of_the_local_oracle(
 
 
 @settings(max_examples=20)
-@given(batches(max_ranks=3), st.sampled_from(FACES))
-def test_any_plan_over_processes(pool: RankPool, batch: Batch, face: str) -> None:
+@given(batches(max_ranks=3), st.sampled_from(FACES), st.sampled_from((0.0, 2.0)))
+def test_any_plan_over_processes(pool: RankPool, batch: Batch, face: str, softcap: float) -> None:
     plan = planned(batch)
     assume(plan is not None and plan.placement.num_documents and plan.devices.num_ranks <= 4)
     assert plan is not None
-    tokens = Tokens(plan, torch.float64)
+    tokens = Tokens(plan, torch.float64, softcap=softcap)
     options = {"backend": "reference", "face": face}
     found = pool.run(exact, plan, tokens, "cpu", options, ranks=plan.devices.num_ranks)
     assert_exact(tokens.gathered(found), tokens.expected(), torch.float64)
@@ -99,6 +99,7 @@ def test_frozen_inputs_of_one_rank_do_not_stop_the_others(pool: RankPool, device
 REFUSALS = {
     "plan": "disagree on the plan",
     "scale": r"disagree on the scale: 0.35\d+ on ranks 0, 2 but 0.5 on rank 1",
+    "softcap": "disagree on the softcap: 0.0 on ranks 0, 2 but 30.0 on rank 1",
     "dtype": "disagree on the dtype: float32 on ranks 0, 2 but float64 on rank 1",
     "grad mode": "disagree on the grad mode",
     "shape": "where the plan places",

@@ -30,7 +30,11 @@ def on_all_ranks(
 
     def one_rank(transport: LocalTransport) -> list[Tensor]:
         attention = CoreAttention(
-            transport=transport, backend=backend, scale=SCALE, deterministic=True
+            transport=transport,
+            backend=backend,
+            scale=SCALE,
+            softcap=tokens.softcap,
+            deterministic=True,
         )
         return attend(attention, plan, tokens, face=face, device=device)
 
@@ -63,6 +67,23 @@ def test_any_placement_and_policy(batch: Batch, way: str) -> None:
     options = {"placement": way} if way == "balanced" else {"policy": way}
     plan = batch.plan(**options)
     check(plan, torch.float64, "reference")
+
+
+@given(
+    batches(),
+    st.sampled_from(HEADS),
+    st.sampled_from((*FACES, "steps")),
+    st.sampled_from(("reference", "auto")),
+    st.sampled_from((0.5, 30.0)),
+)
+def test_any_plan_with_capped_scores(
+    batch: Batch, heads: Heads, face: str, backend: str, softcap: float
+) -> None:
+    plan = planned(batch)
+    if plan is not None and plan.placement.num_documents:
+        sinks = face != "steps"  # which are added by autograd's nodes
+        tokens = Tokens(plan, torch.float64, heads, sinks=sinks, softcap=softcap)
+        assert_exact(on_all_ranks(plan, tokens, backend, face), tokens.expected(), torch.float64)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window:40"])

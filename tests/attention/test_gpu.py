@@ -64,6 +64,13 @@ def test_bfloat16_is_within_the_error_of_one_device(backend: str, mask: str) -> 
         assert whole[name] < 1e-2
 
 
+def test_sinks(backend: str) -> None:
+    plan = plan_of([[700, 1, 90]])
+    tokens = Tokens(plan, torch.bfloat16, HEADS, sinks=True)
+    found = errors(on_all_ranks(plan, tokens, backend, "op", "cuda"), tokens.expected())
+    assert max(found.values()) < 2e-2, found
+
+
 def test_gradients_are_bitwise_equal_from_run_to_run_and_documents_do_not_leak(
     backend: str,
 ) -> None:

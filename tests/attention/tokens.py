@@ -13,15 +13,27 @@ from distca.planning.plan import Plan
 
 SCALE = 0.3
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
-NAMES = ("out", "dq", "dk", "dv")
+NAMES = ("out", "dq", "dk", "dv", "dsinks")
 Heads = tuple[int, int, int]  # query heads, key/value heads, head size
 GROUPED: Heads = (4, 2, 8)
 
 
 class Tokens:
-    """Random q, k, v and grad_out of every document, and where each rank's rows come from."""
+    """Random q, k, v and grad_out of every document, and where each rank's rows come from.
 
-    def __init__(self, plan: Plan, dtype: torch.dtype, heads: Heads = GROUPED) -> None:
+    sinks: whether there are random sinks too; then their gradient is the last of all results.
+    softcap: of the scores; 0 does not cap them.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        dtype: torch.dtype,
+        heads: Heads = GROUPED,
+        *,
+        sinks: bool = False,
+        softcap: float = 0.0,
+    ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.plan = plan
         placement = plan.placement
@@ -37,6 +49,9 @@ class Tokens:
 
         self.q, self.k, self.v = draw(query_heads), draw(kv_heads), draw(kv_heads)
         self.grad_out = draw(query_heads)
+        drawn = torch.randn(query_heads, dtype=torch.float64, generator=generator) * 2
+        self.sinks = drawn.to(dtype) if sinks else None
+        self.softcap = softcap
 
     def document(self, number: int) -> slice:
         return slice(int(self.first[number]), int(self.first[number + 1]))
@@ -64,16 +79,20 @@ class Tokens:
         return [t[rows] for t in (self.q, self.k, self.v, self.grad_out)]
 
     def gathered(self, results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """[out, dq, dk, dv] of the ranks, by global row."""
+        """[out, dq, dk, dv] of the ranks, by global row, and the sum of their dsinks."""
         whole = [torch.full_like(like, torch.nan) for like in (self.q, self.q, self.k, self.k)]
         for rank, result in enumerate(results):
-            for target, part in zip(whole, result, strict=True):
+            for target, part in zip(whole, result[:4], strict=True):
                 target[self.rows(rank)] = part.to(target)
+        if self.sinks is not None:
+            whole.append(torch.stack([result[4].to(self.sinks) for result in results]).sum(0))
         return whole
 
     def expected(self) -> list[Tensor]:
         """Dense softmax in float64 over each document's mask; gradients by autograd."""
-        q, k, v = (t.double().clone().requires_grad_() for t in (self.q, self.k, self.v))
+        given = (self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]))
+        leaves = [t.double().clone().requires_grad_() for t in given]
+        q, k, v, *sinks = leaves
         group = q.shape[1] // k.shape[1]
         out = []
         for document, length in enumerate(self.plan.placement.lengths.tolist()):
@@ -85,21 +104,28 @@ class Tokens:
             rows = self.keys(document)
             keys, values = (t[rows].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE
-            weights = scores.masked_fill(~visible, -torch.inf).softmax(-1)
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            scores = scores.masked_fill(~visible, -torch.inf)
+            if sinks:  # one more key, without a value
+                sink = sinks[0][:, None, None].expand(-1, length, 1)
+                weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
+            else:
+                weights = scores.softmax(-1)
             out.append(torch.einsum("hnm,mhd->nhd", weights, values))
         whole = torch.cat(out)
-        grads = torch.autograd.grad(whole, (q, k, v), self.grad_out.double())
+        grads = torch.autograd.grad(whole, leaves, self.grad_out.double())
         return [whole.detach(), *grads]
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:
-    """||found - exact|| / ||exact|| of out, dq, dk and dv; a NaN anywhere is infinite."""
+    """||found - exact|| / ||exact|| of each result; a NaN anywhere is infinite."""
     return {
         name: torch.nan_to_num(
             (ours.double() - right.double()).norm() / right.double().norm().clamp_min(1.0),
             nan=torch.inf,
         ).item()
-        for name, ours, right in zip(NAMES, found, exact, strict=True)
+        for name, ours, right in zip(NAMES[: len(exact)], found, exact, strict=True)
     }
 
 

@@ -142,8 +142,6 @@ REASONS = {  # what is said, and its short form on the page
     "ignores position_ids": "ignore `position_ids`; refused with several documents in a row",
     "carries a state": "carry a state from token to token; refused with several documents in a row",
     "has not called": "never call the attention that they are given",
-    "attention sinks": "have attention sinks",
-    "caps its scores": "cap their scores",
     "bias to its scores": "add a bias to their scores",
     "neither causal": "have another kind of mask",
     "computes with its masks": "compute with their masks",

@@ -18,8 +18,10 @@ from integrations.megatron_bodies import (
     packed_of,
     tokens_of,
 )
+from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from torch import Tensor
 
@@ -55,6 +57,21 @@ def devices_of(
     with groups(case), recorded_devices(local_world_size=2) as found:
         layer = attention(config_of(**sizes), 1, AttnMaskType.causal, "self")
         layer(q, k, k, None, packed_seq_params=packed_of([3, 5]))
+    return found
+
+
+def sharded_sinks(group: dist.ProcessGroup) -> list[list[Any]]:
+    """Returns how checkpoints store the sinks of two tensor-parallel ranks: ours and Megatron's."""
+    case, sizes = Case(tp=2), {"tensor_model_parallel_size": 2, "softmax_type": "learnable"}
+    found = []
+    with groups(case):
+        both = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        for kind in (DistcaDotProductAttention.configured(cost="pairs"), DotProductAttention):
+            layer = kind(config_of(**sizes), 1, AttnMaskType.causal, "self")
+            given = {"dp_cp_group": both}
+            for name, one in sorted(layer.sharded_state_dict("layer.", (), given).items()):
+                shapes = one.local_shape, one.global_shape, one.global_offset
+                found.append([name, *shapes, one.replica_id, one.data.dtype])
     return found
 
 

@@ -23,6 +23,7 @@ ROWS = [[[96, 96], [96, 96]], [[96, 96], [96, 96]]]
 TWO_ROWS = [[[40, 56, 96], [96, 96]], [[96, 8, 88], [10, 20, 30, 36, 96]]]
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+SINKS, OFF_BY_ONE = ({"softmax_type": name} for name in ("learnable", "off-by-one"))
 WINDOWS = {"window_size": (19, 0), "window_attn_skip_freq": 2}
 TOLERANCE = 5e-6
 
@@ -52,6 +53,8 @@ def four() -> Iterator[RankPool]:
         Case(form="sbhd"),
         Case(form="sbhd", num_rows=2, lengths=TWO_ROWS),
         Case(config=WINDOWS),
+        Case(config=SINKS | WINDOWS, ours=SELECTIVE),
+        Case(config=OFF_BY_ONE, form="sbhd"),
     ],
     ids=[
         "packed",
@@ -61,6 +64,8 @@ def four() -> Iterator[RankPool]:
         "documents-in-a-row",
         "documents-in-rows",
         "windows",
+        "sinks-windows",
+        "off-by-one",
     ],
 )
 def test_data_parallel(two: RankPool, case: Case) -> None:
@@ -83,6 +88,7 @@ def test_nothing_moves_where_there_is_nothing_to_gain(two: RankPool, case: Case)
         Case(pp=2, ours=FULL, ahead=True),
         Case(pp=2, chunks=2, ours=FULL | {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
         Case(tp=2),
+        Case(tp=2, config=SINKS),
         Case(cp=2),
         Case(cp=2, form="rows", lengths=ROWS),
         Case(cp=2, pp=2, config=WINDOWS, ours=SELECTIVE),
@@ -92,6 +98,7 @@ def test_nothing_moves_where_there_is_nothing_to_gain(two: RankPool, case: Case)
         "pipelines-recompute",
         "interleaved-recompute",
         "tensor",
+        "tensor-sinks",
         "context",
         "context-rows",
         "context-pipeline-windows",
@@ -122,12 +129,16 @@ def test_an_error_on_one_rank_is_raised_on_all(two: RankPool, what: str, words: 
     assert first == f"rank 1 cannot take part: {second}"
 
 
+def test_sinks_in_checkpoints(two: RankPool) -> None:
+    for ours, megatrons in two.run(refusals.sharded_sinks, ranks=2):
+        assert ours == megatrons
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (
         {"attention_dropout": 0.1},
         "uses attention dropout (0.1), which distca does not support: set",
     ),
-    ({"softmax_type": "off-by-one"}, "has attention sinks (softmax_type off-by-one)"),
     ({"window_size": (8, 2)}, "has window_size (8, 2), which includes later keys"),
     ({"qk_clip": True}, "needs the attention logits (qk_clip)"),
     ({"attn_mask_type": "no_mask"}, "has attn_mask_type no_mask, not causal"),

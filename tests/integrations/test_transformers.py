@@ -1,4 +1,7 @@
-"""Models of transformers on two ranks: losses and all gradients of sdpa on one process."""
+"""Models of transformers on two ranks: losses and all gradients of one process.
+
+That process uses sdpa, or eager attention for sinks and soft caps, which sdpa does not support.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,9 @@ import pytest
 import torch
 from integrations.tiny import (
     LENGTHS,
+    NOT_BY_SDPA,
     assert_close,
+    by_eager,
     by_sdpa,
     gradients,
     loss_of,
@@ -23,7 +28,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from integrations import bodies
 
 LAYERS = 3
-MODELS = ["llama", "qwen3", "mistral", "gemma3"]
+MODELS = ["llama", "qwen3", "mistral", "gemma3", "gemma2", "gpt_oss"]
 
 
 @pytest.mark.parametrize("checkpointing", [None, "reentrant", "plain", "selective"])
@@ -132,11 +137,12 @@ def test_evaluation_without_plans_is_local(pair: RankPool) -> None:
     assert second == pytest.approx(losses[:1], rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss"])
 def test_generation_is_local(pair: RankPool, name: str) -> None:
     """One prompt is padded, and the window is shorter than the prompts."""
+    own = "eager" if name in NOT_BY_SDPA else "sdpa"
     assert pair.run(bodies.generated, name, "distca", ranks=2) == pair.run(
-        bodies.generated, name, "sdpa", ranks=2
+        bodies.generated, name, own, ranks=2
     )
 
 
@@ -154,7 +160,7 @@ def test_a_missing_rank_is_named(pair: RankPool) -> None:
     assert "rank 1 did not come" in waiting
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss"])
 def test_documents_keep_to_themselves_in_training(pair: RankPool, name: str) -> None:
     assert pair.run(bodies.leaking, name, ranks=2) == [[], []]
 
@@ -169,6 +175,42 @@ def test_one_process_needs_no_world() -> None:
     loss.backward()
     assert loss.item() == pytest.approx(losses[0], rel=1e-5)
     assert_close(gradients(model), exact)
+
+
+@pytest.mark.parametrize(
+    ("name", "without"),
+    [("gemma2", {"attn_logit_softcapping": None}), ("gpt_oss", {})],
+)
+def test_soft_caps_and_sinks_on_one_process(name: str, without: dict[str, None]) -> None:
+    """They matter: without them the losses differ by more than the tolerance."""
+    from distca.integrations.transformers import register
+
+    register(cost="pairs")
+    losses, exact = by_eager(name, LENGTHS[:1])
+    model, other = model_of(name, "distca"), model_of(name, "distca", **without)
+    loss = loss_of(model, packed(LENGTHS[0]))
+    loss.backward()
+    assert loss.item() == pytest.approx(losses[0], rel=1e-5)
+    assert_close(gradients(model), exact)
+    for parameter, values in other.named_parameters():
+        if parameter.endswith("sinks"):
+            assert gradients(model)[parameter].norm() > 1e-3
+            values.data.fill_(-1e9)
+    assert loss_of(other, packed(LENGTHS[0])).item() != pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", NOT_BY_SDPA)
+def test_evaluation_with_padding_as_eager_does_it(name: str) -> None:
+    from distca.integrations.transformers import register
+
+    register(cost="pairs")
+    tokens = packed([60])["input_ids"].view(2, 30)
+    mask = torch.ones_like(tokens)
+    mask[0, :12], mask[1, :4] = 0, 0
+    given = {"input_ids": tokens, "attention_mask": mask}
+    with torch.no_grad():
+        right, found = (model_of(name, one)(**given).logits for one in ("eager", "distca"))
+    torch.testing.assert_close(found[mask == 1], right[mask == 1], rtol=1e-4, atol=1e-5)
 
 
 def test_autocast_as_sdpa_does_it() -> None:

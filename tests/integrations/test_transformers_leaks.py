@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from integrations.family_models import small_config
 from integrations.tiny import model_of
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -149,11 +150,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_command_on_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    model_of("gemma2", "eager").config.save_pretrained(tmp_path)
+    small_config("axk2").save_pretrained(tmp_path)
     status, out, _ = checked(capsys, str(tmp_path), "--attention", "eager", "--attention", "distca")
     assert status == 1
     assert "no document sees another" in out
-    assert "softcap" in " ".join(out.split())
+    assert "computes with its masks" in " ".join(out.split())
     status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
     assert status == 2
 

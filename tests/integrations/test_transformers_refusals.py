@@ -26,20 +26,40 @@ def _registered() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "words"),
+    ("keyword", "words"),
     [
-        ("gemma2", {}, r"layer 0 \(Gemma2Attention\) caps its scores \(softcap\)"),
-        ("gpt_oss", {}, r"layer 0 \(GptOssAttention\) has attention sinks \(s_aux\)"),
+        ("position_bias", "adds a bias to its scores"),
+        ("indices", "selects the keys that it attends to"),
+        ("cache", "attends to a paged cache"),
+        ("head_mask", "masks heads"),
     ],
 )
-def test_layers_that_want_more(name: str, options: dict[str, Any], words: str) -> None:
-    model = model_of(name, "distca", **options)
+def test_layers_that_want_more(keyword: str, words: str) -> None:
+    attend, x = register(cost="pairs").attend, torch.zeros(1, 2, 4, 8)
+    sentence = rf"layer \? \(Linear\) {words} \({keyword}\), which distca does not support: .*"
     for grad in (True, False):
         with (
             torch.set_grad_enabled(grad),
-            pytest.raises(ValueError, match=f"{words}, which distca does not support: .*{WAY_OUT}"),
+            pytest.raises(ValueError, match=sentence + WAY_OUT),
         ):
-            loss_of(model, packed([20, 9]))
+            attend(torch.nn.Linear(1, 1), x, x, x, None, **{keyword: x})
+
+
+def test_layers_with_sinks_and_more_keys_than_tokens() -> None:
+    """DeepSeek v4 appends compressed keys, which its own mask covers."""
+    registered = register(cost="pairs")
+    mask = registered.mask(
+        batch_size=1,
+        q_length=4,
+        kv_length=4,
+        mask_function=lambda b, h, q, k: k <= q,
+        device="cpu",
+    )
+    q, k = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 6, 8)
+    ends = torch.tensor([0, 4])
+    given = {"s_aux": torch.zeros(2), "cu_seq_lens_q": ends, "cu_seq_lens_k": ends}
+    with pytest.raises(ValueError, match=r"k has shape \(6, 2, 8\) .* the plan places 4 tokens"):
+        registered.attend(torch.nn.Linear(1, 1), q, k, k, mask, **given)
 
 
 def test_dropout() -> None:

@@ -1,5 +1,6 @@
 """``CoreAttention``: differentiable attention of packed tensors, computed as a plan says."""
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan
+from distca.attention.sinks import refusal as sinks_refusal
 from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
@@ -49,6 +51,7 @@ class CoreAttention:
     timeout: how long a rank waits for the announcement of another; that of the group by default.
     backend: a name from ``distca.attention.backends``, or ``auto`` for the fastest that fits.
     scale: factor of the scores; 1 / sqrt(D) by default.
+    softcap: bound of the scores: softcap * tanh(score / softcap) replaces a score. 0 is no bound.
     deterministic: whether gradients are bitwise equal from run to run.
     buffer_bytes: how much one exchange may send, and how much it may receive, on this rank; by
         default, buffers grow to the largest exchange.
@@ -65,32 +68,44 @@ class CoreAttention:
         timeout: timedelta | None = None,
         backend: str = "auto",
         scale: float | None = None,
+        softcap: float = 0.0,
         deterministic: bool = False,
         buffer_bytes: int | None = None,
         transport: Transport | None = None,
     ) -> None:
+        if not 0.0 <= softcap < math.inf:
+            raise ValueError(f"softcap {softcap}: give a positive number, or 0 for no soft cap")
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
-        self.backend, self.scale, self.deterministic = backend, scale, deterministic
+        self.backend, self.deterministic = backend, deterministic
+        self.scale, self.softcap = scale, float(softcap)
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> Tensor:
-        """q [T, H, D], k and v [T, G, D] -> [T, H, D]; the plan places T tokens on this rank."""
-        ready = self._agree_on(q, k, v, plan)
-        return attend(_joining(q, k, v, ready), k, v, ready.handle)
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sinks: Tensor | None = None
+    ) -> Tensor:
+        """q [T, H, D], k and v [T, G, D] -> [T, H, D]; the plan places T tokens on this rank.
+
+        sinks: [H] a score of each head that takes part in the softmax and has no value. Ranks may
+            have different ones, as tensor parallelism does; each gets the gradient of its own rows.
+        """
+        ready = self._agree_on(q, k, v, plan, sinks)
+        return attend(_joining(q, k, v, sinks, ready), k, v, ready.handle, sinks)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def dispatch(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> AsyncAttention:
+    def dispatch(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sinks: Tensor | None = None
+    ) -> AsyncAttention:
         """Dispatches the same attention without waiting, so that other work overlaps with it.
 
         Call ``compute()`` and then ``combine()`` of the result; see ``distca.attention.overlap``.
         """
-        ready = self._agree_on(q, k, v, plan)
-        return AsyncAttention(ready.plan, _joining(q, k, v, ready), k, v)
+        ready = self._agree_on(q, k, v, plan, sinks)
+        return AsyncAttention(ready.plan, _joining(q, k, v, sinks, ready), k, v, sinks)
 
     def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
         """Takes this rank's part of a plan without tokens or weights of its own.
@@ -117,12 +132,14 @@ class CoreAttention:
         forward: Plan | None = None,
         backward: Plan | None = None,
         grad_mode: bool | None = None,
+        sinks: bool | None = None,
         announce: bool = True,
     ) -> PreparedPlan:
         """Returns this rank's part of a plan for each direction, which may be the same plan.
 
         Ranks do not tell each other here whether they can.
 
+        sinks: whether the layers have sinks, which ranks only compare; None if it is not known.
         announce: whether ranks compare every message before it is sent. Not needed where they have
             compared a whole step, in which every message has its place.
         """
@@ -135,6 +152,8 @@ class CoreAttention:
             dtype=str(spec.dtype).removeprefix("torch."),
             device=spec.device.type,
             scale=scale,
+            softcap=self.softcap,
+            sinks=sinks,
             grad_mode=grad_mode,
             attention=self.transport.number,
         )
@@ -155,6 +174,7 @@ class CoreAttention:
             spec=spec,
             backend=self._backend_for(spec, plans),
             scale=scale,
+            softcap=self.softcap,
             handshake=handshake,
             deterministic=self.deterministic,
             transport=self.transport,
@@ -172,20 +192,31 @@ class CoreAttention:
         masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
         key = (spec, frozenset(map(kind_of, masks)))
         if key not in self._backends:
-            traits = Traits.of(spec, masks, deterministic=self.deterministic)
+            softcap = self.softcap > 0
+            traits = Traits.of(spec, masks, deterministic=self.deterministic, softcap=softcap)
             self._backends[key] = choose(self.backend, traits)
         return self._backends[key]
 
-    def _agree_on(self, q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> _Ready:
+    def _agree_on(
+        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None
+    ) -> _Ready:
         """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise."""
-        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled())
+        of_sinks = None if sinks is None else (sinks.device, sinks.dtype, sinks.shape)
+        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled(), of_sinks)
         ready = self._ready.setdefault(plan, {})
         if key not in ready:
             with self._raising_on_all(plan):
                 _check(q, k, v, plan, self.transport)
-                spec, grad_mode = TensorSpec.of(q, k), torch.is_grad_enabled()
-                prepared = self.prepare(spec, forward=plan, backward=plan, grad_mode=grad_mode)
-            first_use, wants = _first_use(plan, prepared.handshake), _wants_gradient(q, k, v)
+                if sinks is not None and (refusal := sinks_refusal(sinks, q)):
+                    raise ValueError(refusal)
+                prepared = self.prepare(
+                    TensorSpec.of(q, k),
+                    forward=plan,
+                    backward=plan,
+                    grad_mode=torch.is_grad_enabled(),
+                    sinks=sinks is not None,
+                )
+            first_use, wants = _first_use(plan, prepared.handshake), _wants_gradient(q, k, v, sinks)
             agreed = agree(self.transport, replace(first_use, wants_gradient=wants))
             if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
                 agree(self.transport, _first_use(plan))
@@ -210,7 +241,9 @@ class CoreAttention:
             device=torch.empty(0, device=common.device).device,  # with its index
         )
         with self._raising_on_all(plan):
-            prepared = self.prepare(spec, forward=plan, backward=plan, grad_mode=grad_mode)
+            prepared = self.prepare(
+                spec, forward=plan, backward=plan, grad_mode=grad_mode, sinks=common.sinks
+            )
         agree(self.transport, _first_use(plan))
         return prepared
 
@@ -260,15 +293,16 @@ def _num_tokens(plan: Plan, rank: int) -> int:
     return int(plan.placement.tokens[rank]) if rank < plan.placement.num_workers else 0
 
 
-def _wants_gradient(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def _wants_gradient(*inputs: Tensor | None) -> bool:
+    given = (tensor for tensor in inputs if tensor is not None)
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
 
 
-def _joining(q: Tensor, k: Tensor, v: Tensor, ready: _Ready) -> Tensor:
+def _joining(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ready: _Ready) -> Tensor:
     """Returns q, as a new leaf if peers need a gradient and this rank does not.
 
     Autograd then runs the backward exchange on this rank too; without it, peers would deadlock.
     """
-    if ready.wants_gradient and torch.is_grad_enabled() and not _wants_gradient(q, k, v):
+    if ready.wants_gradient and torch.is_grad_enabled() and not _wants_gradient(q, k, v, sinks):
         return q.detach().requires_grad_()
     return q

@@ -17,6 +17,7 @@ from torch import Tensor
 from distca.attention.backends.base import Attended, Saved
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
+from distca.attention.sinks import add_sinks, sinks_gradient
 
 # Weak: a prepared plan lives as long as its plan, or as a graph whose backward has not yet run.
 _PREPARED: WeakValueDictionary[int, PreparedPlan] = WeakValueDictionary()
@@ -30,19 +31,24 @@ def register(plan: PreparedPlan) -> int:
     return handle
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: int) -> Tensor:
-    """q [T, H, D], k and v [T, G, D] -> [T, H, D]."""
-    out: Tensor = torch.ops.distca.core_attention(q, k, v, handle)[0]
+def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> Tensor:
+    """q [T, H, D], k and v [T, G, D], sinks [H] -> [T, H, D]."""
+    out: Tensor = torch.ops.distca.core_attention(q, k, v, handle, sinks)[0]
     return out
 
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
-def _core_attention(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
-    return ForwardPass(_PREPARED[handle], q, k, v).combine()
+def _core_attention(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    attended = ForwardPass(_PREPARED[handle], q, k, v).combine()
+    return attended if sinks is None else add_sinks(attended, sinks)
 
 
 @_core_attention.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, handle: int) -> tuple[Tensor, Tensor]:
+def _(
+    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     return Attended.empty(q)
 
 
@@ -60,19 +66,28 @@ def _(
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-def _save(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: tuple[Tensor, ...]) -> None:
-    q, k, v, handle = inputs
-    ctx.save_for_backward(*Saved(q, k, v, *output))
+def _save(
+    ctx: Any,
+    inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None],
+    output: tuple[Tensor, Tensor],
+) -> None:
+    q, k, v, handle, sinks = inputs
+    ctx.save_for_backward(*Saved(q, k, v, *output), sinks)
     ctx.handle = handle
     ctx.plan = _PREPARED.get(handle)  # keeps it alive as long as the graph
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     # The lse is a result only so that it is saved; it has no gradient.
-    saved = ctx.saved_tensors  # read once, since checkpointing computes them again for each read
+    # The tensors are read once, since checkpointing computes them again for each read.
+    *saved, sinks = ctx.saved_tensors
     with torch.no_grad():
-        grads = torch.ops.distca.core_attention_backward(grad_out, *saved, ctx.handle)
-    return (*differentiable_once(grads, (grad_out, *saved[:3])), None)
+        grads = list(torch.ops.distca.core_attention_backward(grad_out, *saved, ctx.handle))
+        if sinks is not None:
+            grads.append(sinks_gradient(grad_out, Attended(*saved[3:]), sinks))
+    inputs = (grad_out, *saved[:3], *([] if sinks is None else [sinks]))
+    dq, dk, dv, *dsinks = differentiable_once(grads, inputs)
+    return dq, dk, dv, None, dsinks[0] if dsinks else None
 
 
 def differentiable_once(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -22,6 +22,8 @@ Nodes of two halves alternate in the graph, so their steps alternate in the back
 [Note: edges] Autograd runs a node only after the nodes that use its outputs. So dispatch and
 compute each return an empty tensor, an edge, which the next step takes as an input. Its gradient is
 empty too; it only makes autograd run the nodes of combine, compute and dispatch in this order.
+Sinks are used by combine, which returns their gradient. They are an input of dispatch as well, so
+that all three nodes run even if only the sinks have a gradient.
 """
 
 from collections.abc import Sequence
@@ -31,10 +33,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Saved
+from distca.attention.backends.base import Attended, Saved
 from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
+from distca.attention.sinks import add_sinks, sinks_gradient
 
 
 @dataclass(frozen=True)
@@ -55,16 +58,18 @@ class SlotAttention:
 class AsyncAttention:
     """The attention of one layer in progress."""
 
-    def __init__(self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+    ) -> None:
         self.plan = plan
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
-        self._qkv: tuple[Tensor, Tensor, Tensor] | None = (q, k, v)
+        self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks)
         self._computed = False
         # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
         # would keep both, and the graph, in memory.
-        self._edge: Tensor | None = _Dispatch.apply(self, q, k, v)  # type: ignore[no-untyped-call]
+        self._edge: Tensor | None = _Dispatch.apply(self, *self._given)  # type: ignore[no-untyped-call]
 
     def compute(self) -> None:
         """Computes own tasks and those of peers; ``combine`` does it if this was not called."""
@@ -75,13 +80,13 @@ class AsyncAttention:
 
     def combine(self) -> Tensor:
         """Waits for results from peers, and returns the output [T, H, D]."""
-        if self._qkv is None:
+        if self._given is None:
             raise RuntimeError("this attention was combined already: call combine once")
         if not self._computed:
             self.compute()
         edge, self._edge = self._edge, None
-        qkv, self._qkv = self._qkv, None
-        out: Tensor = _Combine.apply(self, edge, *qkv)  # type: ignore[no-untyped-call]
+        given, self._given = self._given, None
+        out: Tensor = _Combine.apply(self, edge, *given)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -89,7 +94,9 @@ class _Dispatch(torch.autograd.Function):
     """The oldest node: dispatches forward and combines backward."""
 
     @staticmethod
-    def forward(ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None
+    ) -> Tensor:
         ctx.pending = pending
         pending.forward = ForwardPass(pending.plan, q, k, v)
         return q.new_empty(0)
@@ -100,7 +107,7 @@ class _Dispatch(torch.autograd.Function):
         grads = ctx.pending.backward.combine()
         ctx.pending.backward = None
         inputs, ctx.pending.inputs = ctx.pending.inputs, ()
-        return None, *differentiable_once(grads, inputs)
+        return None, *differentiable_once(grads, inputs), None
 
 
 class _Compute(torch.autograd.Function):
@@ -124,19 +131,33 @@ class _Combine(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: AsyncAttention, edge: Tensor, q: Tensor, k: Tensor, v: Tensor
+        ctx: Any,
+        pending: AsyncAttention,
+        edge: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
     ) -> Tensor:
         assert pending.forward is not None
         attended = pending.forward.combine()
         pending.forward = None
+        if sinks is not None:
+            attended = add_sinks(attended, sinks)
         ctx.pending = pending
-        ctx.save_for_backward(*Saved(q, k, v, *attended))
+        ctx.save_for_backward(*Saved(q, k, v, *attended), sinks)
         return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        saved = Saved(*ctx.saved_tensors)
+        *tensors, sinks = ctx.saved_tensors
+        saved, inputs = Saved(*tensors), (grad_out, *tensors[:3])
         ctx.pending.backward = BackwardPass(ctx.pending.plan, grad_out, saved)
         if torch.is_grad_enabled():
-            ctx.pending.inputs = (grad_out, *saved[:3])
-        return None, grad_out.new_empty(0), None, None, None
+            ctx.pending.inputs = inputs
+        dsinks = None
+        if sinks is not None:
+            with torch.no_grad():
+                dsinks = sinks_gradient(grad_out, Attended(saved.out, saved.lse), sinks)
+            (dsinks,) = differentiable_once([dsinks], (*inputs, sinks))
+        return None, grad_out.new_empty(0), None, None, None, dsinks

@@ -71,7 +71,7 @@ class ForwardPass:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
         with plan.meter.time("attention", plan.spec.device, self._prepared.planned_s):
-            attended = plan.backend.forward(q, k, v, call.packed, plan.scale)
+            attended = plan.backend.forward(q, k, v, call.packed, plan.scale, plan.softcap)
         return Attended(*(each.contiguous() for each in attended))
 
 
@@ -138,7 +138,12 @@ class BackwardPass:
         plan = self._plan
         with plan.meter.time("attention", plan.spec.device, self._prepared.planned_s):
             grads = plan.backend.backward(
-                grad_out, Saved(*saved), call.packed, plan.scale, plan.deterministic
+                grad_out,
+                Saved(*saved),
+                call.packed,
+                plan.scale,
+                plan.deterministic,
+                plan.softcap,
             )
         return Gradients(*(each.contiguous() for each in grads))
 

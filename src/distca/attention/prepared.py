@@ -83,6 +83,7 @@ class PreparedPlan:
     spec: TensorSpec
     backend: Backend
     scale: float
+    softcap: float  # 0: none
     handshake: Handshake  # what the messages of both directions have in common
     deterministic: bool
     transport: Transport

@@ -74,7 +74,9 @@ class ReplayCommand:
     layers: int = _rank("N", "Layers to run.", 2)
     across: str = _rank("BANDWIDTH", "Of the rank's link: 50GB/s or 400Gb/s.", "50GB/s")
     latency: float = _rank("US", "Latency of each exchange in microseconds.", 20.0)
-    backend: str = _rank("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
+    backend: str = _rank(
+        "NAME", "Attention backend: auto, fa4, flash, sdpa, blocks or reference.", "auto"
+    )
 
     sample: int | None = _measure(
         "N",

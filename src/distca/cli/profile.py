@@ -44,7 +44,9 @@ class ProfileCommand:
     model: str | None = option(
         "NAME", f"Model whose sizes are measured. Default: {GPU_MODEL}, or {CPU_MODEL} on the CPU."
     )
-    backend: str = option("NAME", "Attention backend: auto, fa4, flash, sdpa or reference.", "auto")
+    backend: str = option(
+        "NAME", "Attention backend: auto, fa4, flash, sdpa, blocks or reference.", "auto"
+    )
     out: Path = option("FILE", "The profile; an unfinished one is continued.", Path("profile.json"))
     ranks: int | None = option("N", "Ranks to start. Default: one for each GPU, or 1 on the CPU.")
     share_gpu: bool = share_switch()

@@ -22,6 +22,7 @@ _ADVICE = {
     "message": f"{_ORDER}, by plan objects that are new on all ranks or on none",
     "attention": _ORDER,
     "plan": "make it from the same lengths and options on every rank",
+    "sinks": "give sinks to the same layers on every rank",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
 }
 
@@ -42,6 +43,8 @@ class Handshake:
     dtype: str | None = None
     device: str | None = None
     scale: float | None = None
+    softcap: float | None = None  # 0: none
+    sinks: bool | None = None  # whether the layer has attention sinks
     grad_mode: bool | None = None
     attention: int | None = None  # which one of several on the same ranks, such as ping and pong
     message: str = "first use"  # or "dispatch" or "combine"; "step" or "gather" outside of layers

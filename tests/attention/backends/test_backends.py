@@ -7,15 +7,23 @@ import torch
 from attention.oracle import Case, check, inputs_of, run
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
+from distca.attention.backends import reference
 from distca.attention.backends.base import Backend, Saved, Traits
+from distca.attention.backends.blocks import Blocks
 from distca.attention.backends.choice import backends, choose
 from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import Mask
 
 BACKENDS = {backend.name: backend for backend in backends()}
 REFERENCE, SDPA = BACKENDS["reference"], BACKENDS["sdpa"]
-CPU = [pytest.param(REFERENCE, id="reference"), pytest.param(SDPA, id="sdpa")]
+BLOCKS = Blocks(block=16)  # so that small tasks have many
+CPU = [
+    pytest.param(REFERENCE, id="reference"),
+    pytest.param(SDPA, id="sdpa"),
+    pytest.param(BLOCKS, id="blocks"),
+]
 
 CASES = {
     "one query, one key": Case(((1, 1),)),
@@ -146,6 +154,33 @@ def test_a_long_window_needs_no_square_of_memory() -> None:
     assert all(grad.isfinite().all() for grad in grads)
 
 
+@pytest.mark.parametrize("backend", [REFERENCE, BLOCKS, Blocks()], ids=["plain", "16", "1024"])
+@given(case=cases(), softcap=st.sampled_from([0.3, 2.0, 50.0]))
+def test_soft_caps(backend: Backend, case: Case, softcap: float) -> None:
+    capped = replace(case, softcap=softcap)
+    check(backend, capped, torch.float64, 1e-10)
+    check(backend, capped, torch.float32, 1e-5)
+
+
+def test_blocks_need_no_square_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest tensor of a part has a block of queries and a block of keys."""
+    largest = 0
+
+    def measured(*args: object) -> Tensor:
+        nonlocal largest
+        scores = scores_of(*args)
+        largest = max(largest, scores.numel())
+        return scores
+
+    scores_of = reference._scores
+    monkeypatch.setattr(reference, "_scores", measured)
+    case = Case(((700, 1500), (40, 40)), heads=4, kv_heads=2, head_dim=4, softcap=2.0)
+    check(Blocks(block=64), case, torch.float64, 1e-10)
+    assert largest == 4 * 64 * 64
+    check(REFERENCE, case, torch.float64, 1e-10)
+    assert largest == 4 * 700 * 1500
+
+
 # On CUDA. Shapes as plans make them: a window task holds only keys that some query sees.
 GPU_TASKS = {
     "documents": ((1, 1), (128, 128), (300, 300), (77, 77), (1, 1), (1024, 1024)),
@@ -192,11 +227,19 @@ def test_equals_the_oracle_on_cuda(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["sdpa", "reference"])
+@pytest.mark.parametrize("name", ["sdpa", "blocks", "reference"])
 @pytest.mark.parametrize("mask", ["causal", "full", "window:100"])
 @pytest.mark.parametrize("tasks", GPU_TASKS)
 def test_float32_on_cuda(name: str, mask: str, tasks: str) -> None:
     case = gpu_case(tasks, "grouped", mask)
+    check(on_cuda(name, case, torch.float32), case, torch.float32, 1e-5, "cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["blocks", "reference"])
+@pytest.mark.parametrize("mask", ["causal", "window:100"])
+def test_soft_caps_on_cuda(name: str, mask: str) -> None:
+    case = replace(gpu_case("shards", "grouped", mask), softcap=2.0)
     check(on_cuda(name, case, torch.float32), case, torch.float32, 1e-5, "cuda")
 
 
@@ -220,7 +263,7 @@ def test_deterministic_on_cuda(name: str, mask: str, heads: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["fa4", "flash", "sdpa", "reference"])
+@pytest.mark.parametrize("name", ["fa4", "flash", "sdpa", "blocks", "reference"])
 def test_no_tasks_on_cuda(name: str) -> None:
     case = Case((), heads=8, kv_heads=2, head_dim=128)
     check(on_cuda(name, case, torch.bfloat16), case, torch.bfloat16, 0.0, "cuda", 1.0)

@@ -16,6 +16,7 @@ from distca.attention.backends.choice import backends
 from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import CAUSAL, FULL, Mask
 
+NAMES = ["fa4", "flash", "sdpa", "blocks", "reference"]
 BACKENDS = {backend.name: backend for backend in backends()}
 MASKS = frozenset({"causal", "full", "window"})
 ON_CPU = Traits("cpu", None, torch.float32, 8, 2, 64, MASKS)
@@ -29,13 +30,15 @@ def test_auto_on_a_cpu_is_sdpa() -> None:
 
 
 def test_auto_asks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert [backend.name for backend in backends()] == ["fa4", "flash", "sdpa", "reference"]
+    assert [backend.name for backend in backends()] == NAMES
     monkeypatch.setattr(fa4, "_load", lambda: fa4._Kernels(None))
     monkeypatch.setattr(flash, "_operator_refusal", lambda: None)
     assert choose("auto", ON_HOPPER).name == "fa4"
     assert choose("auto", replace(ON_HOPPER, capability=(8, 0))).name == "flash"
     assert choose("auto", replace(ON_HOPPER, capability=(7, 5))).name == "sdpa"
-    assert choose("auto", replace(ON_HOPPER, dtype=torch.float64)).name == "reference"
+    assert choose("auto", replace(ON_HOPPER, dtype=torch.float64)).name == "blocks"
+    assert choose("auto", replace(ON_HOPPER, softcap=True)).name == "blocks"
+    assert choose("auto", replace(ON_CPU, softcap=True)).name == "blocks"
 
 
 def test_a_named_backend_that_refuses_says_why() -> None:
@@ -44,7 +47,8 @@ def test_a_named_backend_that_refuses_says_why() -> None:
 
 
 def test_an_unknown_name_lists_the_known() -> None:
-    with pytest.raises(ValueError, match=r"'flas' is unknown.*auto, fa4, flash, sdpa, reference"):
+    known = "auto, fa4, flash, sdpa, blocks, reference"
+    with pytest.raises(ValueError, match=rf"'flas' is unknown.*{known}"):
         choose("flas", ON_CPU)
 
 
@@ -52,7 +56,7 @@ def test_when_none_fits_each_says_why() -> None:
     with pytest.raises(ValueError, match="no attention backend fits") as caught:
         choose("auto", replace(ON_CPU, heads=7, kv_heads=2))
     lines = str(caught.value).splitlines()[1:]
-    assert [line.split(":")[0].strip() for line in lines] == ["fa4", "flash", "sdpa", "reference"]
+    assert [line.split(":")[0].strip() for line in lines] == NAMES
     assert "7 heads cannot share 2 key/value heads evenly." in lines[-1]
 
 
@@ -61,6 +65,14 @@ def test_when_none_fits_each_says_why() -> None:
     [
         ("reference", {"dtype": torch.int64}, "floating dtypes"),
         ("reference", {"kv_heads": 0}, "cannot share 0"),
+        ("blocks", {"dtype": torch.int64}, "floating dtypes"),
+        (
+            "sdpa",
+            {"softcap": True},
+            "its kernels do not cap scores, forward and backward (softcap)",
+        ),
+        ("flash", {"softcap": True}, "its kernels do not cap scores"),
+        ("fa4", {"softcap": True}, "its kernels do not cap scores"),
         ("sdpa", {"device": "mps"}, "not for mps"),
         ("sdpa", {"dtype": torch.float64}, "on cuda it takes float32, bfloat16, float16, not"),
         ("sdpa", {"head_dim": 66}, "multiple of 4, not 66"),
@@ -127,8 +139,9 @@ def test_traits_of_tensors() -> None:
     q, k = torch.empty(5, 8, 16, dtype=torch.bfloat16), torch.empty(9, 2, 16, dtype=torch.bfloat16)
     masks = [Mask(CAUSAL), Mask(FULL), Mask(7), Mask(9)]
     assert Traits.of(TensorSpec.of(q, k), masks, deterministic=True) == Traits(
-        "cpu", None, torch.bfloat16, 8, 2, 16, MASKS, True
+        "cpu", None, torch.bfloat16, 8, 2, 16, MASKS, True, False
     )
+    assert Traits.of(TensorSpec.of(q, k), masks, softcap=True).softcap
 
 
 @pytest.mark.parametrize(

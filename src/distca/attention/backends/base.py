@@ -119,6 +119,17 @@ class Gradients(NamedTuple):
     dv: Tensor  # [Tk, G, D]
 
 
+class Scoring(NamedTuple):
+    """How scores follow from queries and keys: scale * q k', and then capped, if that is asked for.
+
+    A soft cap replaces a score s by softcap * tanh(s / softcap), which lies within +-softcap, as in
+    Gemma 2. The log-sum-exp is that of capped scores.
+    """
+
+    scale: float
+    softcap: float = 0.0  # 0 does not cap them
+
+
 @dataclass(frozen=True)
 class Traits:
     """What a backend is asked to compute."""
@@ -131,13 +142,21 @@ class Traits:
     head_dim: int
     masks: frozenset[str]  # of "causal", "full", "window"
     deterministic: bool = False
+    softcap: bool = False
 
     @classmethod
-    def of(cls, spec: TensorSpec, masks: Iterable[Mask], *, deterministic: bool = False) -> Traits:
+    def of(
+        cls,
+        spec: TensorSpec,
+        masks: Iterable[Mask],
+        *,
+        deterministic: bool = False,
+        softcap: bool = False,
+    ) -> Traits:
         device, kinds = spec.device, frozenset(kind_of(mask) for mask in masks)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         sizes = (spec.heads, spec.kv_heads, spec.head_dim)
-        return cls(device.type, capability, spec.dtype, *sizes, kinds, deterministic)
+        return cls(device.type, capability, spec.dtype, *sizes, kinds, deterministic, softcap)
 
     def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
         """Returns why 16-bit kernels for CUDA devices from a compute capability on do not fit."""
@@ -163,18 +182,30 @@ class Backend(ABC):
     """
 
     name: ClassVar[str]
+    caps_scores: ClassVar[bool] = False  # whether it supports soft caps
 
     def refusal(self, traits: Traits) -> str | None:
         """Returns why this backend cannot compute it, as a sentence; None if it can."""
-        return self._refusal(traits) or _grouping_refusal(traits) or self._library_refusal()
+        refusal = self._refusal(traits) or _grouping_refusal(traits)
+        if not refusal and traits.softcap and not self.caps_scores:
+            refusal = "its kernels do not cap scores, forward and backward (softcap)."
+        return refusal or self._library_refusal()
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        call: PackedCall,
+        scale: float,
+        softcap: float = 0.0,
+    ) -> Attended:
         """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
         _check_shapes(q, k, v, call)
         if not call.num_queries:
             return Attended.empty(q)
         with torch.no_grad():
-            return self._forward(q, k, v, call, scale)
+            return self._forward(q, k, v, call, Scoring(scale, softcap))
 
     def backward(
         self,
@@ -183,6 +214,7 @@ class Backend(ABC):
         call: PackedCall,
         scale: float,
         deterministic: bool = False,
+        softcap: float = 0.0,
     ) -> Gradients:
         """Computes the gradients of q, k and v from grad_out [Tq, H, D]."""
         q, k, v, out, lse = saved
@@ -199,7 +231,7 @@ class Backend(ABC):
         if not call.num_queries:
             return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
         with torch.no_grad():
-            return self._backward(grad_out, saved, call, scale, deterministic)
+            return self._backward(grad_out, saved, call, Scoring(scale, softcap), deterministic)
 
     @abstractmethod
     def _refusal(self, traits: Traits) -> str | None:
@@ -211,12 +243,17 @@ class Backend(ABC):
 
     @abstractmethod
     def _forward(
-        self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float
+        self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
     ) -> Attended: ...
 
     @abstractmethod
     def _backward(
-        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
+        self,
+        grad_out: Tensor,
+        saved: Saved,
+        call: PackedCall,
+        scoring: Scoring,
+        deterministic: bool,
     ) -> Gradients: ...
 
 

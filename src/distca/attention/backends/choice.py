@@ -1,6 +1,7 @@
 """The choice of a backend: by name, or the first one that supports what is asked."""
 
 from distca.attention.backends.base import Backend, Traits
+from distca.attention.backends.blocks import Blocks
 from distca.attention.backends.fa4 import FlashAttention4
 from distca.attention.backends.flash import Flash
 from distca.attention.backends.reference import Reference
@@ -9,7 +10,7 @@ from distca.attention.backends.sdpa import Sdpa
 
 def backends() -> tuple[Backend, ...]:
     """Returns all backends, in the order in which "auto" tries them."""
-    return FlashAttention4(), Flash(), Sdpa(), Reference()
+    return FlashAttention4(), Flash(), Sdpa(), Blocks(), Reference()
 
 
 def choose(name: str, traits: Traits) -> Backend:

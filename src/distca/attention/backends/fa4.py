@@ -1,7 +1,9 @@
 """flash-attn-4 (the extra ``fa4``), compiled at first use, for Hopper and newer.
 
 Its autograd function keeps tensors from forward to backward, so this backend calls the two
-functions below it. They are private, so their parameters are checked before anything runs.
+functions below it. They are private, so their parameters are checked before anything runs. Both
+have a parameter for a soft cap, which the backward of some versions accepts and ignores. So this
+backend does not cap scores.
 """
 
 import importlib
@@ -14,7 +16,15 @@ from typing import Any
 
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
+from distca.attention.backends.base import (
+    Attended,
+    Backend,
+    Gradients,
+    PackedCall,
+    Saved,
+    Scoring,
+    Traits,
+)
 
 _one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"
@@ -48,21 +58,28 @@ class FlashAttention4(Backend):
     def _library_refusal(self) -> str | None:
         return _load().refusal
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
+    ) -> Attended:
         with _one_at_a_time:
             out, lse, *_ = _load().forward(
-                q, k, v, softmax_scale=scale, return_lse=True, **_arguments(call)
+                q, k, v, softmax_scale=scoring.scale, return_lse=True, **_arguments(call)
             )
         return Attended(out, lse.t().contiguous())
 
     def _backward(
-        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
+        self,
+        grad_out: Tensor,
+        saved: Saved,
+        call: PackedCall,
+        scoring: Scoring,
+        deterministic: bool,
     ) -> Gradients:
         q, k, v, out, lse = saved
         with _one_at_a_time:
             dq, dk, dv = _load().backward(
                 q, k, v, out, grad_out.contiguous(), lse.t().contiguous(),
-                softmax_scale=scale, deterministic=deterministic, **_arguments(call),
+                softmax_scale=scoring.scale, deterministic=deterministic, **_arguments(call),
             )  # fmt: skip
         return Gradients(dq, dk, dv)
 

@@ -11,7 +11,15 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
+from distca.attention.backends.base import (
+    Attended,
+    Backend,
+    Gradients,
+    PackedCall,
+    Saved,
+    Scoring,
+    Traits,
+)
 
 _aten = torch.ops.aten
 _SHARED = (
@@ -41,17 +49,24 @@ class Flash(Backend):
     def _library_refusal(self) -> str | None:
         return _operator_refusal()
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
+    def _forward(
+        self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
+    ) -> Attended:
         left, right = call.window
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, call.q_offsets, call.kv_offsets, _max_queries(call), call.max_keys,
             0.0, (left, right) == (-1, 0), False,
-            scale=scale, window_size_left=left, window_size_right=right,
+            scale=scoring.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
         return Attended(out, lse.t().contiguous())
 
     def _backward(
-        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
+        self,
+        grad_out: Tensor,
+        saved: Saved,
+        call: PackedCall,
+        scoring: Scoring,
+        deterministic: bool,
     ) -> Gradients:
         q, k, v, out, lse = saved
         left, right = call.window
@@ -60,7 +75,7 @@ class Flash(Backend):
             dq, dk, dv = _aten._flash_attention_backward(
                 grad_out, q, k, v, out, lse.t().contiguous(), call.q_offsets, call.kv_offsets,
                 _max_queries(call), call.max_keys, 0.0, (left, right) == (-1, 0), seed,
-                q.new_empty(0), scale=scale, window_size_left=left, window_size_right=right,
+                q.new_empty(0), scale=scoring.scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
         return Gradients(dq, dk, dv)
 

@@ -1,42 +1,23 @@
 """torch's built-in kernels: the fast path on a CPU, and on CUDA the one that works without flash.
 
-Legend: B tasks of one shape, n queries, m keys, H heads, G key/value heads, D head size.
-
-The kernels support full rectangles and causal squares; [Note: parts] describes how a task is
-composed of them. Everything is computed in float32 (float64 for float64 inputs): 16-bit inputs are
-converted first, since the CPU kernel is about a hundred times slower in bfloat16.
-
-[Note: parts]
-- A full mask is one rectangle.
-- A causal mask with m > n is the rectangle of keys before the position of the first query, which
-  all queries see, and the causal square. The two outputs are merged by their log-sum-exps. In
-  backward, each part with the *merged* out and lse gives exactly its share: its weights are
-  exp(score - lse), and the term that couples the keys of a query enters only through
-  sum(grad_out * out).
-- A window is blocks of queries against the keys that any query of the block sees, with a dense mask
-  [block, block + reach]; memory grows with the reach, not with the document.
+They support full rectangles and causal squares; [Note: parts] describes how a task is composed of
+them.
 """
-
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import groupby
-from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved, Traits
+from distca.attention.backends.base import Attended, Gradients, Saved, Scoring, Traits
+from distca.attention.backends.parts import PartsBackend
 from distca.attention.backends.sdpa_kernels import part_backward, part_forward
-from distca.dispatch.tensors import wide
-from distca.planning.masks import CAUSAL, FULL, Mask
-
-_BATCH_KEYS = 1 << 14  # tasks are batched to save kernel launches, which matter up to this size
+from distca.planning.masks import Mask
 
 
-class Sdpa(Backend):
+class Sdpa(PartsBackend):
     """The flash kernel of the CPU, or the memory-efficient kernel of CUDA."""
 
     name = "sdpa"
+    batch_keys = 1 << 14
 
     def _refusal(self, traits: Traits) -> str | None:
         dtypes = [torch.float32, torch.bfloat16, torch.float16]
@@ -50,111 +31,15 @@ class Sdpa(Backend):
             return f"on {traits.device} it takes {_names(dtypes)}, not {_names([traits.dtype])}."
         return None
 
-    def _forward(self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scale: float) -> Attended:
-        result = Attended.empty(q)
-        q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
-        for batch in _batches(call):
-            out, lse, queries = map(batch.queries, (*result, q))
-            keys, values = batch.keys(k), batch.keys(v)
-            merged: dict[int, Attended] = {}
-            for part in _parts(batch.num_queries, batch.num_keys, call.mask):
-                rows, columns = (slice(None), part.queries), (slice(None), part.keys)
-                here = part_forward(queries[rows], keys[columns], values[columns], part.mask, scale)
-                before = merged.get(part.queries.start)
-                merged[part.queries.start] = here if before is None else _merge(before, here)
-            for start, block in merged.items():
-                where = slice(start, start + block.lse.shape[1])
-                out[:, where], lse[:, where] = block.out, block.lse
-        return result
+    def _part_forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
+    ) -> Attended:
+        return part_forward(q, k, v, mask, scoring.scale)
 
-    def _backward(
-        self, grad_out: Tensor, saved: Saved, call: PackedCall, scale: float, deterministic: bool
+    def _part_backward(
+        self, grad_out: Tensor, saved: Saved, mask: Mask, scoring: Scoring, deterministic: bool
     ) -> Gradients:
-        dtype = saved.q.dtype
-        grad_out, *tensors = (x.to(wide(dtype)) for x in (grad_out, *saved))
-        total = Gradients(*map(torch.zeros_like, tensors[:3]))
-        for batch in _batches(call):
-            inputs = Saved(*tensors).map(batch.queries, batch.keys)
-            grad, dq = batch.queries(grad_out), batch.queries(total.dq)
-            dk, dv = batch.keys(total.dk), batch.keys(total.dv)
-            for part in _parts(batch.num_queries, batch.num_keys, call.mask):
-                rows, columns = (slice(None), part.queries), (slice(None), part.keys)
-                share = part_backward(
-                    grad[rows],
-                    inputs.map(itemgetter(rows), itemgetter(columns)),
-                    part.mask,
-                    scale,
-                    deterministic,
-                )
-                dq[rows].add_(share.dq)
-                dk[columns].add_(share.dk)
-                dv[columns].add_(share.dv)
-        return Gradients(*(grad.to(dtype) for grad in total))
-
-
-@dataclass(frozen=True)
-class _Batch:
-    """Neighbouring tasks of one shape: a batch that is a view of the packed rows."""
-
-    num_tasks: int  # B
-    first_query: int
-    first_key: int
-    num_queries: int  # n
-    num_keys: int  # m
-
-    def queries(self, rows: Tensor) -> Tensor:
-        """[Tq, ...] -> [B, n, ...]"""
-        stop = self.first_query + self.num_tasks * self.num_queries
-        return rows[self.first_query : stop].view(self.num_tasks, -1, *rows.shape[1:])
-
-    def keys(self, rows: Tensor) -> Tensor:
-        """[Tk, ...] -> [B, m, ...]"""
-        stop = self.first_key + self.num_tasks * self.num_keys
-        return rows[self.first_key : stop].view(self.num_tasks, -1, *rows.shape[1:])
-
-
-def _batches(call: PackedCall) -> Iterator[_Batch]:
-    """Yields tasks in order, without tasks that have no query: the CPU kernel divides by zero."""
-    task = 0
-    for (queries, keys), same in groupby(call.lengths):
-        left = len(list(same))
-        while left:
-            size = min(left, max(_BATCH_KEYS // max(keys, 1), 1))
-            if queries:
-                yield _Batch(size, call.q_bounds[task], call.kv_bounds[task], queries, keys)
-            task, left = task + size, left - size
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Some queries of a task and some of its keys, see [Note: parts]."""
-
-    queries: slice
-    keys: slice
-    mask: Mask  # full, causal (a square), or a window, bottom-right aligned within the part
-
-
-def _parts(queries: int, keys: int, mask: Mask) -> Iterator[_Part]:
-    prefix = keys - queries
-    if mask.reach == FULL or (queries == 1 and mask.reach >= keys):
-        yield _Part(slice(0, queries), slice(0, keys), Mask(FULL))
-    elif mask.reach >= keys:
-        if prefix:
-            yield _Part(slice(0, queries), slice(0, prefix), Mask(FULL))
-        yield _Part(slice(0, queries), slice(prefix, keys), Mask(CAUSAL))
-    else:
-        block = min(max(mask.reach, 64), 256)
-        for start in range(0, queries, block):
-            stop = min(start + block, queries)
-            first = max(prefix + start - mask.reach + 1, 0)
-            yield _Part(slice(start, stop), slice(first, prefix + stop), mask)
-
-
-def _merge(a: Attended, b: Attended) -> Attended:
-    """Returns attention to the keys of both parts, from attention to each of them."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    share_a, share_b = (a.lse - lse).exp_()[..., None], (b.lse - lse).exp_()[..., None]
-    return Attended(a.out * share_a + b.out * share_b, lse)
+        return part_backward(grad_out, saved, mask, scoring.scale, deterministic)
 
 
 def _names(dtypes: list[torch.dtype]) -> str:

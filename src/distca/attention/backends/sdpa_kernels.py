@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.base import Attended, Gradients, Saved, Scoring
 from distca.attention.backends.reference import dense_backward, dense_forward, visible
 from distca.planning.masks import CAUSAL, FULL, Mask
 
@@ -24,7 +24,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> A
         return _cpu_forward(q, k, v, mask, scale)
     if mask.reach in (FULL, CAUSAL):
         return _efficient_forward(q, k, v, mask.reach == CAUSAL, scale)
-    return dense_forward(q, k, v, mask, scale)
+    return dense_forward(q, k, v, mask, Scoring(scale))
 
 
 def part_backward(
@@ -35,7 +35,7 @@ def part_backward(
         return _cpu_backward(grad_out, saved, mask, scale)
     if mask.reach in (FULL, CAUSAL):
         return _efficient_backward(grad_out, saved, mask.reach == CAUSAL, scale, deterministic)
-    return dense_backward(grad_out, saved, mask, scale)
+    return dense_backward(grad_out, saved, mask, Scoring(scale))
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:

@@ -21,25 +21,32 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, NoReturn
 
+import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 try:
     from megatron.core import parallel_state
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.enums import AttnMaskType
     from megatron.core.transformer.module import MegatronModule
-    from megatron.core.transformer.utils import is_layer_window_attention
+    from megatron.core.transformer.utils import (
+        ensure_metadata_has_dp_cp_group,
+        is_layer_window_attention,
+        make_sharded_tensors_for_checkpoint,
+    )
 except ImportError as error:
     raise ImportError(
         "distca.integrations.megatron needs megatron-core: pip install 'distca[megatron]'"
     ) from error
 
 from distca.integrations.megatron.group_attention import GroupAttention
+from distca.integrations.shared.planned import PlannedBatch
 from distca.planning.masks import CAUSAL, Mask
 
 _WAY_OUT = "leave Megatron's own core_attention in the spec of this layer"
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
+_SINKS = "softmax_offset"  # as in Megatron's local attention, whose checkpoints fit
 
 
 class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
@@ -108,6 +115,12 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         self._refuse_config(attn_mask_type, attention_type, dropout)
         self.scale = softmax_scale  # None: from the head size; query-key layer scaling cancels out
         self.mask = self._mask()
+        self.softmax_type = getattr(config, "softmax_type", "vanilla")
+        self.tp_group = getattr(pg_collection, "tp", None)
+        if self.tp_group is None:
+            self.tp_group = parallel_state.get_tensor_model_parallel_group()
+        if self.softmax_type == "learnable":
+            self.register_parameter(_SINKS, self._new_sinks())
         self.shared = self.connect(pg_collection)
         if config.context_parallel_size != self.shared.cp_size:
             raise ValueError(
@@ -133,7 +146,7 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
         if packed:
             batch = self.shared.packed(self, packed_seq_params, [len(query)])
-            return self.shared.attend(query, key, value, batch, mask=self.mask, scale=self.scale)
+            return self._attend(query, key, value, batch)
         num_tokens, num_rows = query.shape[:2]
         rows = [num_tokens] * num_rows
         if packed_seq_params is not None:
@@ -141,8 +154,42 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         else:
             batch = self.shared.rows(self, rows, attention_mask)
         q, k, v = (x.transpose(0, 1).flatten(0, 1) for x in (query, key, value))  # [B x S, ...]
-        out = self.shared.attend(q, k, v, batch, mask=self.mask, scale=self.scale)
+        out = self._attend(q, k, v, batch)
         return out.view(num_rows, num_tokens, -1).transpose(0, 1).contiguous()
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: tuple[tuple[int, int, int], ...] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> Any:
+        """Tells checkpoints that each tensor-parallel rank has the sinks of its own heads."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {_SINKS: 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
+        )
+
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, batch: PlannedBatch) -> Tensor:
+        sinks = None
+        if self.softmax_type == "learnable":
+            sinks = getattr(self, _SINKS)
+        elif self.softmax_type == "off-by-one":  # 1 is added to the sum of exponentials
+            sinks = q.new_zeros(q.shape[1])
+        return self.shared.attend(q, k, v, batch, mask=self.mask, scale=self.scale, sinks=sinks)
+
+    def _new_sinks(self) -> nn.Parameter:
+        """Returns the sinks of this rank's heads, initialized as Megatron does it."""
+        config = self.config
+        device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        num_heads = config.num_attention_heads // dist.get_world_size(self.tp_group)
+        sinks = nn.Parameter(torch.empty(num_heads, device=device, dtype=config.params_dtype))
+        if config.perform_initialization:
+            config.init_method(sinks)
+        return sinks
 
     def _mask(self) -> Mask:
         config = self.config
@@ -152,13 +199,12 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         return mask_of_window(config.window_size, self.where)
 
     def _refuse_config(self, mask: AttnMaskType, attention: str, dropout: float) -> None:
-        config, softmax = self.config, getattr(self.config, "softmax_type", "vanilla")
+        config = self.config
         logits = [n for n in ("qk_clip", "log_max_attention_logit") if getattr(config, n, False)]
         for refused, what, way_out in (
             (attention != "self", f"is {attention} attention", _WAY_OUT),
             (mask not in _CAUSAL, f"has attn_mask_type {mask.name}, not causal", _WAY_OUT),
             (dropout, f"uses attention dropout ({dropout})", "set attention_dropout = 0.0"),
-            (softmax != "vanilla", f"has attention sinks (softmax_type {softmax})", _WAY_OUT),
             (logits, f"needs the attention logits ({', '.join(logits)})", _WAY_OUT),
         ):
             if refused:

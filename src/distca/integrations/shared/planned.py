@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from distca.attention.backends.base import Scoring
 from distca.attention.core import CoreAttention
 from distca.dispatch.agreement import gather_or_raise
 from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
@@ -150,9 +151,9 @@ class PlannedAttention:
         self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
         self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
-        self._cores: dict[tuple[bool, float], CoreAttention] = {}
-        # The layers so far, in order: what plans depend on, their tensors, their scale.
-        self._layers: dict[tuple[AttentionSpec, TensorSpec, float], None] = {}
+        self._cores: dict[tuple[bool, Scoring], CoreAttention] = {}
+        # The layers so far, in order: what plans depend on, their tensors, their scores.
+        self._layers: dict[tuple[AttentionSpec, TensorSpec, Scoring], None] = {}
         self._groups: PlanGroups | None = None
         self._executor = DaemonExecutor()
         if group is not None:
@@ -212,19 +213,22 @@ class PlannedAttention:
         *,
         mask: str | Mask = "causal",
         scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: Tensor | None = None,
     ) -> Tensor:
-        """Returns core attention [T, H, D] of q [T, H, D], k and v [T, G, D].
+        """Returns core attention [T, H, D] of q [T, H, D], k and v [T, G, D], and sinks [H].
 
         Every rank of the batch calls it, in the same order of layers. It is differentiable. v may
         have another head size than q and k, which is then that of the output. Under autocast q, k
         and v are cast, as in torch's own attention.
         """
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         size = v.shape[-1]
         q, k, v = _one_head_size(*_autocast(q, k, v))
         spec = AttentionSpec(Mask.parse(mask), q.shape[1], k.shape[1], q.shape[2], q.device.type)
-        self._layers.setdefault((spec, TensorSpec.of(q, k), scale))
-        out: Tensor = self._core(batch.is_local, scale)(q, k, v, batch.plan(spec))
+        self._layers.setdefault((spec, TensorSpec.of(q, k), scoring))
+        core = self._core(batch.is_local, scoring)
+        out: Tensor = core(q, k, v, batch.plan(spec), sinks=sinks)
         return out if out.shape[-1] == size else out[..., :size]
 
     def take_seconds(self) -> dict[str, float]:
@@ -254,9 +258,9 @@ class PlannedAttention:
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
         batch = PlannedBatch(ranks, groups.planning.rank, options, self._scheduler, local=False)
-        for spec, tensors, scale in list(self._layers):
+        for spec, tensors, scoring in list(self._layers):
             planned = batch.plan(spec)
-            if core := self._cores.get((False, scale)):
+            if core := self._cores.get((False, scoring)):
                 for backward in (False, True):
                     core.layouts.of(planned, tensors, backward=backward)
         return batch
@@ -286,17 +290,17 @@ class PlannedAttention:
         planned, measured = np.array([(one.planned_s, one.measured_s) for one in batches]).T
         return replace(self._options, speed=self._speeds.update(planned, measured))
 
-    def _core(self, local: bool, scale: float) -> CoreAttention:
-        if (local, scale) not in self._cores:
-            options = self._core_options | {"scale": scale}
+    def _core(self, local: bool, scoring: Scoring) -> CoreAttention:
+        if (local, scoring) not in self._cores:
+            options = self._core_options | scoring._asdict()
             if local:
                 core = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), **options)
             else:
                 groups = self._peers()
                 assert groups is not None, "a batch of all ranks needs their groups"
                 core = CoreAttention(groups.layers, **options)
-            self._cores[local, scale] = core
-        return self._cores[local, scale]
+            self._cores[local, scoring] = core
+        return self._cores[local, scoring]
 
     def _peers(self) -> PlanGroups | None:
         """Returns the groups, made on all ranks at the same point; None if there is one rank."""

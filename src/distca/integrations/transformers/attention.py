@@ -8,7 +8,8 @@
 
 [Note: local] Without gradients (evaluation, ``generate``) attention is computed on each rank
 without any exchange, so that ranks may evaluate different numbers of batches, or one of them may
-generate. Whole documents use distca's kernels; with a cache or padding transformers' sdpa is used.
+generate. Whole documents use distca's kernels; with a cache or padding it is transformers' sdpa or,
+for sinks and soft caps, plain arithmetic.
 A batch that carries its plans is always shared by all ranks.
 
 Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size.
@@ -25,7 +26,6 @@ from torch import Tensor, nn
 
 try:
     from transformers import AttentionInterface, TrainerCallback
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 except ImportError as error:
     raise ImportError(
@@ -37,6 +37,7 @@ from distca.integrations.shared.documents import num_tokens
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
+from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
 from distca.planning.placement import Entry
@@ -109,8 +110,7 @@ class Registered:
         refuse_layer(where, dropout, given)
         if not isinstance(attention_mask, PackedMask):
             refuse_mask(where, module, attention_mask, given)
-            options = {"dropout": dropout, "scaling": scaling, **given}
-            out, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+            out = attend_masked(module, query, key, value, attention_mask, scaling, given)
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")
         # sdpa uses the mask and flash attention uses the window: they must agree.
@@ -120,7 +120,10 @@ class Registered:
             )
         batch = self._batch(attention_mask, where, given)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B x S, ...]
-        out = self.attention.attend(q, k, v, batch, mask=mask, scale=scaling)
+        softcap, sinks = given.get("softcap") or 0.0, given.get("s_aux")
+        out = self.attention.attend(
+            q, k, v, batch, mask=mask, scale=scaling, softcap=softcap, sinks=sinks
+        )
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
     def _batch(self, packed: PackedMask, where: str, given: Mapping[str, Any]) -> PlannedBatch:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 WAY_OUT = "load this model with another attn_implementation, such as 'eager'"
 
 _OF_LAYERS = {  # arguments by which layers ask for more than softmax(QK^T)V
-    "softcap": "caps its scores (softcap)",
-    "s_aux": "has attention sinks (s_aux)",
     "position_bias": "adds a bias to its scores (position_bias)",
     "indices": "selects the keys that it attends to (indices)",
     "block_indices": "selects the keys that it attends to (block_indices)",
