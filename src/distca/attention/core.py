@@ -16,7 +16,7 @@ from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan
+from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan, Watch
 from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.meter import Meter
@@ -70,6 +70,7 @@ class CoreAttention:
         transport: Transport | None = None,
     ) -> None:
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
+        self.watch: Watch | None = None  # of all plans that are prepared from then on
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
         self.backend, self.scale, self.deterministic = backend, scale, deterministic
@@ -160,6 +161,7 @@ class CoreAttention:
             transport=self.transport,
             buffers=self.buffers,
             meter=self.meter,
+            watch=self.watch,
         )
         for layout in filter(None, (prepared.forward, prepared.backward)):
             for message in layout.messages:
