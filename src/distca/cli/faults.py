@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distca.report.units import several
 from distca.runtime.launched import RankFailedError
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ def check_delivered(result: dict[str, Any]) -> None:
     """Raises RankFailedError if a run has reached its end without all its faults."""
     if result.get("stopped") or not (missing := result.get("faults", {}).get("missing")):
         return
-    listed = ", ".join(repr(fault) for fault in missing)
+    planned, listed = result["faults"]["planned"], ", ".join(repr(fault) for fault in missing)
     raise RankFailedError(
-        f"{len(missing)} of {result['faults']['planned']} planned faults never came: {listed}; give"
-        " places that the run reaches, and --fresh if it had passed them before"
+        f"{len(missing)} of {several(planned, 'planned fault')} never came: {listed}; give places"
+        " that the run reaches, and --fresh if it had passed them before"
     )
