@@ -52,7 +52,9 @@ KINDS = ("kill", "stop", "slow")
 LOSS_TOLERANCE = 1e-5
 GROWTH = {"memory": 1.1, "files": 1.0, "threads": 1.0}  # that counts as flat
 POLL_S = 0.05
-FEWEST_SAMPLES = 40  # of a process whose growth is judged
+SAMPLE_S = 0.5
+WARM_UP = 3  # steps of a process before it is sampled
+FEWEST_SAMPLES = 20  # of a process whose growth is judged
 Records = list[dict[str, Any]]
 
 
@@ -129,17 +131,23 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
     began, over = time.monotonic(), Event()
     steps_at: list[float] = []
     samples: dict[int, list[dict[str, float]]] = defaultdict(list)
+    starts: dict[int, int] = {}  # of each process: how many steps were recorded before
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
         follower = Thread(target=_follow, args=(out, over, steps_at))
         follower.start()
-        while process.poll() is None:
-            for pid in _children(process.pid):
-                if sample := _sample(pid):
-                    samples[pid].append(sample)
-            time.sleep(0.5)
-        over.set()
-        follower.join()
+        try:
+            while process.poll() is None:
+                for pid in _children(process.pid):
+                    started = starts.setdefault(pid, len(steps_at))
+                    if len(steps_at) >= started + WARM_UP and (sample := _sample(pid)):
+                        samples[pid].append(sample)
+                time.sleep(SAMPLE_S)
+        finally:  # also after a Ctrl-C
+            over.set()
+            follower.join()
+            process.terminate()
+            process.wait()
         errors.seek(0)
         error = errors.read()
     return Watched(
