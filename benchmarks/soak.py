@@ -162,7 +162,7 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
 
 
 def _follow(out: Path, over: Event, steps_at: list[float]) -> None:
-    """Notes when a record is appended; a file that a restart has written anew is none."""
+    """Notes when records are written; a file that a restart has written anew is none."""
     file, size = 0, 0
     while not over.wait(POLL_S):
         try:
@@ -170,7 +170,7 @@ def _follow(out: Path, over: Event, steps_at: list[float]) -> None:
         except FileNotFoundError:
             continue
         if found.st_ino == file and found.st_size > size:
-            steps_at.append(time.time())
+            steps_at.append(found.st_mtime)
         file, size = found.st_ino, found.st_size
 
 
