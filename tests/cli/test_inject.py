@@ -1,12 +1,14 @@
 """``distca train --inject``: runs with faults, as people start them."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from shutil import copytree
 from typing import Any
 
 import pytest
-from cli.test_train import TINY, metrics, run
+from cli.test_train import TINY, command, metrics, run
 from ranks import World
 from train.runs import fit
 
@@ -68,6 +70,26 @@ def test_a_rank_whose_connection_is_dropped_is_named(tmp_path: Path, rank: int) 
         " start the run again to resume from its last checkpoint\n"
     )
     assert [line["fault"] for line in lines(tmp_path)] == [fault]
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_by_torchrun(whole: Path, tmp_path: Path) -> None:
+    """Restarted ranks share the store of the first ones, and must not find their addresses."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    ran = subprocess.run(
+        [
+            *(*torchrun, "--max-restarts=1", *command(tmp_path, *SETTINGS)),
+            "--inject=kill worker 1 step 3",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.endswith("1 of 1 planned fault delivered; 1 recovery was completed\n")
+    assert [record["loss"] for record in metrics(tmp_path)] == pytest.approx(
+        [record["loss"] for record in metrics(whole)], rel=1e-6
+    )
 
 
 def test_what_cannot_come_is_told_before_ranks_are_started(tmp_path: Path) -> None:
