@@ -17,7 +17,7 @@ from distca.attention.backends.choice import choose
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan
+from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan, Watch
 from distca.attention.sinks import refusal as sinks_refusal
 from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
@@ -76,6 +76,7 @@ class CoreAttention:
         if not 0.0 <= softcap < math.inf:
             raise ValueError(f"softcap {softcap}: give a positive number, or 0 for no soft cap")
         self.buffers, self.meter = Buffers(buffer_bytes), Meter()
+        self.watch: Watch | None = None  # of all plans that are prepared from then on
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
         self.backend, self.deterministic = backend, deterministic
@@ -180,6 +181,7 @@ class CoreAttention:
             transport=self.transport,
             buffers=self.buffers,
             meter=self.meter,
+            watch=self.watch,
         )
         for layout in filter(None, (prepared.forward, prepared.backward)):
             for message in layout.messages:

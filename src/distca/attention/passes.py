@@ -70,7 +70,7 @@ class ForwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
-        with plan.meter.time("attention", plan.spec.device, self._prepared.planned_s):
+        with plan.measured(self._prepared):
             attended = plan.backend.forward(q, k, v, call.packed, plan.scale, plan.softcap)
         return Attended(*(each.contiguous() for each in attended))
 
@@ -136,7 +136,7 @@ class BackwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
         *saved, grad_out = call.gather(self._tensors, received)
         plan = self._plan
-        with plan.meter.time("attention", plan.spec.device, self._prepared.planned_s):
+        with plan.measured(self._prepared):
             grads = plan.backend.backward(
                 grad_out,
                 Saved(*saved),

@@ -5,8 +5,12 @@ It is made once per plan and used in every layer.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Protocol
 from weakref import WeakKeyDictionary
+
+import torch
 
 from distca.attention.backends.base import Backend
 from distca.attention.calls import PreparedCall
@@ -74,6 +78,20 @@ class PreparedLayouts:
         return made[spec, backward]
 
 
+class Watch(Protocol):
+    """What is told of the attention of this rank, as it happens: fault injection is."""
+
+    def dispatch(self) -> None:
+        """Is called before the attention of a layer and half is dispatched, in any direction."""
+        ...
+
+    def kernels(
+        self, timed: AbstractContextManager[None], device: torch.device
+    ) -> AbstractContextManager[None]:
+        """Surrounds a kernel call; what it does inside ``timed`` is measured with the call."""
+        ...
+
+
 @dataclass(frozen=True, eq=False)
 class PreparedPlan:
     """A plan on one rank, ready to run layer after layer; None for a direction that is not used."""
@@ -89,9 +107,12 @@ class PreparedPlan:
     transport: Transport
     buffers: Buffers
     meter: Meter  # of "attention", and of "exposed" communication, which no computation hides
+    watch: Watch | None = None
 
     def exchange(self, prepared: PreparedLayout) -> Exchange:
         """Returns the exchange of one layer, which holds the buffers from now on."""
+        if self.watch is not None:
+            self.watch.dispatch()
         return Exchange(
             prepared.messages,
             prepared.handshakes,
@@ -100,3 +121,8 @@ class PreparedPlan:
             self.buffers,
             self.meter,
         )
+
+    def measured(self, prepared: PreparedLayout) -> AbstractContextManager[None]:
+        """Measures one kernel call of a layout."""
+        timed = self.meter.time("attention", self.spec.device, prepared.planned_s)
+        return timed if self.watch is None else self.watch.kernels(timed, self.spec.device)

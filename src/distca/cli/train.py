@@ -3,7 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli import compare
+from distca.cli import compare, faults
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     import torch
 
     from distca.train.config import Config
+    from distca.train.faults import Fault
+    from distca.train.setup import Components
 
 _run, _output = partial(option, panel="Run"), partial(option, panel=OUTPUT)
 
@@ -88,6 +90,13 @@ class TrainCommand:
         "Restart all ranks from the newest checkpoint if one was killed or failed, up to N times.",
         0,
     )
+    inject: list[str] | None = _run(
+        "FAULT",
+        "Inject a fault, as in 'kill rank 1 step 5 layer 3 backward'; may be repeated. See"
+        " docs/fault-injection.md.",
+        None,
+        "--inject",
+    )
     compare: bool = _run(
         "", "Train the same steps colocated and disaggregated, and compare.", False, "--compare"
     )
@@ -103,29 +112,40 @@ class TrainCommand:
             return
         from distca.runtime.lost_ranks import naming_lost_ranks
 
-        with launched.reporting(), naming_lost_ranks():
-            import torch.distributed
+        with launched.reporting():
+            with naming_lost_ranks():
+                result = self._run_rank()
+            faults.check_delivered(result)
 
-            from distca.runtime.together import together
-            from distca.train.setup import join_world
+    def _run_rank(self) -> dict[str, Any]:
+        import torch.distributed
 
-            check_sharing(self.share_gpu)
-            join_world()
-            with together():  # so that a mistake is told once, and not by every rank
-                config, world = self.read(), int(os.environ["WORLD_SIZE"])
-                if self.ranks not in (None, world):
-                    raise ValueError(
-                        f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
-                    )
-            if not launched.is_launched() and os.environ["RANK"] == "0" and not self.as_json:
-                _announce(config, world, self.compare)
-            # A Ctrl-C under torchrun reaches every rank.
-            signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
-            if self.compare:
-                compare.run(config, _precision(config), self.as_json)
-            else:
-                _train(config, self.as_json)
-            torch.distributed.destroy_process_group()
+        from distca.runtime.together import together
+        from distca.train.setup import join_world
+
+        check_sharing(self.share_gpu)
+        join_world()
+        is_first = os.environ["RANK"] == "0" and not launched.is_launched()
+        with together():  # so that a mistake is told once, and not by every rank
+            config, planned = self.read(), faults.read(self.inject)
+            world = int(os.environ["WORLD_SIZE"])
+            if self.ranks not in (None, world):
+                raise ValueError(
+                    f"--ranks {self.ranks}, but {world} ranks were started: leave out --ranks"
+                )
+            if is_first:
+                faults.begin(config, planned)
+        if is_first and not self.as_json:
+            _announce(config, world, self.compare)
+        # A Ctrl-C under torchrun reaches every rank.
+        signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+        result: dict[str, Any] = {}
+        if self.compare:
+            compare.run(config, _precision(config), self.as_json)
+        else:
+            result = _train(config, self.as_json, planned)
+        torch.distributed.destroy_process_group()
+        return result
 
     def read(self) -> "Config":
         """Reads the configuration, in the launcher and again in every rank."""
@@ -138,6 +158,8 @@ class TrainCommand:
                 f"--max-restarts {self.max_restarts}: give 0 or more, and leave it out with"
                 " --compare, which saves no checkpoints"
             )
+        if self.compare and self.inject:
+            raise ValueError("--compare with --inject: inject faults into one run, without it")
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
         settings = list(self.settings or [])
@@ -161,9 +183,11 @@ class TrainCommand:
 
         config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
         sides, out = len(compare.SIDES) if self.compare else 1, Path(config.out)
-        check(config, num_ranks, sides=sides, share_gpu=self.share_gpu)
+        planned = faults.read(self.inject)
+        faults.check(planned, config, check(config, num_ranks, sides, self.share_gpu))
         lock = RunLock(out)
         try:
+            faults.begin(config, planned)
             stop = self._run_ranks(config, num_ranks)
         finally:
             lock.release()
@@ -187,7 +211,9 @@ class TrainCommand:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
             with _tell_what_is_saved(out):
-                return launch.launch(rank_command("train", command), num_ranks, logs, gpu)
+                return launch.launch(
+                    rank_command("train", command), num_ranks, logs, gpu, restart=restart
+                )
 
 
 def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
@@ -212,14 +238,15 @@ def _tell_what_is_saved(out: Path) -> Iterator[None]:
         raise
 
 
-def check(config: "Config", num_ranks: int, *, sides: int = 1, share_gpu: bool = False) -> None:
+def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import setup
     from distca.train.step_folders import find
 
-    setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
+    own = setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
+    return own
 
 
 def _announce(
@@ -273,7 +300,8 @@ def _pipeline(layers: list[int], micro_batches: int) -> str:
     )
 
 
-def _train(config: "Config", as_json: bool) -> None:
+def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[str, Any]:
+    """Trains; returns what is shown at the end, on rank 0."""
     from distca.train.step_folders import newest
     from distca.train.trainer import Trainer
 
@@ -288,19 +316,21 @@ def _train(config: "Config", as_json: bool) -> None:
             notes.append(sentence)
             screen.print(sentence, soft_wrap=True)
 
-        records = Trainer(config, show, tell).fit()
+        records = faults.fit(Trainer(config, show, tell), planned)
     if not first:
-        return
+        return {}
     found = newest(Path(config.out) / "checkpoints")
     result = {"out": config.out, "steps": config.train.steps, "notes": notes} | summary(records)
     result["metrics"] = f"{config.out}/metrics.jsonl"
     result["checkpoint"] = None if found is None else str(found)
     if any(record["step"] == config.train.trace for record in records):
         result["trace"] = f"{config.out}/traces/trace.json"
+    result |= {"faults": faults.counts(config, planned)} if planned else {}
     if as_json:
         typer.echo(json.dumps(result))
     else:
         console().print(outcome(result), soft_wrap=True)
+    return result
 
 
 def _precision(config: "Config") -> str:

@@ -121,6 +121,19 @@ class Peers:
         else:
             self.fail(f"{type(error).__name__}: {error}")
 
+    def drop(self) -> None:
+        """Closes the connection without a word, as a broken network does.
+
+        The other ranks lose this one, which does not notice it: it waits for their answers.
+        """
+        atexit.unregister(self.close)
+        with self._changed:
+            self._closing = True
+        if self._connection is not None:
+            open_files.discard(self._connection.fileno())
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
+
     def _leave(self, *last_message: object) -> None:
         atexit.unregister(self.close)
         with self._changed:
@@ -183,6 +196,12 @@ class Peers:
             future.set_exception(error)
         for callback in self._callbacks:
             callback(error)
+
+
+def drop_connections() -> None:
+    """Drops the connections of this process to the hubs of all its groups."""
+    for peers in list(_of_group.values()):
+        peers.drop()
 
 
 def _connect(group: dist.ProcessGroup) -> Peers:

@@ -58,6 +58,9 @@ def outcome(result: Record) -> str:
     result: its ``summary``, with steps, metrics and checkpoint.
     """
     steps, found = result["steps"], result["checkpoint"]
+    if "faults" in result:
+        rest = {name: value for name, value in result.items() if name != "faults"}
+        return f"{outcome(rest)}\n{_faults(result['faults'])}"
     if not result["steps_taken"]:
         return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
@@ -69,6 +72,14 @@ def outcome(result: Record) -> str:
     return (
         f"done: loss {result['loss']:.4f}, {result['tokens_per_s']:,.0f} tokens/s;"
         f" {', '.join(places)}"
+    )
+
+
+def _faults(counts: Record) -> str:
+    restarts = "recovery was" if counts["recoveries"] == 1 else "recoveries were"
+    return (
+        f"{counts['delivered']} of {units.several(counts['planned'], 'planned fault')} delivered;"
+        f" {counts['recoveries']} {restarts} completed"
     )
 
 

@@ -25,7 +25,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distca.runtime.launched import CHANNEL, ERROR_BYTES, RankEndedError, RankFailedError
+from distca.runtime.launched import (
+    CHANNEL,
+    ERROR_BYTES,
+    RESTART,
+    RankEndedError,
+    RankFailedError,
+)
 from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
@@ -72,11 +78,17 @@ def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
 
 
 def launch(
-    command: Sequence[str], num_ranks: int, logs: Path, shared_gpu: SharedGpu | None = None
+    command: Sequence[str],
+    num_ranks: int,
+    logs: Path,
+    shared_gpu: SharedGpu | None = None,
+    *,
+    restart: int = 0,
 ) -> Stop | None:
     """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
 
     shared_gpu: the GPU that all ranks use; None if each has its own, or if they use the CPU.
+    restart: how often the same run was started before.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
     a rank's ValueError with its own message, RankFailedError for a failure that a rank explains,
@@ -90,7 +102,8 @@ def launch(
         stack.enter_context(_forward_signals(ranks, received))
         stack.callback(_end, ranks, received)
         store = _store(num_ranks)
-        variables = {} if shared_gpu is None else shared_gpu.variables
+        variables = {RESTART: str(restart)}
+        variables |= {} if shared_gpu is None else shared_gpu.variables
         for number in range(num_ranks):
             ranks.append(_start(command, number, num_ranks, store.port, logs, variables))
             if received:  # before this rank was there to be told

@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Thread
 
 CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
+RESTART = "TORCHELASTIC_RESTART_COUNT"  # the variable of torchrun, which ``launch`` sets too
 ERROR_BYTES = 1 << 16
 
 
@@ -33,6 +34,11 @@ def is_rank() -> bool:
 def is_launched() -> bool:
     """Returns whether ``launch`` has started this process; then it has announced the run too."""
     return CHANNEL in os.environ
+
+
+def num_restarts() -> int:
+    """Returns how often this run was restarted by the launcher that has started this rank."""
+    return int(os.environ.get(RESTART, "0"))
 
 
 @contextmanager

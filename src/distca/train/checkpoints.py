@@ -8,7 +8,7 @@ decays are not saved: they come from the configuration.
 import errno
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -55,7 +55,12 @@ class Checkpoints:
     """The checkpoints of one run, in a folder that all workers share.
 
     All workers call every method.
+
+    before_write: called with the step of a checkpoint, in the background, before this rank writes
+        its share; an OSError counts as that of the disk.
     """
+
+    before_write: Callable[[int], None] | None = None
 
     def __init__(
         self,
@@ -103,7 +108,7 @@ class Checkpoints:
                     raise ValueError(self._sentence(path, error)) from None
         future = state_dict_saver.async_save(
             self._state.tensors(),
-            storage_writer=DigestWriter(path),
+            storage_writer=DigestWriter(path, self.before_write),
             process_group=self._group,
             async_stager=self._stager,
         )

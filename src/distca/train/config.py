@@ -89,6 +89,15 @@ class TrainSection:
     deterministic: bool = False
     trace: int = -1  # the step whose timeline over all ranks is written; -1: none
 
+    def saves_after(self, step: int) -> bool:
+        """Returns whether a checkpoint follows a step, if nothing stops the run."""
+        last = step + 1 == self.steps
+        return _is_due(step, self.checkpoint_every) or (last and self.save_at_end)
+
+    def evaluates_after(self, step: int) -> bool:
+        last = step + 1 == self.steps
+        return self.eval_every > 0 and (_is_due(step, self.eval_every) or last)
+
 
 @dataclass(frozen=True)
 class Config:
@@ -153,6 +162,10 @@ class Config:
 
     def save(self, path: Path) -> None:
         path.write_text(json.dumps(self.to_json(), indent=1) + "\n")
+
+
+def _is_due(step: int, every: int) -> bool:
+    return every > 0 and (step + 1) % every == 0
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -8,6 +8,7 @@ ranks to ``SHA256SUMS``, which ``sha256sum -c`` reads as well. They do not prote
 
 import hashlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +17,24 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError
+from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError, step_of
 
 SUMS = "SHA256SUMS"
 
 
 class DigestWriter(FileSystemWriter):
-    """Writes a checkpoint, and the digests of its files after everything else."""
+    """Writes a checkpoint, and the digests of its files after everything else.
+
+    before_write: called with the step of the checkpoint before anything is written.
+    """
+
+    def __init__(self, path: Path, before_write: Callable[[int], None] | None = None) -> None:
+        super().__init__(path)
+        self._before_write = before_write
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
+        if self._before_write is not None:
+            self._before_write(step_of(Path(self.path)))
         written = super().write_data(plan, planner).wait()
         names = {result.storage_data.relative_path for result in written}
         future: Future[Any] = Future()

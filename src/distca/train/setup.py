@@ -8,6 +8,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.rendezvous import rendezvous
 
 from distca import schema
 from distca.attention.backends.base import Traits
@@ -29,6 +31,7 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
+from distca.runtime.launched import num_restarts
 from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
@@ -88,10 +91,15 @@ def join_world() -> torch.device:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            dist.init_process_group(backend)
+            wait = distributed_c10d.default_pg_timeout
+            found, rank, world_size = next(rendezvous("env://", timeout=wait))
+            # The store of torchrun outlives its ranks: those that it restarts must not find the
+            # addresses of earlier ones.
+            store = distributed_c10d.PrefixStore(f"attempt {num_restarts()}", found)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         else:
-            store = torch.distributed.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=store, rank=0, world_size=1)
+            alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         watch_ranks()
     return device
 

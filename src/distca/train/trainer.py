@@ -106,10 +106,9 @@ class Trainer:
             for step in range(self.first_step, train.steps):
                 with self._tracing(step):
                     record = self._step(step, batches.next(self.planner))
-                last = step + 1 == train.steps
-                if saved := _is_due(step, train.checkpoint_every) or (last and train.save_at_end):
+                if saved := train.saves_after(step):
                     self._save(step + 1)
-                if train.eval_every and (_is_due(step, train.eval_every) or last):
+                if train.evaluates_after(step):
                     record |= self.evaluate()
                     record["stopped"] = self._stopped()
                 if record["stopped"] and train.save_at_end and not saved:
@@ -343,7 +342,3 @@ class Trainer:
             self._fail(f"weights are not finite after step {step}, so they are not saved")
         if self.model is not None:
             self.checkpoints.save(step, {"step": step, "loader": self._loader_state})
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and (step + 1) % every == 0

@@ -1,0 +1,303 @@
+"""A long run with random faults, compared with one that nothing happens to.
+
+    python benchmarks/soak.py               1,000 steps, about half an hour on two cores
+    python benchmarks/soak.py --steps 60    a quick try
+
+Ranks train on the CPU, over gloo, on documents whose lengths change from step to step. Every 20 to
+50 steps a fault comes (``distca train --inject``): a worker is killed in the attention of some
+layer and direction, and all ranks restart from the last checkpoint; a rank freezes for some
+seconds; the attention of a rank is slow for some steps. Afterwards the same steps are trained
+without faults.
+
+*Survived*: the run went on to another step. *To the next good step*: seconds from the fault until a
+step is recorded, which for a killed rank includes the start of all ranks. *Losses*: the largest
+relative difference of any step. *Growth*: memory, open files and threads of the rank processes,
+the median of the last quarter of their samples over that of the second quarter.
+
+Exits with 1 if a fault was not survived, if losses differ, or if something grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from random import Random
+from statistics import median
+from threading import Event, Thread
+from typing import Any, NamedTuple
+
+import torch
+
+RESULTS = Path(__file__).parent / "results"
+LAYERS = 2
+SETTINGS = (
+    f"model.sizes={{layers={LAYERS}, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}}",
+    "data.sources=lognormal:300:1.0",
+    "data.tokenizer=ids:61",
+    "data.context=1024",
+    "train.tokens_per_step=4096",
+    "train.checkpoint_every=10",
+)
+KINDS = ("kill", "stop", "slow")
+LOSS_TOLERANCE = 1e-5
+GROWTH = {"memory": 1.1, "files": 1.0, "threads": 1.0}  # that counts as flat
+POLL_S = 0.05
+SAMPLE_S = 0.5
+WARM_UP = 3  # steps of a process before it is sampled
+FEWEST_SAMPLES = 20  # of a process whose growth is judged
+Records = list[dict[str, Any]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--servers", type=int, default=0, help="of the ranks, dedicated ones")
+    parser.add_argument("--seed", type=int, default=0, help="of documents, weights and faults")
+    parser.add_argument("--every", type=int, nargs=2, default=(20, 50), metavar=("FROM", "TO"))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults")
+    parser.add_argument("--folder", type=Path, help="of both runs; it is kept")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    faults = random_faults(options)
+    with tempfile.TemporaryDirectory() as folder:
+        runs = options.folder or Path(folder)
+        disturbed = watch(options, runs / "disturbed", faults)
+        undisturbed = watch(options, runs / "undisturbed", [])
+    result = compared(options, faults, disturbed, undisturbed)
+    text = report(result)
+    print(text)
+    options.out.joinpath("soak.md").write_text(text)
+    options.out.joinpath("soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    sys.exit(bool(result["failures"]))
+
+
+def random_faults(options: argparse.Namespace) -> list[str]:
+    """Draws faults that today's trainer survives, so many steps apart."""
+    draw, faults, step = Random(options.seed), [], 0
+    workers, kinds = options.ranks - options.servers, list(options.kinds)
+    while (step := step + draw.randint(*options.every)) < options.steps - 1:
+        kind = kinds[len(faults) % len(kinds)]  # in turns, so that a short run has each of them
+        if kind == "kill":
+            direction = draw.choice(["forward", "backward"])
+            where = f"step {step} layer {draw.randrange(LAYERS)} {direction}"
+            faults.append(f"kill worker {draw.randrange(workers)} {where}")
+        elif kind == "stop":
+            rank, seconds = draw.randrange(options.ranks), draw.randint(1, 3)
+            faults.append(f"stop rank {rank} for {seconds}s step {step}")
+        else:  # with dedicated servers, workers compute no attention
+            rank = draw.randrange(workers if options.servers else 0, options.ranks)
+            last = min(step + draw.randint(3, 10), options.steps - 1)
+            faults.append(f"slow rank {rank} x{draw.randint(2, 8) / 10:g} steps {step}-{last}")
+    return faults
+
+
+class Watched(NamedTuple):
+    """A run that has ended.
+
+    steps_at: when each step was recorded, in seconds since the epoch.
+    samples: of each rank process, in order: memory in MiB, open files, threads.
+    """
+
+    status: int
+    error: str
+    records: Records
+    delivered: Records
+    steps_at: list[float]
+    samples: dict[int, list[dict[str, float]]]
+    seconds: float
+
+
+def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watched:
+    """Trains, and samples the processes of the ranks in the meantime."""
+    parallel = (f"parallel.servers={options.servers}",) if options.servers else ()
+    given = (f"train.steps={options.steps}", f"train.seed={options.seed}", *SETTINGS, *parallel)
+    command = [
+        *(sys.executable, "-m", "distca", "train", f"--ranks={options.ranks}", f"--out={out}"),
+        *("--fresh", "--json", f"--max-restarts={len(faults)}"),
+        *(f"--set={setting}" for setting in given),
+        *(f"--inject={fault}" for fault in faults),
+    ]
+    began, over = time.monotonic(), Event()
+    steps_at: list[float] = []
+    samples: dict[int, list[dict[str, float]]] = defaultdict(list)
+    starts: dict[int, int] = {}  # of each process: how many steps were recorded before
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
+        follower = Thread(target=_follow, args=(out, over, steps_at))
+        follower.start()
+        try:
+            while process.poll() is None:
+                for pid in _children(process.pid):
+                    started = starts.setdefault(pid, len(steps_at))
+                    if len(steps_at) >= started + WARM_UP and (sample := _sample(pid)):
+                        samples[pid].append(sample)
+                time.sleep(SAMPLE_S)
+        finally:  # also after a Ctrl-C
+            over.set()
+            follower.join()
+            process.terminate()
+            process.wait()
+        errors.seek(0)
+        error = errors.read()
+    return Watched(
+        process.returncode,
+        error,
+        _lines(out / "metrics.jsonl"),
+        [line for line in _lines(out / "faults.jsonl") if "fault" in line],
+        steps_at,
+        dict(samples),
+        time.monotonic() - began,
+    )
+
+
+def _follow(out: Path, over: Event, steps_at: list[float]) -> None:
+    """Notes when records are written; a file that a restart has written anew is none."""
+    file, size = 0, 0
+    while not over.wait(POLL_S):
+        try:
+            found = (out / "metrics.jsonl").stat()
+        except FileNotFoundError:
+            continue
+        if found.st_ino == file and found.st_size > size:
+            steps_at.append(found.st_mtime)
+        file, size = found.st_ino, found.st_size
+
+
+def _children(pid: int) -> list[int]:
+    try:
+        return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except OSError:
+        return []
+
+
+def _sample(pid: int) -> dict[str, float] | None:
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        values = dict(line.split(":", 1) for line in status.splitlines())
+        return {
+            "memory": int(values["VmRSS"].split()[0]) / 1024,
+            "files": len(os.listdir(f"/proc/{pid}/fd")),
+            "threads": int(values["Threads"]),
+        }
+    except (OSError, KeyError):  # it has ended
+        return None
+
+
+def _lines(path: Path) -> Records:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def growth(samples: dict[int, list[dict[str, float]]]) -> Records:
+    """Returns, of each process that lived long enough, its values early and late."""
+    rows = []
+    for taken in samples.values():
+        if len(taken) < FEWEST_SAMPLES:
+            continue
+        quarter = len(taken) // 4
+        early, late = taken[quarter : 2 * quarter], taken[-quarter:]
+        rows.append(
+            {name: [median(one[name] for one in part) for part in (early, late)] for name in GROWTH}
+        )
+    return rows
+
+
+def compared(
+    options: argparse.Namespace, faults: Sequence[str], disturbed: Watched, undisturbed: Watched
+) -> dict[str, Any]:
+    rows = []
+    for line in disturbed.delivered:
+        after = [at - line["time"] for at in disturbed.steps_at if at > line["time"]]
+        rows.append(
+            {"fault": line["fault"], "step": line["step"], "good_s": min(after, default=None)}
+        )
+    losses = [[record["loss"] for record in run.records] for run in (disturbed, undisturbed)]
+    differences = [abs(a - b) / abs(b) for a, b in zip(*losses, strict=False)]
+    processes = {
+        name: growth(run.samples)
+        for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed))
+    }
+    failures = [
+        f"the {name} run ended with status {run.status}: {run.error.strip().splitlines()[-1:]}"
+        for name, run in (("disturbed", disturbed), ("undisturbed", undisturbed))
+        if run.status
+    ]
+    if missing := sorted(set(faults) - {row["fault"] for row in rows}):
+        failures.append(f"never came: {', '.join(missing)}")
+    failures += [f"not survived: {row['fault']}" for row in rows if row["good_s"] is None]
+    if {len(one) for one in losses} != {options.steps}:
+        failures.append(f"{[len(one) for one in losses]} steps were recorded, not {options.steps}")
+    if not max(differences, default=1.0) <= LOSS_TOLERANCE:
+        failures.append(f"losses differ by up to {max(differences, default=1.0):.1e}")
+    for name, found in processes.items():
+        for row in found:
+            for what, (early, late) in row.items():
+                if late > early * GROWTH[what]:
+                    failures.append(f"{what} of a rank of the {name} run: {early:g}, then {late:g}")
+    return {
+        "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
+        "date": str(date.today()),
+        "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        "steps": options.steps,
+        "ranks": options.ranks,
+        "servers": options.servers,
+        "planned": len(faults),
+        "faults": rows,
+        "loss_difference": max(differences, default=None),
+        "seconds": [disturbed.seconds, undisturbed.seconds],
+        "processes": processes,
+        "failures": failures,
+    }
+
+
+def report(result: dict[str, Any]) -> str:
+    rows = result["faults"]
+    lines = [
+        "# A long run with faults",
+        "",
+        f"`{result['command']}`, {result['date']}, {result['hardware']}, torch"
+        f" {result['versions']['torch']}: {result['steps']} steps on {result['ranks']} gloo ranks"
+        f" ({result['servers']} dedicated servers), {result['seconds'][0]:.0f} s with faults and"
+        f" {result['seconds'][1]:.0f} s without.",
+        "",
+        "| fault | delivered | survived | s to the next good step, median | worst |",
+        "|---|---|---|---|---|",
+    ]
+    for kind in KINDS:
+        mine = [row["good_s"] for row in rows if row["fault"].startswith(kind)]
+        good = [seconds for seconds in mine if seconds is not None]
+        times = f"{median(good):.1f} | {max(good):.1f}" if good else "- | -"
+        lines.append(f"| {kind} | {len(mine)} | {len(good)} | {times} |")
+    survived = sum(row["good_s"] is not None for row in rows)
+    lines += [f"| all {result['planned']} planned | {len(rows)} | {survived} | | |", ""]
+    if result["loss_difference"] is not None:
+        lines += [
+            f"Losses of all steps differ by at most {result['loss_difference']:.1e} of their size"
+            f" from those of the undisturbed run ({LOSS_TOLERANCE:g} is allowed).",
+            "",
+        ]
+    lines += [
+        "| ranks of | memory, MiB, early | late | open files | late | threads | late |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, found in result["processes"].items():
+        for row in found:
+            values = (f"{value:.0f}" for what in GROWTH for value in row[what])
+            lines.append(f"| {name} run | {' | '.join(values)} |")
+    lines += ["", *(f"FAILED: {failure}" for failure in result["failures"] or ())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    main()
