@@ -21,6 +21,7 @@ from distca.runtime.step import StepRunner
 from distca.train.config import Config
 from distca.train.trainer import Trainer
 
+FILES = Path("/proc/self/fd")
 # Where a rank ends, by name: the functions at whose call it does.
 MOMENTS: dict[str, tuple[Any, str]] = {
     "start": (StepRunner, "train"),
@@ -76,7 +77,7 @@ def run(
             trainer = Trainer(Config.read(None, settings), tell=told.append)
             for record in trainer.steps():
                 records.append(record)
-                files.append(len(list(Path("/proc/self/fd").iterdir())))
+                files.append(len(list(FILES.iterdir())) if FILES.exists() else 0)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     pipe.send(asdict(Seen(records, told, error, files)))
