@@ -84,3 +84,13 @@ def is_late(peers: Peers, rank: int) -> Seen:
     time.sleep(0.3)  # both have announced it
     peers.ask(future)
     return outcome(future)
+
+
+def asks_who_is_left(peers: Peers, rank: int, victims: list[int]) -> Seen:
+    outcome(peers.announce("before"))
+    if rank in victims:
+        time.sleep(0.1 * rank)
+        os.kill(os.getpid(), signal.SIGKILL)
+    left = peers.survivors()
+    assert peers.lost_within(5) is not None
+    return [left, sorted(lost.rank for lost in peers.losses)]

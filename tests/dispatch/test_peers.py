@@ -66,6 +66,13 @@ def test_an_error_is_told_to_the_others(tmp_path: Path, victim: int) -> None:
     assert seen == [[f"rank {victim} is lost (it failed: OutOfMemoryError: no memory)"]] * 2
 
 
+@pytest.mark.parametrize("victims", [[2], [1, 3]])
+def test_all_who_are_left_get_the_same_answer(tmp_path: Path, victims: list[int]) -> None:
+    seen = run(tmp_path, 4, peer_bodies.asks_who_is_left, victims)
+    left = [rank for rank in range(4) if rank not in victims]
+    assert seen == [[] if rank in victims else [left, victims] for rank in range(4)]
+
+
 def test_an_error_that_nobody_catches_is_told_too(tmp_path: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(
@@ -125,6 +132,26 @@ def test_the_hub_ignores_strangers() -> None:
             rank.sendall(encode("secret", 0) + encode("records", 0, ["here"]))
             rank.settimeout(5)
             assert rank.recv(100) == b'["same", [0]]\n'
+    finally:
+        hub.wait()
+
+
+def test_a_rank_that_will_never_come_counts_as_lost() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    hub = Hub(2, listener, "secret")
+    try:
+        with socket.create_connection(listener.getsockname()) as rank, rank.makefile() as lines:
+            rank.settimeout(5)
+            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"]))
+            rank.sendall(encode("missing", 1) + encode("missing", 1))
+            assert lines.readline() == '["lost", 1, "its process ended without a word"]\n'
+            assert lines.readline() == '["records", 0, ["here", null], "rank 1 ended before"]\n'
+            rank.sendall(encode("survivors"))
+            assert lines.readline() == '["survivors", [0]]\n'
+            with socket.create_connection(listener.getsockname()) as late:
+                late.sendall(encode("secret", 1))
+                late.settimeout(5)
+                assert late.recv(100) == b""
     finally:
         hub.wait()
 

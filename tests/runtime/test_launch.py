@@ -130,6 +130,19 @@ def test_a_rank_that_dies_without_an_error(tmp_path: Path) -> None:
         launch(program("os._exit(7)"), 1, tmp_path)
 
 
+def test_the_others_go_on_without_a_spare_rank(tmp_path: Path) -> None:
+    dies = "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+    fails = "if rank == 1: raise MemoryError\n"
+    ends = f"time.sleep(1)\nopen({str(tmp_path)!r} + f'/done-{{rank}}', 'w').close()"
+    for body in (dies + ends, fails + ends):
+        assert launch(program(body), 3, tmp_path, spares=[1]) is None
+        for rank in (0, 2):
+            (tmp_path / f"done-{rank}").unlink()
+    needed = dies + "time.sleep(1)\nif rank == 2: os.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(RankFailedError, match=r"rank 2 was killed by SIGKILL"):
+        launch(program(needed), 3, tmp_path, spares=[1])
+
+
 def test_a_message_that_is_far_too_long_is_reported_cut(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"xxxx"):
         launch(program("raise RuntimeError('x' * 100_000)"), 1, tmp_path)

@@ -53,7 +53,7 @@ def run(config: "Config", precision: str, as_json: bool) -> None:
     for name, changes in SIDES.items():
         parallel = replace(config.parallel, **changes)
         changed = replace(config, parallel=parallel, train=train, out=str(Path(config.out) / name))
-        trainers.append(Trainer(changed, stop=stop, sides=len(SIDES)))
+        trainers.append(Trainer(changed, stop=stop, sides=len(SIDES), survives=False))
     runs: list[list[dict[str, Any]]] = [[] for _ in trainers]
     names = [name.ljust(max(map(len, SIDES))) for name in SIDES]
     with (

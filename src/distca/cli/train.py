@@ -211,9 +211,10 @@ class TrainCommand:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
             with _tell_what_is_saved(out):
-                return launch.launch(
-                    rank_command("train", command), num_ranks, logs, gpu, restart=restart
-                )
+                # With --compare, two runs share the ranks, and a loss ends both.
+                servers = 0 if self.compare else config.parallel.servers
+                spares, what = range(num_ranks - servers, num_ranks), rank_command("train", command)
+                return launch.launch(what, num_ranks, logs, gpu, spares=spares, restart=restart)
 
 
 def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:

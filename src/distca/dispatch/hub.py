@@ -5,10 +5,17 @@ closes the connections of a process that dies, and keepalive probes reveal a nod
 Messages are lists in JSON, a line each.
 
 From a rank: ``["records", index, texts]`` announces, ``["late", index]`` asks who has not yet,
+``["survivors"]`` asks who is left, ``["missing", rank]`` says that one will never come,
 ``["failed", sentence]`` and ``["bye"]`` precede an end.
 To a rank: ``["same", indices]`` if all records are equal, ``["records", index, records, why]`` if
 they differ or if some (None) have not come, ``["lost", rank, how]`` and ``["failed", rank,
-sentence]`` about another rank, and ``["bye"]`` before the hub ends.
+sentence]`` about another rank, ``["survivors", ranks]`` once all who are left have asked, and
+``["bye"]`` before the hub ends.
+
+[Note: all or none] An announcement that needs a lost rank fails on every rank, and one that the
+rank had made before succeeds on every rank: one thread writes all answers, and each rank reads the
+answer before the news of the loss, or the news and no answer. So ranks need nothing else to agree
+on whether a step counts.
 """
 
 from __future__ import annotations
@@ -49,8 +56,10 @@ class Hub:
         self._writers: dict[int, asyncio.StreamWriter] = {}  # of the ranks that are there
         self._gone: set[int] = set()  # ranks that were there
         self._records: dict[int, dict[int, str]] = {}  # by index and rank
+        self._asking: set[int] = set()  # ranks that have asked who is left
         self._loop = asyncio.new_event_loop()
         self._first_left, self._ended = asyncio.Event(), Event()
+        self._is_over = False
         Thread(target=self._run, name="distca hub", daemon=True).start()
 
     def wait(self) -> None:
@@ -61,20 +70,24 @@ class Hub:
         try:
             self._loop.run_until_complete(self._serve())
         finally:
+            self._loop.close()
             self._ended.set()
 
     async def _serve(self) -> None:
         open_files.add(listening := self._listener.fileno())
         server = await asyncio.start_server(self._attend, sock=self._listener, limit=LINE_BYTES)
         await self._first_left.wait()
+        self._is_over = True
         self._broadcast("bye")
         with suppress(asyncio.TimeoutError, OSError):
             drained = (writer.drain() for writer in self._writers.values())
             await asyncio.wait_for(asyncio.gather(*drained), _DRAIN_S)
         open_files.discard(listening)  # another file may get this number
         server.close()
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        attending = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in attending:
             task.cancel()
+        await asyncio.gather(*attending)  # they close their connections
 
     async def _attend(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serves one connection until it ends."""
@@ -82,7 +95,8 @@ class Hub:
         file, rank, last_message = connection.fileno(), None, ("lost", LOST)
         try:
             token, rank = json.loads(await reader.readline())
-            if token != self._token or rank in self._writers or rank not in range(self._num_ranks):
+            known = rank in self._writers or rank in self._gone
+            if token != self._token or known or rank not in range(self._num_ranks):
                 rank = None
                 return
             self._writers[rank] = writer
@@ -94,26 +108,39 @@ class Hub:
                         self._settle(range(first, first + len(records)))
                     case ["late", index]:
                         self._answer(index, "")
+                    case ["survivors"]:
+                        self._asking.add(rank)
+                        self._answer_survivors()
+                    case ["missing", other] if other not in self._writers.keys() | self._gone:
+                        self._leave(other, "lost", LOST)
                     case ["failed", sentence]:
                         last_message = ("failed", sentence)
                     case ["bye"]:
                         last_message = ("bye", "")
-        except (ValueError, OSError):
-            pass  # a foreign client, or a connection that was reset
+        except (ValueError, OSError, asyncio.CancelledError):
+            pass  # a foreign client, a connection that was reset, or the end of the hub
         finally:
             open_files.discard(file)
             writer.close()
-            if rank is not None:
+            if rank is not None and not self._is_over:
                 self._leave(rank, *last_message)
 
     def _leave(self, rank: int, kind: str, how: str) -> None:
-        del self._writers[rank]
+        self._writers.pop(rank, None)
         self._gone.add(rank)
         if rank == 0:
             self._first_left.set()
         if kind != "bye":
             self._broadcast(kind, rank, how)
         self._settle(list(self._records))
+        self._answer_survivors()
+
+    def _answer_survivors(self) -> None:
+        """Tells who is left, once all of them have asked."""
+        left = self._asking - self._gone
+        if left and len(left | self._gone) == self._num_ranks:
+            self._asking.clear()
+            self._broadcast("survivors", sorted(left))
 
     def _settle(self, indices: Iterable[int]) -> None:
         """Answers where all ranks have announced, or where some of them cannot any more."""

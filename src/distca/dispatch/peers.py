@@ -15,10 +15,11 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from threading import Condition, Lock, Thread, Timer
+from threading import Condition, Lock, Thread, Timer, current_thread
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -28,13 +29,23 @@ from distca.dispatch.transports.base import ExchangeError, Records
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 30.0
+_CLOSE_S = 1.0
 _TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
 _log = logging.getLogger(__name__)
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
 
 
 class PeerLostError(ExchangeError):
-    """Raised when a rank has ended, or its node is gone, while others still need it."""
+    """Raised when a rank has ended, or its node is gone, while others still need it.
+
+    rank: its global rank.
+    how: in words.
+    noticed_at: when this rank noticed it, in seconds since 1970.
+    """
+
+    def __init__(self, message: str, rank: int, how: str = LOST) -> None:
+        super().__init__(message)
+        self.rank, self.how, self.noticed_at = rank, how, time.time()
 
 
 class Peers:
@@ -42,23 +53,29 @@ class Peers:
 
     ranks: the global rank of every rank of the group, as errors name it.
     lost: set as soon as a rank is lost.
+    losses: all ranks that are lost, in the order of the news.
+    abandoned: collectives that a rank does not wait for any more, because another one is lost.
     """
 
     def __init__(
         self, ranks: Sequence[int], hub: Hub | None, connection: socket.socket | None
     ) -> None:
         self.lost: PeerLostError | None = None
+        self.losses: list[PeerLostError] = []
+        self.abandoned: list[dist.Work] = []
         self._ranks = ranks
         self._hub, self._connection = hub, connection
         self._changed = Condition(Lock())
         self._waiting: dict[int, tuple[str, Future[Records]]] = {}  # by index
         self._num_sent, self._unsent = 0, list[str]()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
+        self._survivors: list[int] | None = None
         self._closing = connection is None
         if connection is not None:
             keep_alive(connection)
             atexit.register(self.close)
-            Thread(target=self._listen, name="distca peers", daemon=True).start()
+            self._listener = Thread(target=self._listen, name="distca peers", daemon=True)
+            self._listener.start()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Peers:
@@ -100,14 +117,48 @@ class Peers:
                     self._send("late", index)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
-        """Calls back, in another thread, as soon as a rank is lost."""
-        self._callbacks.append(callback)
-
-    def lost_within(self, seconds: float) -> PeerLostError | None:
-        """Waits for the news of a lost rank, which may follow the failure of a collective."""
+        """Calls back, in another thread, as soon as a rank is lost; now for those that are."""
         with self._changed:
-            self._changed.wait_for(lambda: self.lost is not None or self._closing, seconds)
-        return self.lost
+            self._callbacks.append(callback)
+            known = list(self.losses)
+        for lost in known:
+            callback(lost)
+
+    def survivors(self) -> list[int]:
+        """Returns the global ranks that are left, once all of them have asked.
+
+        All get the same answer. Raises PeerLostError if the first rank is lost, and the hub with
+        it.
+        """
+        with self._changed:
+            self._survivors = None
+            self._send("survivors")
+            self._changed.wait_for(lambda: self._survivors is not None or self._has_lost(0))
+            if self._survivors is None:
+                raise self.losses[-1]
+            return self._survivors
+
+    def tell_lost(self, number: int) -> None:
+        """Tells the hub that a global rank is lost, which may not have connected to it yet."""
+        if number in self._ranks:
+            with self._changed:
+                self._send("missing", list(self._ranks).index(number))
+
+    def _has_lost(self, rank: int) -> bool:
+        return any(lost.rank == self._ranks[rank] for lost in self.losses)
+
+    def lost_within(self, seconds: float, besides: Collection[int] = ()) -> PeerLostError | None:
+        """Waits for the news of a lost rank, which may follow the failure of a collective.
+
+        besides: global ranks whose loss does not count.
+        """
+
+        def first() -> PeerLostError | None:
+            return next((lost for lost in self.losses if lost.rank not in besides), None)
+
+        with self._changed:
+            self._changed.wait_for(lambda: first() is not None or self._closing, seconds)
+            return first()
 
     def fail(self, sentence: str) -> None:
         """Leaves the group, and tells the others why."""
@@ -140,6 +191,9 @@ class Peers:
             if self._closing:
                 return
             self._closing = True
+            self._callbacks.clear()  # they hold on to groups, as do the frames of errors
+            for lost in self.losses:
+                lost.__traceback__ = lost.__cause__ = lost.__context__ = None
             self._send(*last_message)
         assert self._connection is not None
         open_files.discard(self._connection.fileno())
@@ -147,6 +201,9 @@ class Peers:
             self._connection.shutdown(socket.SHUT_WR)
         if self._hub is not None:
             self._hub.wait()
+        if self._listener is not current_thread():
+            self._listener.join(_CLOSE_S)  # the hub ends the connection in a moment
+        self._connection.close()
 
     def _send(self, *message: object) -> None:
         if self._connection is not None:
@@ -171,6 +228,10 @@ class Peers:
                             waiting[1].set_result(records)
                     case ["lost", rank, how]:
                         self._lose(rank, how)
+                    case ["survivors", ranks]:
+                        with self._changed:
+                            self._survivors = [self._ranks[rank] for rank in ranks]
+                            self._changed.notify_all()
                     case ["failed", rank, sentence]:
                         timer = Timer(_TOGETHER_S, self._lose, (rank, f"it failed: {sentence}"))
                         timer.daemon = True
@@ -184,17 +245,20 @@ class Peers:
             return self._waiting.pop(index, None)
 
     def _lose(self, rank: int, how: str) -> None:
-        error = PeerLostError(f"rank {self._ranks[rank]} is lost ({how})")
+        number = self._ranks[rank]
+        error = PeerLostError(f"rank {number} is lost ({how})", number, how)
         with self._changed:
-            if self._closing:
+            if self._closing or self._has_lost(rank):
                 return
             self.lost = self.lost or error
+            self.losses.append(error)
+            callbacks = list(self._callbacks)
             waiting, self._waiting = self._waiting, {}
             self._changed.notify_all()
         _log.error("%s: this run cannot go on", error)
         for _, future in waiting.values():
             future.set_exception(error)
-        for callback in self._callbacks:
+        for callback in callbacks:
             callback(error)
 
 
@@ -226,7 +290,8 @@ def _connect(group: dist.ProcessGroup) -> Peers:
     except OSError as error:
         raise PeerLostError(
             f"rank {ranks[0]} does not answer at {address} port {port} ({error}): it has ended, or"
-            " this node cannot reach that one"
+            " this node cannot reach that one",
+            ranks[0],
         ) from error
     connection.settimeout(None)
     connection.sendall(encode(token, rank))

@@ -10,6 +10,10 @@ planned to measured seconds is the speed of a rank itself, and giving the rank l
 not change it: there is no feedback that could oscillate.
 """
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 import numpy as np
 
 from distca.planning.spans import Bools, Floats
@@ -33,6 +37,12 @@ class LearnedSpeeds:
         self._start = np.asarray(start, np.float64)
         self._factor = np.ones(len(self._start))
         self._window = np.full((WINDOW, len(self._start)), np.nan)
+
+    def of_ranks(self, kept: Sequence[int]) -> LearnedSpeeds:
+        """Returns what is known about some of the ranks."""
+        speeds = LearnedSpeeds(self._start[list(kept)])
+        speeds._factor, speeds._window = self._factor[list(kept)], self._window[:, list(kept)]
+        return speeds
 
     @property
     def speed(self) -> tuple[float, ...]:

@@ -48,6 +48,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         },
         "bytes_per_step": fmean(record["bytes"] for record in records),
         "exposed_s": fmean(record["exposed_s"] for record in steady),
+        "lost_servers": [loss for record in records for loss in record.get("lost_servers", ())],
         "stopped": records[-1]["stopped"],
     }
 
@@ -66,7 +67,9 @@ def outcome(result: Record) -> str:
     if result["stopped"]:
         where = f"saved in {found}; the same command continues from there" if found else "not saved"
         return f"stopped after step {result['step']} of {steps}: {where}"
-    places = [f"records in {result['metrics']}"]
+    lost = len(result["lost_servers"])
+    places = [f"went on without {units.several(lost, 'lost server')}"] if lost else []
+    places += [f"records in {result['metrics']}"]
     places += [f"saved in {found}"] if found else []
     places += [f"timeline in {result['trace']}"] if "trace" in result else []
     return (

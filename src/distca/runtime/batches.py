@@ -76,12 +76,14 @@ class Prefetcher:
     """Loads, plans and prepares up to ``depth`` batches ahead, in order, in a background thread.
 
     prepare: makes this rank's layouts of a plan, such as ``StepRunner.prepare``.
+    current: the batch that ``next`` has returned last.
     """
 
     def __init__(
         self, loader: Loader, planner: StepPlanner, prepare: Prepare, depth: int = 2
     ) -> None:
         self._loader, self._prepare = loader, prepare
+        self.current: Prefetched | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
         self._queue = deque(self._submit(planner) for _ in range(depth))
 
@@ -95,20 +97,46 @@ class Prefetcher:
         batch = self._queue.popleft().result()
         waited_s = time.perf_counter() - start
         self._queue.append(self._submit(planner))
-        return replace(batch, waited_s=waited_s)
+        self.current = replace(batch, waited_s=waited_s)
+        return self.current
+
+    def plan_again(self, planner: StepPlanner, prepare: Prepare) -> None:
+        """Plans the current batch and those ahead for other ranks, with the same documents."""
+        self._prepare = prepare
+        if self.current is not None:
+            self.current = _plan_again(self.current, planner, prepare)
+        self._queue = deque(self._submit_again(before, planner) for before in self._queue)
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _submit(self, planner: StepPlanner) -> Future[Prefetched]:
-        return self._thread.submit(on_this_stream(lambda: self._load_and_plan(planner)))
+        prepare = self._prepare
 
-    def _load_and_plan(self, planner: StepPlanner) -> Prefetched:
-        while not (batch := self._loader.next_batch()).num_targets:
-            pass  # prompts only, of which nothing can be learned
-        state = self._loader.state()
-        start = time.perf_counter()
-        step, prepared = Step.of(planner, batch), None
-        with suppress(ValueError):  # the step tries again, and tells all ranks why it cannot
-            prepared = self._prepare(step.plan)
-        return Prefetched(step, state, time.perf_counter() - start, prepared)
+        def load_and_plan() -> Prefetched:
+            while not (batch := self._loader.next_batch()).num_targets:
+                pass  # prompts only, of which nothing can be learned
+            return _plan(batch, self._loader.state(), planner, prepare)
+
+        return self._thread.submit(on_this_stream(load_and_plan))
+
+    def _submit_again(self, before: Future[Prefetched], planner: StepPlanner) -> Future[Prefetched]:
+        prepare = self._prepare
+        # There is one thread, so the result of ``before`` is there when its turn comes.
+        again = on_this_stream(lambda: _plan_again(before.result(), planner, prepare))
+        return self._thread.submit(again)
+
+
+def _plan_again(before: Prefetched, planner: StepPlanner, prepare: Prepare) -> Prefetched:
+    planned = _plan(before.step.batch, before.loader_state, planner, prepare)
+    return replace(planned, waited_s=before.waited_s)
+
+
+def _plan(
+    batch: Batch, loader_state: dict[str, Any], planner: StepPlanner, prepare: Prepare
+) -> Prefetched:
+    start = time.perf_counter()
+    step, prepared = Step.of(planner, batch), None
+    with suppress(ValueError):  # the step tries again, and tells all ranks why it cannot
+        prepared = prepare(step.plan)
+    return Prefetched(step, loader_state, time.perf_counter() - start, prepared)

@@ -19,9 +19,9 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -83,11 +83,13 @@ def launch(
     logs: Path,
     shared_gpu: SharedGpu | None = None,
     *,
+    spares: Collection[int] = (),
     restart: int = 0,
 ) -> Stop | None:
     """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
 
     shared_gpu: the GPU that all ranks use; None if each has its own, or if they use the CPU.
+    spares: ranks without which the others can go on. If they cannot, they say so themselves.
     restart: how often the same run was started before.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
@@ -105,7 +107,8 @@ def launch(
         variables = {RESTART: str(restart)}
         variables |= {} if shared_gpu is None else shared_gpu.variables
         for number in range(num_ranks):
-            ranks.append(_start(command, number, num_ranks, store.port, logs, variables))
+            rank = _start(command, number, num_ranks, store.port, logs, variables)
+            ranks.append(replace(rank, is_spare=number in spares))
             if received:  # before this rank was there to be told
                 ranks[-1].process.terminate()
         return _watch(ranks, received)
@@ -135,6 +138,7 @@ class _Rank:
     process: subprocess.Popen[bytes]
     channel: socket.socket
     log: Path
+    is_spare: bool = False
 
     def kill(self) -> None:
         """Kills the rank and all processes that it has started."""
@@ -191,6 +195,8 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> Stop |
             # Deaths before errors: a death may be the cause of errors that arrive with it.
             for rank, report in sorted(events, key=lambda event: event[1] is not None):
                 if report is not None:
+                    if rank.is_spare and not report["mistake"]:
+                        continue  # it ends, and the others know
                     if not report["mistake"] and (killed := _killed(ranks)):
                         _raise_ended(killed, killed.process.returncode)
                     _raise_reported(rank, report)
@@ -198,20 +204,20 @@ def _watch(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> Stop |
                 code = _exit_code(rank)
                 if received and code == -signal.SIGTERM:
                     return Stop(received[0], early=True)
-                if code:
+                if code and not rank.is_spare:
                     _raise_ended(rank, code)
     return Stop(received[0], early=False) if received else None
 
 
 def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
-    """Returns a rank that a signal has killed, if there is one.
+    """Returns a rank that a signal has killed, if there is one, and that the others needed.
 
     Other ranks may report its absence a moment before its death can be seen.
     """
     deadline = time.monotonic() + DEATH_S
     while time.monotonic() < deadline:
         for rank in ranks:
-            if (rank.process.poll() or 0) < 0:
+            if (rank.process.poll() or 0) < 0 and not rank.is_spare:
                 return rank
         time.sleep(0.01)
     return None
@@ -246,7 +252,8 @@ def _raise_reported(rank: _Rank, report: Mapping[str, Any]) -> NoReturn:
     if report["mistake"]:
         raise ValueError(report["message"])
     if report["explained"]:
-        raise RankFailedError(report["message"])
+        ended = report["kind"] == RankEndedError.__name__
+        raise (RankEndedError if ended else RankFailedError)(report["message"])
     why = ": ".join(filter(None, (report["kind"], report["message"])))
     raise RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
 

@@ -2,11 +2,14 @@
 
 Collectives raise late or never when a rank is lost: those of NCCL wait until their timeout, and the
 main thread waits with them. So another thread ends the process if the main thread does not.
+
+A run can do without its dedicated servers (``distca.runtime.regroup``). Their loss ends a rank only
+if it comes while the others connect again after an earlier one, and they do not succeed.
 """
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from threading import Event, Timer
 from typing import NoReturn
@@ -14,21 +17,45 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from distca.dispatch.peers import PeerLostError, Peers
-from distca.runtime.launched import RankFailedError, report, sentence
+from distca.runtime.launched import RankEndedError, report, sentence
 
 GRACE_S = 2.0  # for the main thread to raise by itself
+REGROUP_S = 10.0  # for ranks that connect again to do so although another one is lost
 _NEWS_S = 1.0  # how long the news may take after a collective has failed
 
 _over = Event()  # the run of this rank, with success or without
 _world: list[Peers] = []
+_spares: set[int] = set()
+_regrouping: list[Event] = []  # the attempt to connect again, while it lasts
 
 
 def watch_ranks() -> None:
     """Watches all ranks of the world; every one of them calls it after it has joined."""
     assert dist.group.WORLD is not None
-    _world[:] = [Peers.of(dist.group.WORLD)]
-    _world[0].on_loss(_end_soon)
+    watch(Peers.of(dist.group.WORLD))
     logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)  # it is said here
+
+
+def watch(peers: Peers) -> None:
+    """Watches these ranks from now on, instead of those before."""
+    _world[:] = [peers]
+    peers.on_loss(_end_soon)
+
+
+def spare(ranks: Collection[int]) -> None:
+    """Lets this rank go on if these are lost, from now on."""
+    _spares.clear()
+    _spares.update(ranks)
+
+
+@contextmanager
+def regrouping() -> Iterator[None]:
+    """Ends this rank if the ``with`` block does not end soon after the loss of a spare rank."""
+    _regrouping[:] = [Event()]
+    try:
+        yield
+    finally:
+        _regrouping.pop().set()
 
 
 @contextmanager
@@ -42,9 +69,10 @@ def naming_lost_ranks() -> Iterator[None]:
     except Exception as error:
         _over.set()
         for peers in _world:
-            lost = peers.lost_within(_NEWS_S) if isinstance(error, RuntimeError) else None
-            if lost is not None:
-                _end(lost)
+            if isinstance(error, RuntimeError):
+                lost = peers.lost_within(_NEWS_S, besides=_spares) or peers.lost
+                if lost is not None:
+                    _end(lost)
             peers.fail(sentence(error))
         raise
     finally:
@@ -52,18 +80,24 @@ def naming_lost_ranks() -> Iterator[None]:
 
 
 def _end_soon(lost: PeerLostError) -> None:
+    ended, grace_s = _over, GRACE_S
+    if lost.rank in _spares:
+        if not (attempts := list(_regrouping)):
+            return
+        ended, grace_s = attempts[0], REGROUP_S
+
     def end() -> None:
-        if not _over.is_set():
+        if not ended.is_set() and not _over.is_set():
             _end(lost)
 
-    timer = Timer(GRACE_S, end)
+    timer = Timer(grace_s, end)
     timer.daemon = True
     timer.start()
 
 
 def _end(lost: PeerLostError) -> NoReturn:
     """Ends the process without the cleaning up of torch, which could wait for the lost rank."""
-    error = RankFailedError(
+    error = RankEndedError(
         f"{lost}, so this rank ends too; start the run again to resume from its last checkpoint"
     )
     os.write(2, f"distca: {error}\n".encode())  # not by a stream, which may be locked

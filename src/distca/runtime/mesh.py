@@ -9,13 +9,16 @@ placement of tokens distinguishes them.
 """
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from distca.dispatch.peers import Peers
 from distca.pipeline.mesh import MeshShape
+from distca.runtime.host_ranks import HostRanks
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +28,9 @@ class RankContext:
     parallel: the sizes of the mesh axes.
     mesh: the device mesh of the workers; None on a dedicated server.
     attention_group: the ranks of a plan, which exchange attention.
-    world_group: all ranks over gloo.
+    world_group: all ranks over gloo, for what they compare before the first step.
+    servers: the global ranks of the dedicated servers, of which each tp index has every tp-th.
+    host: all ranks, as they talk to each other between steps.
     checkpoint_group: all workers over gloo, only for checkpoints, which are written in the
         background; None on a dedicated server.
     tied_group: this rank's position in the first and the last stage, which each hold a copy of a
@@ -38,6 +43,8 @@ class RankContext:
     mesh: DeviceMesh | None
     attention_group: dist.ProcessGroup
     world_group: dist.ProcessGroup
+    servers: tuple[int, ...]
+    host: HostRanks
     checkpoint_group: dist.ProcessGroup | None
     tied_group: dist.ProcessGroup | None
 
@@ -88,28 +95,27 @@ def ranks_per_node(tp: int = 1) -> int | None:
     return None if local is None else max(int(local) // tp, 1)
 
 
-def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
+def join_mesh(parallel: MeshShape, device: torch.device, *, survives: bool = False) -> RankContext:
     """Creates all process groups; every rank of the world must call it.
 
     Every rank creates every group, in the same order, as ``torch.distributed.new_group`` requires.
+
+    survives: whether the run goes on without dedicated servers that are lost.
     """
     parallel.check(dist.get_world_size())
     rank, workers = dist.get_rank(), parallel.num_workers
     ranks = torch.arange(workers).view(parallel.pp, parallel.workers_per_stage, parallel.tp)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "tp"))
-    servers = range(workers, parallel.num_ranks)
-    attention_group = tied_group = None
-    for index in range(parallel.tp):
-        members = [*ranks[..., index].flatten().tolist(), *servers[index :: parallel.tp]]
-        group = dist.new_group(members)
-        attention_group = group if rank in members else attention_group
+    servers = tuple(range(workers, parallel.num_ranks))
+    attention_group = new_attention_group(parallel, servers)
+    tied_group = None
     for position in range(parallel.workers_per_stage * parallel.tp if parallel.pp > 1 else 0):
         members = ranks.view(parallel.pp, -1)[[0, -1], position].tolist()
         group = dist.new_group(members)
         tied_group = group if rank in members else tied_group
     world_group = dist.new_group(backend="gloo")
     checkpoint_group = dist.new_group(list(range(workers)), backend="gloo")
-    assert attention_group is not None
+    assert dist.group.WORLD is not None
     context = RankContext(
         parallel=parallel,
         rank=rank,
@@ -117,25 +123,40 @@ def join_mesh(parallel: MeshShape, device: torch.device) -> RankContext:
         mesh=mesh if rank < workers else None,
         attention_group=attention_group,
         world_group=world_group,
+        servers=servers,
+        host=HostRanks(world_group, Peers.of(dist.group.WORLD) if survives else None),
         checkpoint_group=checkpoint_group if rank < workers else None,
         tied_group=tied_group,
     )
-    if device.type == "cuda":
-        _connect(context)
+    groups = [attention_group, tied_group]
+    if context.mesh is not None:
+        groups += [context.mesh.get_group(axis) for axis in ("pp", "shard", "tp")]
+    connect(groups, device)
     return context
 
 
-def _connect(context: RankContext) -> None:
-    """Creates the NCCL communicators of this rank's groups, each by a first collective.
+def new_attention_group(parallel: MeshShape, servers: Sequence[int]) -> dist.ProcessGroup:
+    """Returns the ranks of this rank's tp index; all workers and servers create all such groups."""
+    workers, tp = range(parallel.num_workers), parallel.tp
+    mine: dist.ProcessGroup | None = None
+    for index in range(tp):
+        members = [*workers[index::tp], *servers[index::tp]]
+        group = dist.new_group(members)
+        mine = group if dist.get_rank() in members else mine
+    assert mine is not None
+    return mine
+
+
+def connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+    """Creates the NCCL communicators of groups, each by a first collective.
 
     NCCL creates a communicator at its first use, in which all its ranks must take part. The first
     transfers between pipeline stages are not such a use: only two stages have something to pass on.
     """
-    one = torch.ones((), device=context.device)
-    groups = [context.attention_group, context.tied_group]
-    if context.mesh is not None:
-        groups += [context.mesh.get_group(axis) for axis in ("pp", "shard", "tp")]
+    if device.type != "cuda":
+        return
+    one = torch.ones((), device=device)
     for group in groups:
         if group is not None:
             dist.all_reduce(one, group=group)
-    torch.cuda.synchronize(context.device)
+    torch.cuda.synchronize(device)

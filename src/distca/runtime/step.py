@@ -27,6 +27,7 @@ from distca.attention.core import CoreAttention
 from distca.attention.overlap import SlotAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.dispatch.agreement import Handshake, agree
+from distca.dispatch.transports.surviving import SurvivingTransport
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Tick
@@ -73,9 +74,8 @@ class StepRunner:
 
         options: further ones of ``CoreAttention``, such as ``backend``.
         """
-        group = context.attention_group
-        attentions = (CoreAttention(group, **options) for _ in range(halves))
-        return cls(context, tuple(attentions), recompute, dtype)
+        attentions = tuple(_attention(context, options) for _ in range(halves))
+        return cls(context, attentions, recompute, dtype)
 
     def train(
         self, model: Llama | None, step: Step, prepared: PreparedTicks | None = None
@@ -126,6 +126,13 @@ class StepRunner:
         """Returns this rank's share of a worker's rows, which tensor parallelism splits."""
         mesh = self.context.tp_mesh
         return rows if mesh is None else rows.chunk(mesh.size())[mesh.get_local_rank()]
+
+
+def _attention(context: RankContext, options: dict[str, Any]) -> CoreAttention:
+    group, peers = context.attention_group, context.host.peers
+    if peers is None:
+        return CoreAttention(group, **options)
+    return CoreAttention(transport=SurvivingTransport(group, peers, context.servers), **options)
 
 
 class _InFlight(NamedTuple):

@@ -46,23 +46,23 @@ from distca.train.trainer import Trainer
 def fit_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> list[Record]:
     """Trains as ``Trainer.fit`` does, with faults. Raises ValueError for one that cannot come."""
     with together(trainer.context.world_group):
-        check_faults(faults, trainer.planner, trainer.config.train)
+        planner = trainer.ranks.planner
+        check_faults(faults, planner, trainer.config.train)
         log = FaultLog(trainer.folder)
         missing = log.missing(faults)
     rank, parallel = trainer.context.rank, trainer.context.parallel
     mine = [fault for fault in missing if fault.rank(parallel) == rank]
-    injector = Injector(mine, rank, TickSlots.of(trainer.planner), trainer.planner.ping_pong, log)
+    injector = Injector(mine, rank, TickSlots.of(planner), planner.ping_pong, log)
     if mine:
         injector.follow(trainer)
     taken: list[Record] = []
     with trainer.stop.on_sigterm():
-        injector.begin(trainer.first_step)
         for record in trainer.steps():
-            if num_restarts() and not rank and not taken:
+            restarted = num_restarts() > 0 and not taken
+            if not rank and (restarted or "lost_servers" in record):
                 log.recovered(record["step"])
             taken.append(record)
             injector.end(record["step"])
-            injector.begin(record["step"] + 1)
     return [] if rank else taken
 
 
@@ -88,14 +88,12 @@ class Injector:
 
     def follow(self, trainer: Trainer) -> None:
         """Lets a run tell this injector where it is, from its first step on."""
-        trainer.runner = replace(trainer.runner, observe=self._end_tick)
+        trainer.before_step = self._begin
+        trainer.ranks.runner = replace(trainer.runner, observe=self._end_tick)
         for attention in trainer.runner.attentions:
             attention.watch = self
         if trainer.model is not None:
             trainer.checkpoints.before_write = self._write_checkpoint
-
-    def begin(self, step: int) -> None:
-        self._step, self._tick, self._dispatched = step, 0, 0
 
     def end(self, step: int) -> None:
         self._deliver(step, lambda fault: fault.place == BETWEEN)
@@ -136,6 +134,10 @@ class Injector:
                     torch.cuda.synchronize(device)
                 speed = prod(fault.speed or 1.0 for fault in slow)
                 time.sleep((time.perf_counter() - start) * (1 / speed - 1))
+
+    def _begin(self, step: int) -> None:
+        """Is called before a step, and again before one that is taken again."""
+        self._step, self._tick, self._dispatched = step, 0, 0
 
     def _is_slow(self, fault: Fault) -> bool:
         return fault.action == SLOW and fault.steps.first <= self._step <= fault.steps.last

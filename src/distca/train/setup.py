@@ -4,6 +4,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -179,6 +180,17 @@ def planner_of(
         stage_sizes=p.stage_layers,
         first_trained_part=first_trained_part(model, config.train.frozen),
     )
+
+
+def runner_options(config: Config, device: torch.device) -> dict[str, Any]:
+    """Returns the options of ``StepRunner.of``."""
+    return {
+        "halves": 1 + config.parallel.ping_pong,
+        "recompute": config.parallel.recompute,
+        "backend": config.parallel.backend,
+        "deterministic": config.train.deterministic,
+        "dtype": precision_of(config, device).compute,
+    }
 
 
 def learns_speed(config: Config) -> bool:

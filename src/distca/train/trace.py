@@ -1,29 +1,30 @@
 """A timeline of one step over all ranks, for Perfetto or chrome://tracing."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
 
 @contextmanager
-def tracing(folder: Path, group: dist.ProcessGroup) -> Iterator[None]:
-    """Profiles the context on every rank of the group; rank 0 merges all into ``trace.json``."""
+def tracing(folder: Path, rank: int, all_ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
+    """Profiles the context on every rank; rank 0 merges all into ``trace.json``.
+
+    all_ranks: waits for all ranks, and returns which they are.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(ProfilerActivity.CUDA)
     with profile(activities=activities) as profiler:
         yield
-    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     profiler.export_chrome_trace(str(folder / f"rank-{rank}.json"))
-    dist.barrier(group=group)
+    ranks = all_ranks()
     if rank == 0:
-        merge([folder / f"rank-{number}.json" for number in range(ranks)], folder / "trace.json")
+        merge([folder / f"rank-{number}.json" for number in ranks], folder / "trace.json")
 
 
 def merge(paths: list[Path], out: Path) -> None:

@@ -11,6 +11,8 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,25 +20,27 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.dispatch.transports.base import ExchangeError
 from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
-from distca.pipeline.speeds import LearnedSpeeds
-from distca.runtime.batches import Prefetched, Prefetcher
+from distca.runtime.host_ranks import HostRanks
 from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
-from distca.runtime.mesh import join_mesh
+from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import parallelize
+from distca.runtime.regroup import NotNeededError
 from distca.runtime.step import StepRunner
 from distca.runtime.together import from_all_ranks, together
 from distca.train import agreement, setup
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
-from distca.train.flops import peak_flops, step_flops
 from distca.train.metrics import ABANDONED, Record, Records, writing_to
 from distca.train.optimizer import adamw, clip, freeze, is_finite, learning_rate
 from distca.train.run_lock import RunLock
+from distca.train.run_ranks import RunRanks
 from distca.train.step_folders import newest
+from distca.train.step_record import Measured, step_record
 from distca.train.stop import StopRequest
 from distca.train.trace import tracing
 
@@ -51,6 +55,7 @@ class Trainer:
     tell: called with sentences for the user, on rank 0, such as where a run continues.
     stop: ends the run after its step, on all ranks; by default ``fit`` makes SIGTERM do that.
     sides: runs that share the memory of a rank.
+    survives: whether the run goes on without dedicated servers that are lost (``RunRanks``).
     """
 
     def __init__(
@@ -61,26 +66,25 @@ class Trainer:
         *,
         stop: StopRequest | None = None,
         sides: int = 1,
+        survives: bool = True,
     ) -> None:
         self.config, self._show, self._tell = config, show, tell
         self.stop = stop or StopRequest()
         self.device = setup.join_world()
         own = self._prepare(sides)
-        self.model_config, self.loader, self.planner = own.model, own.loader, own.planner
+        self.model_config, self.loader = own.model, own.loader
         self.memory = own.memory
-        self._speeds = LearnedSpeeds(own.planner.speed) if setup.learns_speed(config) else None
-        self.context = join_mesh(own.parallel, self.device)
-        self.runner = StepRunner.of(
-            self.context,
-            halves=1 + config.parallel.ping_pong,
-            recompute=config.parallel.recompute,
-            backend=config.parallel.backend,
-            deterministic=config.train.deterministic,
-            dtype=setup.precision_of(config, self.device).compute,
+        self.ranks = RunRanks(
+            join_mesh(own.parallel, self.device, survives=survives and config.parallel.servers > 0),
+            own.planner,
+            setup.runner_options(config, self.device),
+            learn_speed=setup.learns_speed(config),
+            tell=self._tell_user,
         )
         self.folder = Path(from_all_ranks(config.out)[0])
         self._lock = self._lock_folder()
         self.first_step, self._skipped = 0, 0
+        self.before_step: Callable[[int], None] | None = None  # also if it is taken again
         self.model: Llama | None = None
         try:
             if not self.context.only_serves:
@@ -89,6 +93,14 @@ class Trainer:
         except BaseException:
             self._unlock()
             raise
+
+    @property
+    def context(self) -> RankContext:
+        return self.ranks.context
+
+    @property
+    def runner(self) -> StepRunner:
+        return self.ranks.runner
 
     def fit(self) -> list[Record]:
         """Trains until the last step or a signal; returns the records of the steps on rank 0."""
@@ -99,20 +111,22 @@ class Trainer:
     def steps(self) -> Generator[Record]:
         """Trains, and yields the record of each step; saves and ends on a request to stop."""
         train = self.config.train
-        batches = Prefetcher(self.loader, self.planner, self.runner.prepare)
-        records = None
+        batches, records = self.ranks.start(self.loader), None
         try:
             records = self._open_records()
             for step in range(self.first_step, train.steps):
+                batches.next(self.ranks.planner)
                 with self._tracing(step):
-                    record = self._step(step, batches.next(self.planner))
+                    record = self._step(step)
                 if saved := train.saves_after(step):
                     self._save(step + 1)
                 if train.evaluates_after(step):
                     record |= self.evaluate()
-                    record["stopped"] = self._stopped()
+                    record["stopped"] = self.ranks.survive("a request to stop", self._stop_now)
                 if record["stopped"] and train.save_at_end and not saved:
                     self._save(step + 1)
+                if losses := self.ranks.take_losses():
+                    record["lost_servers"] = [asdict(loss) for loss in losses]
                 if records is not None:
                     records.write(record)
                 if self._show is not None and self.context.rank == 0:
@@ -120,6 +134,9 @@ class Trainer:
                 yield record
                 if record["stopped"]:
                     break
+        except NotNeededError:
+            return
+        else:
             if self.model is not None:
                 self.checkpoints.wait()
         finally:
@@ -135,8 +152,12 @@ class Trainer:
         """
         tokens = max(self.config.train.tokens_per_step, self.config.data.context)
         count = -(-self.config.train.eval_tokens // tokens)
-        batches = islice(self.loader.evaluation(tokens), count)
-        return evaluate(self.model, self.runner, self.planner, batches, self._stopped)
+
+        def once() -> dict[str, float]:
+            batches = islice(self.loader.evaluation(tokens), count)
+            return evaluate(self.model, self.runner, self.ranks.planner, batches, self._stop_now)
+
+        return self.ranks.survive("an evaluation", once)
 
     def _prepare(self, sides: int) -> setup.Components:
         """Returns this rank's components. Raises ValueError on all ranks if one has others."""
@@ -154,6 +175,10 @@ class Trainer:
                 lock = RunLock(self.folder)
         return lock
 
+    def _tell_user(self, sentence: str) -> None:
+        if self._tell is not None and self.context.rank == 0:
+            self._tell(sentence)
+
     def _unlock(self) -> None:
         if self._lock is not None:
             self._lock.release()
@@ -161,7 +186,7 @@ class Trainer:
     def _build(self) -> None:
         config, train = self.config, self.config.train
         assert self.context.stage is not None
-        self.model = on_meta(self.model_config, *self.planner.stages[self.context.stage])
+        self.model = on_meta(self.model_config, *self.ranks.planner.stages[self.context.stage])
         precision = setup.precision_of(config, self.device)
         parallelize(self.model, self.context, precision, compile=config.parallel.compile)
         if config.model.path:
@@ -194,9 +219,8 @@ class Trainer:
         if self.model is not None:
             aside = self.checkpoints.set_aside_after(self.first_step if start[0] else -1)
             notes += [f"{name} is later, and is kept but not used" for name in aside]
-        if self._tell is not None and self.context.rank == 0:
-            for line in (*notes, words):
-                self._tell(line)
+        for line in (*notes, words):
+            self._tell_user(line)
 
     def _restore(self, extra: dict[str, Any]) -> None:
         try:
@@ -220,18 +244,16 @@ class Trainer:
             self._tell(f"{count} records of later steps were moved to {self.folder / ABANDONED}")
         return records
 
-    def _step(self, step: int, fetched: Prefetched) -> Record:
+    def _step(self, step: int) -> Record:
         start = time.perf_counter()
-        self._loader_state = fetched.loader_state
-        loss = float(self.runner.train(self.model, fetched.step, fetched.prepared))
-        norm = 0.0
-        if self.model is not None:
-            norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
-        skipped = self._any(not (math.isfinite(loss) and math.isfinite(norm)))
+        self._loader_state = self.ranks.batch.loader_state
+        compute = partial(self._compute_gradients, step)
+        loss, norm, skipped = self.ranks.survive(f"step {step + 1}", compute)
         if self.model is not None:
             self._update(step, skipped)
         taken = time.perf_counter() - start
-        record = self._record(step, fetched, loss, norm, taken) | {"skipped": skipped}
+        record = {"step": step, "lr": learning_rate(step, self.config.train), "skipped": skipped}
+        record |= self._record(loss, norm, taken)
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > self.config.train.skip_non_finite:
             self._fail(
@@ -239,6 +261,22 @@ class Trainer:
                 f" {record['grad_norm']:.4g}, so weights were not updated"
             )
         return record
+
+    def _compute_gradients(self, step: int) -> tuple[float, float, bool]:
+        """Returns this rank's loss, the norm of all gradients, and whether to drop these."""
+        if self.before_step is not None:
+            self.before_step(step)
+        fetched, norm = self.ranks.batch, 0.0
+        try:
+            loss = float(self.runner.train(self.model, fetched.step, fetched.prepared))
+            if self.model is not None:
+                norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
+            skip = self._host.any(not (math.isfinite(loss) and math.isfinite(norm)))
+        except ExchangeError:
+            if self.model is not None:
+                self.optimizer.zero_grad()
+            raise
+        return loss, norm, skip
 
     def _update(self, step: int, skip: bool) -> None:
         """Updates the weights with the gradients, or only drops these."""
@@ -261,84 +299,49 @@ class Trainer:
         mark_repeated(error, self.context.rank > 0)
         raise error
 
-    def _stopped(self) -> bool:
-        return self._any(self.stop.requested)
+    @property
+    def _host(self) -> HostRanks:
+        return self.context.host
 
-    def _any(self, mine: bool) -> bool:
-        """Returns whether it is true on any rank."""
-        flag = torch.tensor(int(mine))
-        dist.all_reduce(flag, dist.ReduceOp.MAX, group=self.context.world_group)
-        return bool(flag)
+    def _stop_now(self) -> bool:
+        return self._host.any(self.stop.requested)
 
-    def _record(
-        self, step: int, fetched: Prefetched, loss: float, norm: float, taken: float
-    ) -> Record:
+    def _record(self, loss: float, norm: float, taken: float) -> Record:
         spent = [attention.meter.take() for attention in self.runner.attentions]
         attention, planned, exposed = (
             sum(seconds.get(name, 0.0) for seconds in spent)
             for name in ("attention", "planned", "exposed")
         )
-        memory = torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
-        batch, plan = fetched.step.batch, fetched.step.plan
-        serves, stop = plan.serves(self.context.plan_rank), self.stop.requested
-        mine = torch.tensor(
-            [
-                loss, norm, taken, attention, planned, serves, exposed, fetched.waited_s, memory,
-                stop,
-            ],
-            dtype=torch.float64,
-        )  # fmt: skip
-        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, mine, group=self.context.world_group)
-        columns = torch.stack(everyone).T
-        losses, norms, seconds, busy, loads, serving, exposures, waits, bytes_, stops = columns
-        self._learn_speed(loads, busy)
-        busy = busy[serving > 0]  # workers that leave all attention to servers are not imbalanced
-        flops = step_flops(self.model_config, batch.lengths)
-        wall, peak = float(seconds.max()), peak_flops(self.device)
-        rate = flops / wall / len(everyone)
-        return {
-            "step": step,
-            "loss": float(losses.sum()),
-            "grad_norm": float(norms.max()),
-            "lr": learning_rate(step, self.config.train),
-            "seconds": wall,
-            "tokens": batch.num_tokens,
-            "tokens_per_s": batch.num_tokens / wall,
-            "tflops_per_rank": rate / 1e12,
-            "mfu": rate / peak if peak else None,
-            "imbalance_before": plan.imbalance_before,
-            "imbalance_planned": plan.imbalance,
-            "speeds": plan.speed,
-            "imbalance_measured": float(busy.max() / busy.mean()) if busy.sum() else 1.0,
-            "bytes": plan.num_bytes,
-            "exposed_s": float(exposures.max()),
-            "plan_s": fetched.plan_s,
-            "planning_waited_s": float(waits.max()),
-            "memory_bytes": int(bytes_.max()),
-            "stopped": bool(stops.max()),
-        }
-
-    def _learn_speed(self, planned_s: torch.Tensor, measured_s: torch.Tensor) -> None:
-        """Plans later steps with the speeds that follow from the attention [ranks] of this one.
-
-        The ranks of a tensor-parallel group have the same plans, and its slowest rank counts.
-        """
-        if self._speeds is None:
-            return
-        groups = (-1, self.context.parallel.tp)
-        planned, measured = (x.view(groups).amax(1).numpy() for x in (planned_s, measured_s))
-        speed = self._speeds.update(planned, measured)
-        if speed != tuple(self.planner.speed):
-            self.planner = self.planner.with_speed(speed)
+        fetched = self.ranks.batch
+        mine = Measured(
+            loss=loss,
+            grad_norm=norm,
+            seconds=taken,
+            attention_s=attention,
+            planned_s=planned,
+            serves=fetched.step.plan.serves(self.context.plan_rank),
+            exposed_s=exposed,
+            waited_s=fetched.waited_s,
+            memory_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0,
+            stop=self.stop.requested,
+        ).tensor()
+        everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(mine))
+        ranks = Measured.of_ranks(everyone)
+        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"])
+        return step_record(ranks, fetched, self.model_config, self.device)
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
+        def all_ranks() -> list[int]:
+            self.ranks.survive("a timeline", lambda: self._host.any(False))
+            return self._host.ranks
+
         if step != self.config.train.trace:
             return nullcontext()
-        return tracing(self.folder / "traces", self.context.world_group)
+        return tracing(self.folder / "traces", self.context.rank, all_ranks)
 
     def _save(self, step: int) -> None:
-        if self._any(self.model is not None and not is_finite(self.model)):
+        bad = self.model is not None and not is_finite(self.model)
+        if self.ranks.survive("a checkpoint", lambda: self._host.any(bad)):
             self._fail(f"weights are not finite after step {step}, so they are not saved")
         if self.model is not None:
             self.checkpoints.save(step, {"step": step, "loader": self._loader_state})

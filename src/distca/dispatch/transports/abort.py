@@ -1,5 +1,6 @@
 """The way out of collectives that will never complete."""
 
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
@@ -7,16 +8,18 @@ import torch
 import torch.distributed as dist
 
 
-def abort_communicators() -> None:
-    """Aborts all NCCL communicators of this process, which frees its device and its host threads.
+def abort_communicators(groups: Iterable[dist.ProcessGroup] | None = None) -> None:
+    """Aborts NCCL communicators of this process, which frees its device and its host threads.
 
     A kernel that waits for a lost rank otherwise occupies the device until the timeout of its
-    group. No group of the process can communicate afterwards.
+    group. The groups cannot communicate afterwards.
+
+    groups: None for all groups of the process.
     """
     if not dist.is_nccl_available():
         return
     backends: list[Any] = []
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in list(dist.distributed_c10d._world.pg_map) if groups is None else groups:
         with suppress(RuntimeError):  # a group without a backend for CUDA tensors
             backend = group._get_backend(torch.device("cuda"))
             if isinstance(backend, dist.ProcessGroupNCCL):

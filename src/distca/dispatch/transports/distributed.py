@@ -20,12 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distca.dispatch.background import DaemonExecutor, run_now
-from distca.dispatch.peers import Peers
+from distca.dispatch.peers import PeerLostError, Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
 from distca.dispatch.transports.late_checks import LateChecks
 
-_NEWS_S = 1.0  # how long the news of a lost rank may take after a collective has failed
+_NEWS_S = 2.0  # how long the news of a lost rank may take after a collective has failed
 _num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
 _threads: WeakKeyDictionary[dist.ProcessGroup, DaemonExecutor] = WeakKeyDictionary()
 
@@ -35,10 +35,14 @@ class DistributedTransport:
 
     group: None is the default group.
     timeout: how long a rank waits for the announcement of another; that of the group by default.
+    peers: over whom messages are announced; the ranks of the group by default.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, timeout: timedelta | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        timeout: timedelta | None = None,
+        peers: Peers | None = None,
     ) -> None:
         self.group = dist.group.WORLD if group is None else group
         if self.group is None:
@@ -51,7 +55,7 @@ class DistributedTransport:
                 f"rank {dist.get_rank()} is not in the group: only its ranks can attend"
             )
         self.num_ranks = dist.get_world_size(self.group)
-        self.peers = Peers.of(self.group)
+        self.peers = Peers.of(self.group) if peers is None else peers
         self.number = _num_transports.get(self.group, 0)
         _num_transports[self.group] = self.number + 1
         self._devices = dist.get_backend_config(self.group)
@@ -60,7 +64,7 @@ class DistributedTransport:
         self._checks: LateChecks | None = None
         if "cuda:" in self._devices:
             self._checks = LateChecks(on_failure=abort_communicators)
-            self.peers.on_loss(lambda _: abort_communicators())
+            self.peers.on_loss(self._free_device)
 
     def announce(self, record: str) -> Callable[[], Records]:
         answer = self.peers.announce(record)
@@ -103,7 +107,7 @@ class DistributedTransport:
         def wait() -> None:
             try:
                 if (work := begun.result()) is not None:
-                    work.wait()
+                    self._finish(work, on_host=on_host)
             except RuntimeError as error:
                 raise self._explain(error, recv_bytes) from error
             finally:
@@ -121,6 +125,13 @@ class DistributedTransport:
         if f"{device.type}:" in self._devices:
             return None
         return f"the group ({self._devices}) does not move {device.type} tensors"
+
+    def _finish(self, work: dist.Work, *, on_host: bool) -> None:
+        work.wait()
+
+    def _free_device(self, lost: PeerLostError) -> None:
+        """Frees the device, which may wait for a lost rank in any of its groups."""
+        abort_communicators()
 
     def _explain(self, error: RuntimeError, recv_bytes: Sequence[int]) -> RuntimeError:
         if isinstance(error, ExchangeError):

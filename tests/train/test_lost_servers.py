@@ -1,0 +1,187 @@
+"""Dedicated servers are killed at any moment of a run, which goes on as if they had not been."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import PRELOADED
+from train import dying_servers
+from train.dying_servers import Death
+
+WORKERS, STEPS = 2, 5
+SETTINGS = [
+    "model.sizes={layers=2,hidden=32,heads=2,kv_heads=2,head_dim=16,ffn=32}",
+    'data.sources=["lognormal:120:1.6"]',
+    'data.tokenizer="ids:61"',
+    "data.context=256",
+    "data.held_out=0.05",
+    "train.tokens_per_step=1024",
+    f"train.steps={STEPS}",
+    "train.eval_every=3",
+    "train.eval_tokens=1024",
+    "train.checkpoint_every=2",
+]
+
+
+def run(
+    out: Path, servers: int, *deaths: Death, settings: tuple[str, ...] = (), workers: int = WORKERS
+) -> list[dict[str, Any] | None]:
+    """What each rank has seen; None if it was killed."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    out.mkdir()
+    all_settings = [*SETTINGS, f"out={out}", f"parallel.servers={servers}", *settings]
+    size, pipes, ranks = workers + servers, [], []
+    for rank in range(size):
+        ours, theirs = context.Pipe(duplex=False)
+        where = (theirs, rank, size, f"file://{out}/store", all_settings, list(deaths))
+        ranks.append(context.Process(target=dying_servers.run, args=where))
+        ranks[-1].start()
+        theirs.close()
+        pipes.append(ours)
+    seen: list[dict[str, Any] | None] = []
+    try:
+        for pipe in pipes:
+            assert pipe.poll(60), "a rank hangs"
+            try:
+                seen.append(pipe.recv())
+            except EOFError:
+                seen.append(None)
+    finally:
+        for process in ranks:
+            process.join(5)
+            process.kill()
+    return seen
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return records(run(tmp_path_factory.mktemp("whole") / "out", 2))
+
+
+def records(seen: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
+    assert seen[0] is not None
+    assert seen[0]["error"] == ""
+    return seen[0]["records"]
+
+
+def check(
+    seen: list[dict[str, Any] | None], right: list[dict[str, Any]], *dead: int
+) -> list[dict[str, Any]]:
+    """Compares the run of all ranks that are left; returns what it has recorded of losses."""
+    left = [one for rank, one in enumerate(seen) if rank not in dead]
+    for one in left:
+        assert one is not None
+        assert one["error"] == ""
+        assert [record["step"] for record in one["records"]] == list(range(STEPS))
+        for found, expected in zip(one["records"], right, strict=True):
+            for name in {"loss", "grad_norm", "eval_loss"} & expected.keys():
+                assert found[name] == pytest.approx(expected[name], rel=1e-6), name
+    first = left[0]
+    assert first is not None
+    losses = [loss for record in first["records"] for loss in record.get("lost_servers", ())]
+    assert sorted(loss["rank"] for loss in losses) == sorted(dead)
+    assert all(loss["seconds"] > 0 for loss in losses)
+    told = [words for words in first["told"] if "a dedicated server, was lost in" in words]
+    assert len(told) == len(dead)
+    return losses
+
+
+@pytest.mark.skipif(not dying_servers.FILES.exists(), reason="counts open files")
+def test_all_die_one_after_another(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    deaths = Death(3, "forward", 3), Death(2, "evaluation", 1), Death(4, "backward", 9)
+    seen = run(tmp_path / "out", 3, *deaths)
+    losses = check(seen, undisturbed, 2, 3, 4)
+    found = [(loss["rank"], loss["during"], loss["servers"]) for loss in losses]
+    assert found == [(3, "step 2", 2), (2, "an evaluation", 1), (4, "step 4", 0)]
+    for one in filter(None, seen):
+        before, *_, after = one["files"]
+        assert after < before  # the connections of old groups are closed
+
+
+def test_all_die_at_once(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    seen = run(tmp_path / "out", 2, Death(2, "start", 3), Death(3, "start", 3))
+    losses = check(seen, undisturbed, 2, 3)
+    assert [(loss["during"], loss["servers"]) for loss in losses] == [("step 3", 0)] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("moment", "number", "during"),
+    [
+        ("start", 1, "step 1"),
+        ("forward", 6, "step 3"),
+        ("backward", 5, "step 3"),
+        ("record", 3, "the record of a step"),
+        ("record", STEPS, "the record of a step"),
+        ("evaluation", 2, "an evaluation"),
+        ("checkpoint", 2, "a checkpoint"),
+    ],
+)
+def test_one_of_two_dies(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str, number: int, during: str
+) -> None:
+    seen = run(tmp_path / "out", 2, Death(2, moment, number))
+    (loss,) = check(seen, undisturbed, 2)
+    assert (loss["during"], loss["servers"]) == (during, 1)
+
+
+@pytest.mark.slow
+def test_one_of_two_fails_with_an_error(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    seen = run(tmp_path / "out", 2, Death(3, "backward", 5, raises=True))
+    (loss,) = check(seen, undisturbed, 3)
+    assert loss["how"] == "it failed: MemoryError: no memory"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("servers", "death", "settings"),
+    [
+        (2, Death(2, "backward", 5), ("parallel.ping_pong=true", "parallel.recompute=true")),
+        (2, Death(3, "forward", 5), ("parallel.pp=2", "parallel.micro_batches=2")),
+        (1, Death(2, "forward", 5), ("parallel.learn_speed=true", "parallel.speed=[1,1,2]")),
+    ],
+    ids=["ping-pong", "pp2", "speeds"],
+)
+def test_other_meshes(
+    tmp_path: Path, servers: int, death: Death, settings: tuple[str, ...]
+) -> None:
+    right = records(run(tmp_path / "whole", servers, settings=settings))
+    check(run(tmp_path / "out", servers, death, settings=settings), right, death.rank)
+
+
+@pytest.mark.slow
+def test_servers_of_other_tensor_parallel_indices_end_with_it(tmp_path: Path) -> None:
+    settings = ("parallel.tp=2",)
+    right = records(run(tmp_path / "whole", 2, settings=settings))
+    seen = run(tmp_path / "out", 2, Death(3, "backward", 5), settings=settings)
+    assert seen[2] is not None
+    assert (seen[2]["error"], len(seen[2]["records"])) == ("", 2)  # it ends in the third step
+    seen[2] = seen[0]
+    (loss,) = check(seen, right, 3)
+    assert loss["servers"] == 0
+
+
+@pytest.mark.slow
+def test_one_more_dies_when_the_others_have_regrouped(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    seen = run(tmp_path / "out", 3, Death(2, "forward", 3), Death(3, "regrouped", 1))
+    losses = check(seen, undisturbed, 2, 3)
+    assert [loss["servers"] for loss in losses] == [1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("second", [Death(3, "regrouping", 1), Death(1, "forward", 4)])
+def test_what_is_not_survived_ends_with_a_sentence(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], second: Death
+) -> None:
+    """One more server while the others connect again, or a worker."""
+    seen = run(tmp_path / "out", 2, Death(2, "forward", 3), second)
+    assert seen == [None] * len(seen)
+    err = capfd.readouterr().err
+    words = f"distca: rank {second.rank} is lost (its process ended without a word), so this rank"
+    assert err.count(words) == err.count("distca: ") == len(seen) - 2
