@@ -6,6 +6,7 @@ import pytest
 import torch
 from attention.bodies import FACES, attend, exact
 from attention.test_exact import HEADS, on_all_ranks, uneven
+from attention.test_prefixes import tree_plans
 from attention.tokens import SCALE, Heads, Tokens, assert_exact
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from distca.attention import sinks as sinks_module
 from distca.attention.core import CoreAttention
 from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
+from distca.planning.plan import Plan
 
 GRAIN = {"tile": 16, "min_shard": 16}
 
@@ -41,6 +43,14 @@ def test_any_plan_over_processes(pool: RankPool, batch: Batch, face: str) -> Non
     options = {"backend": "reference", "face": face}
     found = pool.run(exact, plan, tokens, "cpu", options, ranks=plan.devices.num_ranks)
     assert_exact(tokens.gathered(found), tokens.expected(), torch.float64)
+
+
+@given(tree_plans(), st.sampled_from(FACES))
+def test_any_tree_with_capped_scores(plan: Plan, face: str) -> None:
+    """The queries of a shared prompt have one sink, however many documents continue it."""
+    tokens = Tokens(plan, torch.float64, sinks=True, softcap=2.0)
+    found = on_all_ranks(plan, tokens, "auto", face)
+    assert_exact(found, tokens.expected(), torch.float64)
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window:40"])

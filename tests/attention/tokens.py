@@ -108,7 +108,7 @@ class Tokens:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
             scores = scores.masked_fill(~visible, -torch.inf)
             if sinks:  # one more key, without a value
-                sink = sinks[0][:, None, None].expand(-1, length, 1)
+                sink = sinks[0][:, None, None].expand(-1, scores.shape[1], 1)
                 weights = torch.cat([scores, sink], -1).softmax(-1)[..., :-1]
             else:
                 weights = scores.softmax(-1)
