@@ -1,6 +1,6 @@
 """A long run with random faults, compared with one that nothing happens to.
 
-    python benchmarks/soak.py               1,000 steps, about half an hour on two cores
+    python benchmarks/soak.py               1,000 steps
     python benchmarks/soak.py --steps 60    a quick try
 
 Ranks train on the CPU, over gloo, on documents whose lengths change from step to step. Every 20 to
@@ -248,7 +248,7 @@ def compared(
         "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
         "date": str(date.today()),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}",
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[2]:.0f}",
         "steps": options.steps,
         "ranks": options.ranks,
         "servers": options.servers,
