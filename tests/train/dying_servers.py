@@ -57,12 +57,15 @@ def run(
     pipe: Connection,
     rank: int,
     size: int,
-    store: str,
+    folder: Path,
     settings: list[str],
     deaths: list[Death],
 ) -> None:
+    with (folder / f"err-{rank}").open("w") as err:
+        os.dup2(err.fileno(), 2)
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size)}
+    store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
     watch_ranks()
     for death in deaths:

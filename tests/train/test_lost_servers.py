@@ -37,7 +37,7 @@ def run(
     size, pipes, ranks = workers + servers, [], []
     for rank in range(size):
         ours, theirs = context.Pipe(duplex=False)
-        where = (theirs, rank, size, f"file://{out}/store", all_settings, list(deaths))
+        where = (theirs, rank, size, out, all_settings, list(deaths))
         ranks.append(context.Process(target=dying_servers.run, args=where))
         ranks[-1].start()
         theirs.close()
@@ -133,7 +133,7 @@ def test_one_of_two_dies(
 def test_one_of_two_fails_with_an_error(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     seen = run(tmp_path / "out", 2, Death(3, "backward", 5, raises=True))
     (loss,) = check(seen, undisturbed, 3)
-    assert loss["how"] == "it failed: MemoryError: no memory"
+    assert loss["how"] == "it failed: no memory"
 
 
 @pytest.mark.slow
@@ -176,12 +176,10 @@ def test_one_more_dies_when_the_others_have_regrouped(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("second", [Death(3, "regrouping", 1), Death(1, "forward", 4)])
-def test_what_is_not_survived_ends_with_a_sentence(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], second: Death
-) -> None:
+def test_what_is_not_survived_ends_with_a_sentence(tmp_path: Path, second: Death) -> None:
     """One more server while the others connect again, or a worker."""
     seen = run(tmp_path / "out", 2, Death(2, "forward", 3), second)
     assert seen == [None] * len(seen)
-    err = capfd.readouterr().err
-    words = f"distca: rank {second.rank} is lost (its process ended without a word), so this rank"
-    assert err.count(words) == err.count("distca: ") == len(seen) - 2
+    for rank in {0, 1, 2, 3} - {2, second.rank}:
+        words = f"distca: rank {second.rank} is lost (its process ended without a word), so this"
+        assert (tmp_path / "out" / f"err-{rank}").read_text().startswith(words)

@@ -14,9 +14,7 @@ from torch import Tensor
 
 from distca.dispatch.peers import PeerLostError, Peers
 from distca.dispatch.transports.base import Records
-from distca.dispatch.transports.surviving import wait_unless_lost
-
-_NEWS_S = 2.0  # how long the news of a lost rank may take after a collective has failed
+from distca.dispatch.transports.surviving import NEWS_S, wait_unless_lost
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +60,7 @@ def _finish(work: dist.Work, peers: Peers) -> None:
     except PeerLostError:
         raise
     except RuntimeError as error:
-        raise peers.lost_within(_NEWS_S) or error from error
+        raise peers.lost_within(NEWS_S) or error from error
 
 
 def _announce(peers: Peers, record: str) -> Records:

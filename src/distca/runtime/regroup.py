@@ -47,6 +47,7 @@ def without_lost_servers(context: RankContext) -> RankContext:
             if lost.rank in workers:
                 raise lost
         if context.rank not in {*workers, *servers}:
+            peers.close()  # leaves with a word, so that it is not lost
             raise NotNeededError
         with regrouping():
             if any(lost.rank in servers for lost in peers.losses):

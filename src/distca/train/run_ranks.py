@@ -28,15 +28,16 @@ import torch
 from distca.data.loader import Loader
 from distca.dispatch.peers import PeerLostError
 from distca.dispatch.transports.base import ExchangeError
+from distca.dispatch.transports.surviving import NEWS_S
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.pipeline.step_planner import StepPlanner
 from distca.runtime import lost_ranks
 from distca.runtime.batches import Prefetched, Prefetcher
+from distca.runtime.launched import is_launched
 from distca.runtime.mesh import RankContext
 from distca.runtime.regroup import without_lost_servers
 from distca.runtime.step import StepRunner
 
-_NEWS_S = 2.0  # how long the news of a lost rank may take after an exchange has failed
 _log = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
@@ -121,7 +122,8 @@ class RunRanks:
             seconds, servers = time.time() - one.noticed_at, len(self.context.servers)
             loss = Loss(one.rank, one.how, one.noticed_at, during, seconds, servers)
             self._losses.append(loss)
-            _log.warning("%s", loss)
+            # Ranks that the launcher has started have a log each, others share a screen.
+            _log.log(logging.WARNING if is_launched() else logging.INFO, "%s", loss)
             self._tell(str(loss))
         return result
 
@@ -146,7 +148,7 @@ class RunRanks:
     def _can_go_on(self) -> bool:
         """Returns whether an exchange has failed because servers are lost."""
         peers, workers = self.context.host.peers, range(self.context.parallel.num_workers)
-        if peers is None or peers.lost_within(_NEWS_S) is None:
+        if peers is None or peers.lost_within(NEWS_S) is None:
             return False
         return not any(lost.rank in workers for lost in peers.losses)
 

@@ -25,7 +25,6 @@ from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
 from distca.dispatch.transports.late_checks import LateChecks
 
-_NEWS_S = 2.0  # how long the news of a lost rank may take after a collective has failed
 _num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
 _threads: WeakKeyDictionary[dist.ProcessGroup, DaemonExecutor] = WeakKeyDictionary()
 
@@ -37,6 +36,8 @@ class DistributedTransport:
     timeout: how long a rank waits for the announcement of another; that of the group by default.
     peers: over whom messages are announced; the ranks of the group by default.
     """
+
+    _news_s = 1.0  # how long the news of a lost rank may take after a collective has failed
 
     def __init__(
         self,
@@ -136,7 +137,7 @@ class DistributedTransport:
     def _explain(self, error: RuntimeError, recv_bytes: Sequence[int]) -> RuntimeError:
         if isinstance(error, ExchangeError):
             return error
-        if (lost := self.peers.lost_within(_NEWS_S)) is not None:
+        if (lost := self.peers.lost_within(self._news_s)) is not None:
             return lost
         senders = [rank for rank, size in enumerate(recv_bytes) if size]
         what = f"for data of ranks {senders}" if senders else "until its data was sent"

@@ -20,6 +20,9 @@ from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, Wait
 from distca.dispatch.transports.distributed import DistributedTransport
 
+# How long the news of a lost rank may take after a collective has failed. A rank that stopped
+# without them would hold up the others, so it waits longer than the news of a lost node take.
+NEWS_S = 15.0
 _LOOK = timedelta(milliseconds=20)  # how often a rank that waits for data looks for lost ranks
 
 
@@ -29,6 +32,8 @@ class SurvivingTransport(DistributedTransport):
     peers: all ranks of the run, over which messages are announced. One channel for several groups
         lets all of them learn of a loss in the same place of their step.
     """
+
+    _news_s = NEWS_S
 
     def __init__(
         self,
