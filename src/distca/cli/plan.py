@@ -10,6 +10,7 @@ import typer
 
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
 from distca.planning.costs.profile import DEFAULT_COST
+from distca.planning.costs.published import SCALED
 from distca.planning.policies import POLICIES
 from distca.report.plans import COMPARE_CAPTION, compare_table, heading, plan_table
 
@@ -64,7 +65,10 @@ class PlanCommand:
     compare: bool = _plan("", "Compare all policies in one table.", False, "--compare")
     tolerance: float = _plan("SHARE", "How far the slowest rank may be above the mean.", 0.02)
     cost: str = _plan(
-        "NAME", "Cost model: h200, h200-flash, a profile file, analytic or pairs.", DEFAULT_COST
+        "NAME",
+        f"Cost model: h200, h200-flash, {', '.join(SCALED)} (by published rates), a profile file,"
+        " analytic or pairs.",
+        DEFAULT_COST,
     )
     cp: int | None = _plan(
         "N", "Workers that share a sequence in context-parallel policies. Default: up to 8."

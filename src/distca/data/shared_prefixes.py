@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.data.documents import IGNORE, Tokens
-from distca.planning.placement import Entry
 
+Continued = dict[str, int]  # length, parent and prefix, as ``distca.plan`` takes a document
 Row = Sequence[int] | npt.NDArray[np.int64]
 
 
@@ -30,7 +30,7 @@ class PackedRows:
     tokens: Tokens  # [T]
     positions: Tokens  # [T] of each token in its row
     labels: Tokens  # [T] those of the rows; a document's first token has none
-    documents: tuple[Entry, ...]  # in order, as ``distca.plan`` takes those of a rank
+    documents: tuple[int | Continued, ...]  # in order, as ``distca.plan`` takes those of a rank
     places: tuple[Tokens, ...]  # of each row: where its tokens are in the sequence
 
     @property
@@ -59,7 +59,7 @@ def pack_rows(rows: Sequence[Row], labels: Sequence[Row] | None = None) -> Packe
         for before, row in pairwise(order)
     ]
     places: list[Tokens] = [np.zeros(0, np.int64)] * len(arrays)
-    documents: list[Entry] = []
+    documents: list[int | Continued] = []
     count, above = 0, np.zeros(0, np.int64)
     for index, (row, prefix) in enumerate(zip(order, prefixes, strict=True)):
         own = len(arrays[row]) - prefix

@@ -122,16 +122,21 @@ _CLUSTERS = (
     replace(_H200, name="h200-flash", profile="h200-flash"),
     # The same GPUs with 100 Gb/s per node.
     replace(_H200, name="h200-ethernet", across=Link(1.5625e9, 50e-6)),
-    # Other GPUs by their published rates (``costs.published``). Links have the same share of theirs
-    # as NVLink has above: 300, 450 and 900 GB/s, and 32 GB/s of PCIe 4 for the L40S. Across nodes:
-    # 200 Gb/s per GPU with the A100, 400 Gb/s per node with the L40S, else 400 Gb/s per GPU.
+)
+# Other GPUs by their published rates (``costs.published``). Links have the same share of theirs as
+# NVLink has above: 300, 450 and 900 GB/s, and 32 GB/s of PCIe 4 for the L40S. Across nodes, the A100
+# has 200 Gb/s per GPU, the L40S has 400 Gb/s per node, and the others have 400 Gb/s per GPU.
+_PUBLISHED = (
     replace(_H200, name="h100", memory_bytes=80 * GB, profile="h100"),
     Cluster("a100", 64, 8, 80 * GB, Link(240e9, 10e-6), Link(25e9, 20e-6), profile="a100"),
     Cluster("b200", 64, 8, 180 * GB, Link(720e9, 10e-6), Link(50e9, 20e-6), profile="b200"),
     Cluster("gb200", 72, 72, 186 * GB, Link(720e9, 10e-6), Link(50e9, 20e-6), profile="gb200"),
     Cluster("l40s", 64, 8, 48 * GB, Link(25.6e9, 20e-6), Link(6.25e9, 20e-6), profile="l40s"),
 )
-PRESETS = {cluster.name: cluster for cluster in _CLUSTERS}
+PRESETS = {cluster.name: cluster for cluster in _CLUSTERS} | {
+    cluster.name: replace(cluster, name=f"{cluster.name} by published rates")
+    for cluster in _PUBLISHED
+}
 
 
 def cluster(name: str) -> Cluster:
