@@ -124,8 +124,8 @@ _CLUSTERS = (
     replace(_H200, name="h200-ethernet", across=Link(1.5625e9, 50e-6)),
 )
 # Other GPUs by their published rates (``costs.published``). Links have the same share of theirs as
-# NVLink has above: 300, 450 and 900 GB/s, and 32 GB/s of PCIe 4 for the L40S. Across nodes, the A100
-# has 200 Gb/s per GPU, the L40S has 400 Gb/s per node, and the others have 400 Gb/s per GPU.
+# NVLink has above: 300, 450 and 900 GB/s, and 32 GB/s of PCIe 4 for the L40S. Across nodes, A100s
+# have 200 Gb/s per GPU, L40S 400 Gb/s per node, and the others 400 Gb/s per GPU.
 _PUBLISHED = (
     replace(_H200, name="h100", memory_bytes=80 * GB, profile="h100"),
     Cluster("a100", 64, 8, 80 * GB, Link(240e9, 10e-6), Link(25e9, 20e-6), profile="a100"),
