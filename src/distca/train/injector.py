@@ -88,12 +88,16 @@ class Injector:
 
     def follow(self, trainer: Trainer) -> None:
         """Lets a run tell this injector where it is, from its first step on."""
-        trainer.before_step = self._begin
+        trainer.before_step = self.begin
         trainer.ranks.runner = replace(trainer.runner, observe=self._end_tick)
         for attention in trainer.runner.attentions:
             attention.watch = self
         if trainer.model is not None:
             trainer.checkpoints.before_write = self._write_checkpoint
+
+    def begin(self, step: int) -> None:
+        """Is called before a step, and again before one that is taken again."""
+        self._step, self._tick, self._dispatched = step, 0, 0
 
     def end(self, step: int) -> None:
         self._deliver(step, lambda fault: fault.place == BETWEEN)
@@ -134,10 +138,6 @@ class Injector:
                     torch.cuda.synchronize(device)
                 speed = prod(fault.speed or 1.0 for fault in slow)
                 time.sleep((time.perf_counter() - start) * (1 / speed - 1))
-
-    def _begin(self, step: int) -> None:
-        """Is called before a step, and again before one that is taken again."""
-        self._step, self._tick, self._dispatched = step, 0, 0
 
     def _is_slow(self, fault: Fault) -> bool:
         return fault.action == SLOW and fault.steps.first <= self._step <= fault.steps.last
