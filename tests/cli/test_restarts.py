@@ -23,7 +23,8 @@ def kill_at(process: subprocess.Popen[str], out: Path, step: int, rank: int) -> 
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
-@pytest.mark.parametrize("victims", [[1], pytest.param([0, 1, 0], marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_inject.py has a shorter one
+@pytest.mark.parametrize("victims", [[1], [0, 1, 0]])
 def test_a_run_whose_ranks_are_killed_ends_like_one_without(
     tmp_path: Path, victims: list[int]
 ) -> None:
