@@ -34,10 +34,22 @@ class Request(NamedTuple):
 class Loads:
     """The load of every rank, and the servers with headroom in sorted order."""
 
-    def __init__(self, per_rank: Ints, capacity: Ints, serving: Sequence[int]) -> None:
-        self.per_rank, self.capacity, self._serving = per_rank, capacity, frozenset(serving)
-        headrooms = (Headroom(self.headroom(server), server) for server in serving)
-        self.headrooms = sorted(headroom for headroom in headrooms if headroom.load > 0)
+    capacity: Ints  # [ranks]
+    headrooms: list[Headroom]
+
+    def __init__(self, per_rank: Ints, capacity: Ints, serving: Ints) -> None:
+        self.per_rank, self._servers = per_rank, serving
+        self._serving = frozenset(serving.tolist())
+        self.set_capacity(capacity)
+
+    def set_capacity(self, capacity: Ints) -> None:
+        """Changes what ranks may have, and with it the headroom of every server."""
+        self.capacity = capacity
+        headroom = (capacity - self.per_rank)[self._servers]
+        order = np.argsort(headroom, kind="stable")
+        order = order[headroom[order] > 0]
+        pairs = zip(headroom[order].tolist(), self._servers[order].tolist(), strict=True)
+        self.headrooms = [Headroom(load, server) for load, server in pairs]
 
     def serves(self, rank: int) -> bool:
         return rank in self._serving
@@ -70,16 +82,24 @@ class Loads:
 class Ledger:
     """Loads, keys, traffic, memory and pieces of one try, which starts with every shard at home."""
 
-    def __init__(self, shards: PlacedShards, expected_load: int = 0) -> None:
-        """expected_load: the total from which capacities are derived; 0: that of uncut shards."""
+    def __init__(
+        self, shards: PlacedShards, expected_load: int = 0, *, follows_load: bool = False
+    ) -> None:
+        """Derives capacities from an estimate of the total load after cutting.
+
+        expected_load: the estimate; 0: the load of uncut shards.
+        follows_load: whether capacities rise once cuts have raised the load above the estimate.
+        """
         problem, traffic = shards.problem, shards.traffic_at_home
         placement, devices, shape = problem.placement, problem.devices, problem.shape
         self.problem, self.shards = problem, shards
         self.keys = HeldKeys(shards)
         load = np.zeros(devices.num_ranks, np.int64)
         np.add.at(load, placement.worker, shards.load)
-        capacity = devices.capacity(expected_load or int(load.sum()), problem.tolerance)
-        self.loads = Loads(load, capacity, devices.serving.tolist())
+        total_load = int(load.sum())
+        self._highest_load = max(expected_load, total_load) if follows_load else None
+        capacity = devices.capacity(expected_load or total_load, problem.tolerance)
+        self.loads = Loads(load, capacity, devices.serving)
         self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
         self.free_bytes = devices.memory_bytes - traffic.recv
         token_bytes = 2 * shape.q_bytes + shape.kv_bytes
@@ -203,6 +223,17 @@ class Ledger:
             np.concatenate([server, kept[3], placement.worker[moved]]),
             np.concatenate([load, kept[4], -shards.load[moved]]),
         )
+        self._follow_load()
+
+    def _follow_load(self) -> None:
+        """Raises capacities if cuts have raised the load, and with it the mean, above the estimate.
+
+        A capacity is never lowered, because ranks were filled up to it.
+        """
+        load = int(self.loads.per_rank.sum())
+        if self._highest_load is not None and load > self._highest_load:
+            self._highest_load = load
+            self.loads.set_capacity(self.problem.devices.capacity(load, self.problem.tolerance))
 
     def _send_keys(self, shard: int, pieces: Sequence[Piece], *, keeps_some: bool) -> None:
         """Sends the keys that pieces need and their servers do not hold."""
