@@ -20,7 +20,7 @@ from distca.planning.schedulers.short_documents import shed_documents
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
-MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
+MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
 NUM_PARTIAL = 8  # how many of the largest headrooms are filled
