@@ -18,6 +18,8 @@ A slice that ends at position m needs m keys, wherever they live, so a document 
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -40,7 +42,7 @@ NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
-CLOSER = 0.9  # share of the surplus to which the next density must lower it
+CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
@@ -92,6 +94,10 @@ class _Attempt(NamedTuple):
     def quality(self) -> tuple[bool, float]:
         return self.surplus > 0.0, self.moved_bytes
 
+    def is_closer(self, other: _Attempt) -> bool:
+        """Returns whether it moves fewer bytes, or has a much smaller surplus."""
+        return self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
+
 
 def _search(problem: Problem) -> _Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes."""
@@ -129,14 +135,14 @@ def _ascend(
         dealt = _deal_long(documents, capacity, densities[index], problem.grain)
         table = fill_up(documents, dealt, problem.grain)
         here = _measure(problem, index, table)
-        before = attempts[-1].surplus if attempts else np.inf
+        before = attempts[-1] if attempts else None
         attempts.append(here)
-        no_closer = CLOSER * before < here.surplus != before
+        # Where the cuts are the same as before, only a larger step may change them.
+        same = before is not None and here.surplus == before.surplus
+        no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
         if here.surplus == 0.0 or no_closer or no_use:
             break
-        # Where the cuts are the same as before, only a larger step may change them.
-        same = here.surplus == before
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps
     return min(attempts, key=lambda attempt: attempt.quality, default=None)

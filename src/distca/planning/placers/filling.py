@@ -100,10 +100,11 @@ def _even_tokens(table: Ints, tokens_left: Floats, grain: Grain) -> Ints:
         at_tile = start % grain.tile == 0 if minimum == 1 else start == 0
         available = np.where(at_tile, (stop - start - minimum) // grain.tile, 0)
         givers = np.flatnonzero((surplus[worker] > 0) & (available > 0))
-        for index in givers[np.argsort((start - stop)[givers], kind="stable")].tolist():
-            home, document, position, _ = table[index].tolist()
-            count = int(min(surplus[home], available[index]))
-            surplus[home] -= count
+        givers = givers[np.argsort((start - stop)[givers], kind="stable")]  # the longest first
+        given = _shares(worker[givers], available[givers], surplus)
+        surplus -= np.bincount(worker[givers], given, minlength=len(surplus))
+        for index, count in zip(givers[given > 0].tolist(), given[given > 0].tolist(), strict=True):
+            _, document, position, _ = table[index].tolist()
             while count > 0:
                 taker = takers[-1]
                 moved = min(count, taker[0])
@@ -115,6 +116,16 @@ def _even_tokens(table: Ints, tokens_left: Floats, grain: Grain) -> Ints:
             table[index, 2] = position
     table = np.concatenate([table, as_ints(added).reshape(-1, 4)])
     return _move_single_tiles(table, len(surplus), grain.tile) if takers else table
+
+
+def _shares(worker: Ints, available: Ints, surplus: Floats) -> Ints:
+    """Returns how much of what is available gives away the surplus of each worker, in order."""
+    order = np.argsort(worker, kind="stable")
+    before = cumulative(available[order])[:-1]
+    first = np.searchsorted(worker[order], worker[order])
+    given = np.empty_like(available)
+    given[order] = surplus[worker[order]] - (before - before[first])
+    return np.minimum(np.maximum(given, 0), available)
 
 
 def _surplus_tiles(tokens_left: Floats, tile: int) -> Floats:

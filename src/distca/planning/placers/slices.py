@@ -83,17 +83,20 @@ class Slicer:
         highest = grain.last_cut(whole.stop)
         if lowest > highest:
             return [whole]
-        cut = lowest
-        if whole.net > limits.net_load:  # otherwise the slice is only too long
-            # All cuts at once take less time than a search does.
-            cuts = np.arange(lowest, highest) * grain.spacing
-            stops = np.full_like(cuts, whole.stop)
-            net = self._net_load(np.full_like(cuts, whole.document), cuts, stops)
-            cut += int(np.append(net <= limits.net_load, True).argmax())
-        cut *= grain.spacing
-        document = as_ints([whole.document] * 2)
-        start, stop = as_ints([[cut, whole.start], [whole.stop, cut]])
-        return self._slices(document, start, stop, whole.num_above + np.arange(2))
+        if whole.net <= limits.net_load:  # the slice is only too long
+            highest = lowest
+        # Both ends for all cuts at once take less time than a search for the cut does.
+        cut = np.arange(lowest, highest + 1) * grain.spacing
+        start, stop = np.stack([cut, np.full_like(cut, whole.start)]), np.stack([cut, cut])
+        stop[0] = whole.stop
+        load = self.documents.load(np.full_like(cut, whole.document), start, stop)
+        net = load - self.density * (stop - start)
+        best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
+        columns = (column[:, best].tolist() for column in (net, start, stop, load))
+        return [
+            Slice(one_net, whole.document, *rest, whole.num_above + number)
+            for number, (one_net, *rest) in enumerate(zip(*columns, strict=True))
+        ]
 
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
         """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
