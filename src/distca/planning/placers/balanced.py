@@ -43,7 +43,9 @@ MEDIUM = 0.05  # share of a worker's net headroom above which documents are put 
 MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
+ALIKE = 0.05  # relative difference between surpluses that are about the same
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
+FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
@@ -94,6 +96,10 @@ class _Attempt(NamedTuple):
     def quality(self) -> tuple[bool, float]:
         return self.surplus > 0.0, self.moved_bytes
 
+    def is_like(self, other: _Attempt) -> bool:
+        """Returns whether the surplus is about the same, and large."""
+        return self.surplus > FEW_TASKS and abs(self.surplus / other.surplus - 1.0) <= ALIKE
+
     def is_closer(self, other: _Attempt) -> bool:
         """Returns whether it moves fewer bytes, or has a much smaller surplus."""
         return self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
@@ -102,6 +108,7 @@ class _Attempt(NamedTuple):
 def _search(problem: Problem) -> _Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes."""
     workers = problem.devices.workers_only()
+    measure = _Measure(problem)
     nearest: _Attempt | None = None
     for target in TARGETS:
         cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
@@ -111,18 +118,20 @@ def _search(problem: Problem) -> _Attempt | None:
         total = int(documents.whole.sum())
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         if nearest is None:
-            found = _ascend(problem, documents, capacity, 0, problem.tolerance)
+            found = _ascend(measure, documents, capacity, 0, problem.tolerance)
         else:
-            found = _ascend(problem, documents, capacity, nearest.density, np.inf)
+            found = _ascend(measure, documents, capacity, nearest.density, np.inf)
         if nearest is None or (found is not None and found.quality < nearest.quality):
             nearest = found
-        if nearest is None or nearest.surplus == 0.0 or nearest.surplus > NEAR_MISS:
+        if nearest is None or nearest.surplus > NEAR_MISS:
+            break
+        if nearest.surplus <= FEW_TASKS and nearest.ahead <= problem.tolerance:
             break
     return nearest
 
 
 def _ascend(
-    problem: Problem, documents: DocumentLoads, capacity: Floats, index: int, most_ahead: float
+    measure: _Measure, documents: DocumentLoads, capacity: Floats, index: int, most_ahead: float
 ) -> _Attempt | None:
     """Tries densities from an index on, as long as the surplus falls; returns the best attempt.
 
@@ -132,13 +141,12 @@ def _ascend(
     attempts: list[_Attempt] = []
     steps = 1
     while index < len(densities):
-        dealt = _deal_long(documents, capacity, densities[index], problem.grain)
-        table = fill_up(documents, dealt, problem.grain)
-        here = _measure(problem, index, table)
+        dealt = _deal_long(documents, capacity, densities[index], measure.problem.grain)
+        here = measure(index, fill_up(documents, dealt, measure.problem.grain))
         before = attempts[-1] if attempts else None
         attempts.append(here)
-        # Where the cuts are the same as before, only a larger step may change them.
-        same = before is not None and here.surplus == before.surplus
+        # Where the cuts are about the same as before, only a larger step may change them.
+        same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
         if here.surplus == 0.0 or no_closer or no_use:
@@ -163,31 +171,39 @@ def _equal_weights(problem: Problem) -> CostFunction:
     return cost_ps
 
 
-def _measure(problem: Problem, index: int, table: Ints) -> _Attempt:
-    """Estimates the bytes that a placement moves: keys, and the tasks of workers with a surplus."""
-    workers, shape = problem.devices.workers_only(), problem.shape
-    worker, document, start, stop = table.T
-    length, reach = problem.placement.lengths[document], problem.reach[document]
-    keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach) - (stop - start)
-    # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
-    q, kv = 2 * shape.q_bytes, shape.kv_bytes
-    c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-    surplus, task_bytes, imbalance = [], [], []
-    for cost in (problem.cost.forward, problem.cost.backward):
-        load = np.zeros(workers.num_ranks, np.int64)
-        np.add.at(load, worker, problem.document_loads(cost.ps).load(document, start, stop))
-        total = int(load.sum())
-        above = np.maximum(load - workers.capacity(total, problem.tolerance), 0)
-        surplus.append(int(above.sum()) / max(total, 1))
-        task_bytes.append(int(np.rint(c * np.sqrt(above / cost.min_ps_per_pair)).sum()))
-        imbalance.append(workers.imbalance(load))
-    return _Attempt(
-        moved_bytes=kv * int(keys.sum()) + max(task_bytes),
-        surplus=max(surplus),
-        ahead=imbalance[0] - imbalance[1],
-        density=index,
-        table=table,
-    )
+class _Measure:
+    """Estimates the bytes that placements move: keys, and the tasks of workers with a surplus."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        costs = (problem.cost.forward, problem.cost.backward)
+        self._directions = [(cost, problem.document_loads(cost.ps)) for cost in costs]
+
+    def __call__(self, index: int, table: Ints) -> _Attempt:
+        problem, shape = self.problem, self.problem.shape
+        workers = problem.devices.workers_only()
+        worker, document, start, stop = table.T
+        length, reach = problem.placement.lengths[document], problem.reach[document]
+        keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach) - (stop - start)
+        # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
+        q, kv = 2 * shape.q_bytes, shape.kv_bytes
+        c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
+        surplus, task_bytes, imbalance = [], [], []
+        for cost, documents in self._directions:
+            load = np.zeros(workers.num_ranks, np.int64)
+            np.add.at(load, worker, documents.load_of_shards(document, start, stop))
+            total = int(load.sum())
+            above = np.maximum(load - workers.capacity(total, problem.tolerance), 0)
+            surplus.append(int(above.sum()) / max(total, 1))
+            task_bytes.append(int(np.rint(c * np.sqrt(above / cost.min_ps_per_pair)).sum()))
+            imbalance.append(workers.imbalance(load))
+        return _Attempt(
+            moved_bytes=kv * int(keys.sum()) + max(task_bytes),
+            surplus=max(surplus),
+            ahead=imbalance[0] - imbalance[1],
+            density=index,
+            table=table,
+        )
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import Assignment, Problem
-from distca.planning.schedulers.ledger import Ledger
+from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
@@ -25,7 +25,6 @@ from distca.planning.tasks import Tasks
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 NUM_TRIES = 4  # estimates of the load after cutting
 CUT_SHARE = 0.4  # of the estimate of the load that cutting adds: one that is too high is missed
-MARGIN = 0.002  # by which estimates are lowered after that: a tenth of the default tolerance
 
 
 class SearchOrder(NamedTuple):

@@ -13,6 +13,7 @@ from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
 from distca.planning.tasks import Tasks
 
 NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
+MARGIN = 0.002  # by which estimates of the load are lowered: a tenth of the default tolerance
 INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
 
 
@@ -97,7 +98,8 @@ class Ledger:
         load = np.zeros(devices.num_ranks, np.int64)
         np.add.at(load, placement.worker, shards.load)
         total_load = int(load.sum())
-        self._highest_load = max(expected_load, total_load) if follows_load else None
+        self._follows_load = follows_load
+        self._expected_load = max(expected_load, self._less_margin(total_load))
         capacity = devices.capacity(expected_load or total_load, problem.tolerance)
         self.loads = Loads(load, capacity, devices.serving)
         self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
@@ -230,10 +232,14 @@ class Ledger:
 
         A capacity is never lowered, because ranks were filled up to it.
         """
-        load = int(self.loads.per_rank.sum())
-        if self._highest_load is not None and load > self._highest_load:
-            self._highest_load = load
+        load = self._less_margin(int(self.loads.per_rank.sum()))
+        if self._follows_load and load > self._expected_load:
+            self._expected_load = load
             self.loads.set_capacity(self.problem.devices.capacity(load, self.problem.tolerance))
+
+    @staticmethod
+    def _less_margin(load: int) -> int:
+        return int(load * (1.0 - MARGIN))  # later cuts may lower the load a little
 
     def _send_keys(self, shard: int, pieces: Sequence[Piece], *, keeps_some: bool) -> None:
         """Sends the keys that pieces need and their servers do not hold."""
