@@ -43,7 +43,7 @@ MEDIUM = 0.05  # share of a worker's net headroom above which documents are put 
 MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
-ALIKE = 0.05  # relative difference between surpluses that are about the same
+ALIKE = 0.02  # relative difference between surpluses that are about the same
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
 FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
@@ -97,8 +97,8 @@ class _Attempt(NamedTuple):
         return self.surplus > 0.0, self.moved_bytes
 
     def is_like(self, other: _Attempt) -> bool:
-        """Returns whether the surplus is about the same, and large."""
-        return self.surplus > FEW_TASKS and abs(self.surplus / other.surplus - 1.0) <= ALIKE
+        """Returns whether the surplus is about the same."""
+        return abs(self.surplus - other.surplus) <= ALIKE * other.surplus
 
     def is_closer(self, other: _Attempt) -> bool:
         """Returns whether it moves fewer bytes, or has a much smaller surplus."""

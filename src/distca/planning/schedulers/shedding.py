@@ -125,12 +125,12 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
 
     If these are whole causal documents of many tiles, every piece of the lighter ones is as good as
     one of the heaviest, which alone is returned. A short document may be cheaper to move as a whole
-    than any piece that starts and ends at a tile. If the surplus exceeds the heaviest shard, all of
-    that shard leaves first.
+    than any piece that starts and ends at a tile. Shards that are lighter than the surplus wait
+    until all heavier ones have left.
     """
     shards, heaviest = ledger.shards, ledger.uncut(rank)[:NUM_SHARDS]
-    if ledger.loads.surplus(rank) >= shards.load[heaviest[0]]:
-        heaviest = heaviest[:1]
+    suffices = shards.load[heaviest] >= ledger.loads.surplus(rank)
+    heaviest = heaviest[: max(int(suffices.sum()), 1)]
     placement, documents = shards.problem.placement, shards.problem.placement.document[heaviest]
     if (
         shards.is_document[heaviest].all()
