@@ -45,6 +45,7 @@ SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
 ALIKE = 0.02  # relative difference between surpluses that are about the same
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
+AHEAD = 0.5  # tolerances by which forward may exceed backward if backward weighs more
 FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
@@ -108,7 +109,7 @@ class _Attempt(NamedTuple):
 def _search(problem: Problem) -> _Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes."""
     workers = problem.devices.workers_only()
-    measure = _Measure(problem)
+    measure, most_ahead = _Measure(problem), AHEAD * problem.tolerance
     nearest: _Attempt | None = None
     for target in TARGETS:
         cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
@@ -118,14 +119,14 @@ def _search(problem: Problem) -> _Attempt | None:
         total = int(documents.whole.sum())
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         if nearest is None:
-            found = _ascend(measure, documents, capacity, 0, problem.tolerance)
+            found = _ascend(measure, documents, capacity, 0, most_ahead)
         else:
             found = _ascend(measure, documents, capacity, nearest.density, np.inf)
         if nearest is None or (found is not None and found.quality < nearest.quality):
             nearest = found
         if nearest is None or nearest.surplus > NEAR_MISS:
             break
-        if nearest.surplus <= FEW_TASKS and nearest.ahead <= problem.tolerance:
+        if nearest.surplus <= FEW_TASKS and nearest.ahead <= most_ahead:
             break
     return nearest
 

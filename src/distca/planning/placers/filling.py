@@ -86,12 +86,11 @@ def _deal_at_once(dealt: DealtShards, lengths: Ints, loads: Ints, density: float
     worker = worker[order[: len(lengths)]]
     np.subtract.at(dealt.headroom, worker, loads[: len(worker)])
     np.subtract.at(dealt.tokens_left, worker, lengths[: len(worker)])
-    return [int(one) for one in worker]
+    chosen: list[int] = worker.tolist()
+    return chosen
 
 
-def _deal_one_by_one(
-    dealt: DealtShards, lengths: Ints, loads: Ints, density: float
-) -> list[int]:
+def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> list[int]:
     """Puts documents, one after the other, on the worker with the most net headroom."""
     headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
     net_headroom = dealt.net_headroom(density).tolist()

@@ -15,7 +15,7 @@ import numpy as np
 from distca.planning.placement import Shard
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Floats, Ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 
@@ -92,10 +92,10 @@ class Slicer:
         load = self.documents.load(np.full_like(cut, whole.document), start, stop)
         net = load - self.density * (stop - start)
         best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
-        columns = (column[:, best].tolist() for column in (net, start, stop, load))
+        ends = zip(*(column[:, best].tolist() for column in (net, start, stop, load)), strict=True)
         return [
-            Slice(one_net, whole.document, *rest, whole.num_above + number)
-            for number, (one_net, *rest) in enumerate(zip(*columns, strict=True))
+            Slice(end_net, whole.document, end_start, end_stop, end_load, whole.num_above + number)
+            for number, (end_net, end_start, end_stop, end_load) in enumerate(ends)
         ]
 
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
@@ -191,7 +191,7 @@ def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
 
 
 class _Workers:
-    """What workers can still take while slices are dealt: lists, because one entry changes at a time.
+    """What workers can still take while slices are dealt; one entry of a list changes at a time.
 
     The worker with the most net headroom comes first in a heap. Entries of workers that have taken
     a slice since then are out of date, and are dropped when they come first.
