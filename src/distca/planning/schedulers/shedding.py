@@ -13,7 +13,8 @@ import numpy as np
 
 from distca.planning import masks
 from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
-from distca.planning.schedulers.ledger import Headroom, Ledger, Request
+from distca.planning.schedulers.ledger import Ledger, Request
+from distca.planning.schedulers.loads import Headroom
 from distca.planning.schedulers.short_documents import shed_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
