@@ -11,7 +11,6 @@ milliseconds and waits for the answers. No rank is ever more than ``MAX_CHECKS``
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -76,7 +75,7 @@ class DistributedTransport:
             self.peers.flush()
             try:
                 return answer.result(self._timeout_s)
-            except FutureTimeoutError:
+            except TimeoutError:
                 self.peers.ask(answer)
                 return answer.result()
 
