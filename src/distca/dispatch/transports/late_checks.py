@@ -11,8 +11,8 @@ from threading import Condition
 from distca.dispatch.background import DaemonExecutor
 from distca.dispatch.transports.base import Check
 
-MAX_CHECKS = 256  # under way
-_PAUSE_S = 0.02  # in which checks are collected: a thread that wakes up often slows its host down
+MAX_CHECKS = 1024  # under way
+_PAUSE_S = 0.1  # in which checks are collected: a thread that wakes up often slows its host down
 _log = logging.getLogger(__name__)
 
 
