@@ -1,6 +1,7 @@
 """Dedicated servers are killed over NCCL, and the run goes on with the same losses.
 
 Messages are larger than NCCL's buffers, so a killed server leaves peers waiting on their devices.
+Ranks take turns on the GPU, since MPS would let the death of one reach the others.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ SETTINGS: dict[str, object] = {
 def run(folder: Path, *faults: str, **settings: object) -> list[dict[str, Any]]:
     """Trains on 2 workers and 2 servers; returns the records of its steps."""
     injected = [f"--inject={fault}" for fault in faults]
-    command = [*train(folder, STEPS, **(SETTINGS | settings)), "--ranks=4", *injected]
+    command = [*train(folder, STEPS, **(SETTINGS | settings)), "--ranks=4", "--in-turns", *injected]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
     assert ran.returncode == 0, ran.stderr
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -49,10 +50,8 @@ def undisturbed(
     "faults",
     [
         ["kill server 1 step 3 layer 1 backward", "kill server 0 step 6 between steps"],
-        ["kill server 0 step 2 layer 2 forward"],
-        ["kill server 1 step 2 evaluation"],
-        ["kill server 0 step 3 checkpoint"],
         ["kill server 0 step 5 layer 0 forward", "kill server 1 step 5 layer 0 forward"],
+        ["kill server 1 step 2 evaluation", "kill server 0 step 4 layer 2 forward"],
     ],
     ids=" and ".join,
 )
