@@ -4,13 +4,13 @@ It compares what ranks announce, and it notices when one of them is lost: the op
 closes the connections of a process that dies, and keepalive probes reveal a node that is gone.
 Messages are lists in JSON, a line each.
 
-From a rank: ``["records", index, texts]`` announces, ``["late", index]`` asks who has not yet,
-``["survivors"]`` asks who is left, ``["missing", rank]`` says that one will never come,
-``["failed", sentence]`` and ``["bye"]`` precede an end.
-To a rank: ``["same", indices]`` if all records are equal, ``["records", index, records, why]`` if
-they differ or if some (None) have not come, ``["lost", rank, how]`` and ``["failed", rank,
-sentence]`` about another rank, ``["survivors", ranks]`` once all who are left have asked, and
-``["bye"]`` before the hub ends.
+From a rank: ``["records", index, texts, numbers]`` announces the texts of these numbers,
+``["late", index]`` asks who has not yet, ``["survivors"]`` asks who is left, ``["missing", rank]``
+says that one will never come, ``["failed", sentence]`` and ``["bye"]`` precede an end.
+To a rank: ``["same", index]`` if all records up to this one are equal, except those that have been
+answered; ``["records", index, records, why]`` if they differ or if some (None) have not come;
+``["lost", rank, how]`` and ``["failed", rank, sentence]`` about another rank; ``["survivors",
+ranks]`` once all who are left have asked; and ``["bye"]`` before the hub ends.
 
 [Note: all or none] An announcement that needs a lost rank fails on every rank, and one that the
 rank had made before succeeds on every rank: one thread writes all answers, and each rank reads the
@@ -102,10 +102,10 @@ class Hub:
             self._writers[rank] = writer
             while line := await reader.readline():
                 match json.loads(line):
-                    case ["records", first, records]:
-                        for index, record in enumerate(records, first):
-                            self._records.setdefault(index, {})[rank] = record
-                        self._settle(range(first, first + len(records)))
+                    case ["records", first, texts, numbers]:
+                        for index, number in enumerate(numbers, first):
+                            self._records.setdefault(index, {})[rank] = texts[number]
+                        self._settle(range(first, first + len(numbers)))
                     case ["late", index]:
                         self._answer(index, "")
                     case ["survivors"]:
@@ -144,20 +144,20 @@ class Hub:
 
     def _settle(self, indices: Iterable[int]) -> None:
         """Answers where all ranks have announced, or where some of them cannot any more."""
-        same = []
+        last_same = None
         for index in indices:
             records = self._records[index]
             if len(records) == self._num_ranks:
                 if len(set(records.values())) > 1:
                     self._answer(index, "")
                 else:
-                    same.append(index)
+                    last_same = index
                 del self._records[index]
             elif absent := sorted(self._gone - records.keys()):
                 ended = ", ".join(map(str, absent))
                 self._answer(index, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
-        if same:
-            self._broadcast("same", same)
+        if last_same is not None:
+            self._broadcast("same", last_same)
 
     def _answer(self, index: int, why: str) -> None:
         records = self._records.get(index, {})
