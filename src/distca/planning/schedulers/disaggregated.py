@@ -55,8 +55,8 @@ def disaggregated(problem: Problem) -> Assignment:
     # If both directions cost the same, a second set of tasks would be equal to the first.
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
-    # A little less than the load of the backward tasks: shed rather more than too little.
-    expected_load = int(int(load.sum()) * (1.0 - MARGIN))
+    # A little less than the load of the backward tasks: capacities rise with the load if need be.
+    expected_load = int(int(load.sum()) * (1.0 - 2.0 * MARGIN))
     return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
 
 
