@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from distca.attention.passes import BackwardPass, ForwardPass
-from distca.runtime import regroup
+from distca.runtime import new_groups
 from distca.runtime.lost_ranks import naming_lost_ranks, watch_ranks
 from distca.runtime.step import StepRunner
 from distca.train.config import Config
@@ -30,8 +30,8 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "record": (Trainer, "_record"),
     "evaluation": (StepRunner, "losses"),
     "checkpoint": (Trainer, "_save"),
-    "regrouping": (regroup, "_regroup"),
-    "regrouped": (regroup, "_all_have_come"),
+    "regrouping": (new_groups, "_build"),
+    "regrouped": (new_groups, "_all_have_come"),
 }
 
 

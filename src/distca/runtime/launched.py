@@ -77,6 +77,13 @@ def report(error: Exception) -> None:
         Path(file).write_text(json.dumps(told))
 
 
+def report_lost(rank: int) -> None:
+    """Tells the launcher that the others go on without a rank, which may live but not answer."""
+    if is_launched():
+        with suppress(OSError):
+            os.write(int(os.environ[CHANNEL]), json.dumps({"lost": rank}).encode() + b"\n")
+
+
 def sentence(error: Exception) -> str:
     """Returns an error in one line: what failed, the values, the rule, the way out."""
     if isinstance(error, OSError) and error.errno is not None:
