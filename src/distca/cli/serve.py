@@ -8,6 +8,7 @@ import typer
 
 from distca.cli.command import option
 from distca.runtime import launched
+from distca.runtime.rank_process import LOOPBACK, loopback_interface
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,9 @@ class ServeCommand:
 
             # Both signals ask for the same: to leave between two steps.
             signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
+            if self.join.startswith((f"{LOOPBACK}:", "localhost:")):  # as the ranks of a launcher
+                for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+                    os.environ.setdefault(name, loopback_interface())
             # A server that the launcher starts again gets the number that it had.
             wish = int(os.environ["RANK"]) if launched.is_rank() else None
             with naming_lost_ranks():

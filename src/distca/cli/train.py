@@ -26,6 +26,7 @@ from distca.cli.command import (
     sharing,
     stop_before_first_step,
 )
+from distca.cli.serve import ServeCommand
 from distca.report import units
 from distca.report.progress import progress
 from distca.report.tables import facts
@@ -89,6 +90,12 @@ class TrainCommand:
         "N",
         "Restart all ranks from the newest checkpoint if one was killed or failed, up to N times.",
         0,
+    )
+    server_restarts: int = _run(
+        "N",
+        "Start dedicated servers that were lost again, up to N times in all; they join the run"
+        " between two steps.",
+        3,
     )
     inject: list[str] | None = _run(
         "FAULT",
@@ -158,6 +165,8 @@ class TrainCommand:
                 f"--max-restarts {self.max_restarts}: give 0 or more, and leave it out with"
                 " --compare, which saves no checkpoints"
             )
+        if self.server_restarts < 0:
+            raise ValueError(f"--server-restarts {self.server_restarts}: give 0 or more")
         if self.compare and self.inject:
             raise ValueError("--compare with --inject: inject faults into one run, without it")
         if self.resume is False and self.from_step is not None:
@@ -213,8 +222,24 @@ class TrainCommand:
             with _tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
-                spares, what = range(num_ranks - servers, num_ranks), rank_command("train", command)
-                return launch.launch(what, num_ranks, logs, gpu, spares=spares, restart=restart)
+                return launch.launch(
+                    rank_command("train", command),
+                    num_ranks,
+                    logs,
+                    gpu,
+                    spares=range(num_ranks - servers, num_ranks),
+                    rejoining=launch.Rejoining(_rejoin, self.server_restarts, _tell),
+                    restart=restart,
+                )
+
+
+def _rejoin(store: str) -> list[str]:
+    """Returns the command of a dedicated server that is started again."""
+    return rank_command("serve", ServeCommand(join=store))
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(f"distca: {sentence}", err=True)
 
 
 def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
@@ -317,7 +342,10 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
             notes.append(sentence)
             screen.print(sentence, soft_wrap=True)
 
-        records = faults.fit(Trainer(config, show, tell), planned)
+        trainer = Trainer(config, show, tell)
+        records = faults.fit(trainer, planned)
+    if not trainer.is_needed:
+        launched.end_to_be_started_again()
     if not first:
         return {}
     found = newest(Path(config.out) / "checkpoints")

@@ -38,7 +38,7 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.runtime import lost_ranks
 from distca.runtime.batches import Prefetched, Prefetcher
 from distca.runtime.joining import Description, publish, publish_end
-from distca.runtime.launched import is_launched, report_lost
+from distca.runtime.launched import is_launched, report_lost, report_started
 from distca.runtime.mesh import RankContext
 from distca.runtime.regroup import close, leave, regroup
 from distca.runtime.step import StepRunner
@@ -84,6 +84,7 @@ class RunRanks:
         if self.context.host.peers is not None:
             lost_ranks.spare(self.context.servers)
             self._publish(description)
+            report_started()
         self._batches = Prefetcher(loader, self.planner, self.runner.prepare)
         return self._batches
 
@@ -179,7 +180,7 @@ class RunRanks:
             seconds, servers = time.time() - one.noticed_at, len(self.context.servers)
             self._record(Loss(one.rank, one.how, one.noticed_at, during, seconds, servers))
             if self.context.rank == 0:
-                report_lost(one.rank)
+                report_lost(one.rank, one.noticed_at)
 
     def _record(self, change: Loss | Change) -> None:
         self._changes.append(change)

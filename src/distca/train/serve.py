@@ -11,6 +11,7 @@ from typing import Any
 
 from distca import schema
 from distca.runtime.joining import Run
+from distca.runtime.launched import end_to_be_started_again
 from distca.runtime.rank_device import local_device
 from distca.train import agreement, setup
 from distca.train.config import Config
@@ -43,6 +44,9 @@ def serve(run: Run, *, wish: int | None = None, tell: Callable[[str], None]) -> 
         tell(f"serves as rank {joined.context.rank} from step {trainer.first_step + 1} on")
         for _ in trainer.steps():
             pass
+    if not trainer.is_needed:
+        tell("left the run, since a server of another tp index is lost")
+        end_to_be_started_again()
     tell("left the run" if stop.requested else "the run has ended")
 
 

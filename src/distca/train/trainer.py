@@ -108,6 +108,7 @@ class Trainer:
         self.first_step, self._skipped = 0, 0
         self.before_step: Callable[[int], None] | None = None  # also if it is taken again
         self.model: Llama | None = None
+        self.is_needed = True  # until a server of the same set is lost
 
     def _take_place(self, own: setup.Components, context: RankContext) -> None:
         self.own, self.model_config, self.loader = own, own.model, own.loader
@@ -162,7 +163,7 @@ class Trainer:
                 if record["stopped"]:
                     break
         except NotNeededError:
-            return
+            self.is_needed = self.stop.requested  # otherwise it has not left by itself
         else:
             if self.model is not None:
                 self.checkpoints.wait()
