@@ -61,8 +61,14 @@ def test_one_that_dies_while_it_joins_changes_nothing(
 
 @pytest.mark.slow
 def test_one_dies_while_another_joins(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
-    deaths = [Death(3, "regrouping", 1)]
-    seen = run(tmp_path / "out", 2, *deaths, newcomers=[Newcomer()], plan=Plan(waits={1: 1}))
+    plan = Plan(waits={0: 1, 2: 1})
+    seen = run(
+        tmp_path / "out",
+        2,
+        Death(3, "regrouping", 1),
+        newcomers=[Newcomer(after=1)],
+        plan=plan,
+    )
     changes = check(seen, undisturbed)
     assert changes == [("lost_servers", 3, 1), ("joined_servers", 4, 2)]
 

@@ -11,6 +11,7 @@ between two steps, they take candidates with them (``runtime.regroup``).
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -30,6 +31,7 @@ from distca.runtime.new_groups import Groups, make_groups, root_store
 
 ANSWER_S = 60.0  # how long a run may take to publish a hub, such as while it regroups
 _RUN, _HUB = "distca run", "distca hub"
+_CONNECT_S = 10.0
 _LOOK_S = 0.2
 
 
@@ -82,10 +84,12 @@ class Run:
         from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
         try:
+            # Unlike the store, this fails at once if nobody listens.
+            socket.create_connection((host, int(port)), _CONNECT_S).close()
             store = TCPStore(
                 host, int(port), timeout=timedelta(seconds=ANSWER_S), wait_for_workers=False
             )
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, ValueError, OSError, OverflowError) as error:
             raise ValueError(
                 f"--join {address}: no run answers there ({str(error).splitlines()[0]})"
             ) from None

@@ -92,6 +92,7 @@ def launch(
     spares: Collection[int] = (),
     rejoining: Rejoining | None = None,
     restart: int = 0,
+    local_ranks: Sequence[int] | None = None,
 ) -> Stop | None:
     """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
 
@@ -99,6 +100,7 @@ def launch(
     spares: ranks without which the others can go on. If they cannot, they say so themselves.
     rejoining: starts spare ranks again.
     restart: how often the same run was started before.
+    local_ranks: what chooses the GPU of each rank; its number by default.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
     a rank's ValueError with its own message, RankFailedError for a failure that a rank explains,
@@ -114,7 +116,13 @@ def launch(
         store = _store(num_ranks)
         variables = {RESTART: str(restart)}
         variables |= {} if shared_gpu is None else shared_gpu.variables
+        local = range(num_ranks) if local_ranks is None else local_ranks
         again = count(1)
+
+        def start(what: Sequence[str], number: int, log: Path, joins: bool = False) -> RankProcess:
+            place = number, local[number], num_ranks, store.port
+            spare = number in spares
+            return RankProcess.start(what, *place, log, variables, is_spare=spare, joins=joins)
 
         def rejoin(number: int) -> RankProcess | None:
             """Starts a lost rank again, if that may be."""
@@ -124,28 +132,21 @@ def launch(
                 rejoining.command(f"{LOOPBACK}:{store.port}"),
                 f"rank-{number}.{attempt}.log",
             )
-            ranks[number] = RankProcess.start(
-                what,
-                number,
-                num_ranks,
-                store.port,
-                logs / log,
-                variables,
-                is_spare=True,
-                joins=True,
-            )
+            ranks[number] = start(what, number, logs / log, joins=True)
             return ranks[number]
 
         for number in range(num_ranks):
-            log = logs / f"rank-{number}.log"
-            rank = RankProcess.start(
-                command, number, num_ranks, store.port, log, variables, is_spare=number in spares
-            )
+            rank = start(command, number, logs / f"rank-{number}.log")
             ranks.append(rank)
             if received:  # before this rank was there to be told
                 rank.process.terminate()
         tell = None if rejoining is None else rejoining.tell
-        return _Watch(ranks, received, rejoin, tell or (lambda _: None)).run()
+        watch = _Watch(ranks, received, rejoin, tell or (lambda _: None))
+        try:
+            return watch.run()
+        except RankEndedError as error:
+            error.had_started = watch.has_started
+            raise
 
 
 def _store(num_ranks: int) -> "TCPStore":
@@ -180,7 +181,7 @@ class _Watch:
         tell: Callable[[str], None],
     ) -> None:
         self._ranks, self._received, self._rejoin, self._tell = ranks, received, rejoin, tell
-        self._has_started = False  # whether spare ranks may be lost
+        self.has_started = False  # whether spare ranks may be lost
 
     def run(self) -> Stop | None:
         """Returns when all ranks have ended, or raises the first failure."""
@@ -201,19 +202,19 @@ class _Watch:
                         return Stop(self._received[0], early=True)
                     if code and not rank.is_spare:
                         _raise_ended(rank, code)
-                    if code and self._has_started and (again := self._rejoin(rank.number)):
+                    if code and self.has_started and (again := self._rejoin(rank.number)):
                         self._tell(f"{rank.ended(code)}; it is started again ({again.log})")
                         selector.register(again.channel, selectors.EVENT_READ, again)
         return Stop(self._received[0], early=False) if self._received else None
 
     def _handle(self, rank: RankProcess, report: Mapping[str, Any]) -> None:
         if "started" in report:
-            self._has_started = True
+            self.has_started = True
         elif "lost" in report:
             self._end_lost(report["lost"], report["noticed_at"])
         elif rank.joins:
             self._tell(f"rank {rank.number} has not joined: {report['message']}")
-        elif rank.is_spare and (self._has_started or not report["mistake"]):
+        elif rank.is_spare and (self.has_started or not report["mistake"]):
             pass  # it ends, and the others know
         else:
             if not report["mistake"] and (killed := _killed(self._ranks)):
@@ -248,13 +249,17 @@ def _raise_reported(rank: RankProcess, report: Mapping[str, Any]) -> NoReturn:
         ended = report["kind"] == RankEndedError.__name__
         raise (RankEndedError if ended else RankFailedError)(report["message"])
     why = ": ".join(filter(None, (report["kind"], report["message"])))
-    raise RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
+    error = RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
+    error.rank = rank.number
+    raise error
 
 
 def _raise_ended(rank: RankProcess, code: int) -> NoReturn:
-    raise RankEndedError(
+    error = RankEndedError(
         f"{rank.ended(code)}, so all ranks were ended; its output is in {rank.log}"
     )
+    error.rank = rank.number
+    raise error
 
 
 def _end(ranks: Sequence[RankProcess], received: Sequence[signal.Signals]) -> None:

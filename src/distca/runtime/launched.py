@@ -25,7 +25,14 @@ class RankFailedError(RuntimeError):
 
 
 class RankEndedError(RankFailedError):
-    """A rank was killed or failed unexpectedly, which need not happen again."""
+    """A rank was killed or failed unexpectedly, which need not happen again.
+
+    rank: the one that was the first to end; None if that is not known.
+    had_started: whether all ranks had begun to work together before.
+    """
+
+    rank: int | None = None
+    had_started: bool = True
 
 
 def is_rank() -> bool:
@@ -78,7 +85,7 @@ def report(error: Exception) -> None:
 
 
 def report_started() -> None:
-    """Tells the launcher that from now on the others go on if a spare rank is lost."""
+    """Tells the launcher that ranks work together; from now on they go on without spare ones."""
     _write({"started": True})
 
 

@@ -40,6 +40,7 @@ class RankProcess:
         cls,
         command: Sequence[str],
         number: int,
+        local_rank: int,
         num_ranks: int,
         port: int,
         log: Path,
@@ -56,7 +57,7 @@ class RankProcess:
         environment = os.environ | {
             **variables,
             "RANK": str(number),
-            "LOCAL_RANK": str(number),
+            "LOCAL_RANK": str(local_rank),
             "WORLD_SIZE": str(num_ranks),
             "LOCAL_WORLD_SIZE": str(num_ranks),
             "MASTER_ADDR": LOOPBACK,

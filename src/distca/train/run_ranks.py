@@ -84,7 +84,7 @@ class RunRanks:
         if self.context.host.peers is not None:
             lost_ranks.spare(self.context.servers)
             self._publish(description)
-            report_started()
+        report_started()
         self._batches = Prefetcher(loader, self.planner, self.runner.prepare)
         return self._batches
 

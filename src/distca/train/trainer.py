@@ -10,6 +10,7 @@ attention.
 from __future__ import annotations
 
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
@@ -139,6 +140,9 @@ class Trainer:
         """Trains, and yields the record of each step; saves and ends on a request to stop."""
         train = self.config.train
         batches, records = self.ranks.start(self.loader, self._description()), None
+        if self._host.peers is not None and "MASTER_PORT" in os.environ:
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            self._tell_user(f"servers can join: distca serve --join {store}")
         try:
             records = self._open_records()
             for step in range(self.first_step, train.steps):
