@@ -14,7 +14,7 @@ from cli.test_train import COMMAND, TINY, command, metrics, run
 from ranks import World
 from train.runs import fit
 
-from distca.cli.train import TrainCommand
+from distca.cli.attempts import Attempts
 from distca.runtime.launched import RankEndedError, RankFailedError
 from distca.train.config import Config
 
@@ -92,31 +92,32 @@ def test_an_address_without_a_run_is_refused() -> None:
         assert ran.stderr.count("\n") == 1
 
 
-def test_ranks_that_do_not_start_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tried: list[list[int]] = []
+def test_ranks_that_do_not_start_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    def tried(sizes: list[int], restarts: int, fewest: int) -> list[list[int]]:
+        """The local ranks of each attempt; only so many of them are a mesh."""
+        found: list[list[int]] = []
 
-    def fails(self: TrainCommand, config: Config, local_ranks: list[int], restart: int) -> None:
-        tried.append(local_ranks)
-        error = RankEndedError("a rank failed")
-        error.rank, error.had_started = (1, False) if restart else (2, True)
-        if restart < self.max_restarts:
-            raise error
+        def fails(local_ranks: list[int], restart: int) -> None:
+            found.append(local_ranks)
+            error = RankEndedError("a rank failed")
+            error.rank, error.had_started = (1, False) if restart else (2, True)
+            if restart < restarts:
+                raise error
 
-    monkeypatch.setattr(TrainCommand, "_run_once", fails)
-    config = Config.read(None, [*TINY, f"out={tmp_path}"])
-    train = TrainCommand(max_restarts=3, min_ranks=2)
-    train._run_ranks(config, 4)
-    assert tried == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 3]]
+        def check(size: int) -> None:
+            if size not in sizes:
+                raise ValueError(f"{size} ranks are no mesh")
+
+        Attempts(Config(out="nowhere"), restarts, fewest, check).run(4, fails)
+        return found
+
+    assert tried([2, 3], 3, 2) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 3]]
     assert capsys.readouterr().err.splitlines()[-1].endswith("no checkpoint, with 2 ranks")
-    config = Config.read(None, [*TINY, f"out={tmp_path}", "parallel.cp=2"])
-    tried.clear()
-    with pytest.raises(RankFailedError, match="cannot go on with fewer ranks: 3 ranks less 0"):
-        TrainCommand(max_restarts=3, min_ranks=3)._run_ranks(config, 4)
-    tried.clear()
-    TrainCommand(max_restarts=2, min_ranks=2)._run_ranks(config, 4)
-    assert tried[2] == [0, 2]  # with cp = 2, three ranks are no mesh
+    assert tried([2], 2, 2)[2] == [0, 2]
+    with pytest.raises(RankFailedError, match="cannot go on with fewer ranks: 3 ranks are no mesh"):
+        tried([2], 2, 3)
+    with pytest.raises(RankFailedError, match="cannot go on with fewer ranks: --min-ranks is 4"):
+        tried([2], 2, 4)
 
 
 @pytest.mark.slow
