@@ -70,6 +70,12 @@ class TrainCommand:
         "N", "Ranks to start. Default: one for each GPU, or 2 that share it or the CPU."
     )
     share_gpu: bool = share_switch("Run")
+    in_turns: bool = _run(
+        "",
+        "With --share-gpu, without MPS: slow, but ranks survive the death of others.",
+        False,
+        "--in-turns",
+    )
     out: Path | None = _run(
         "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
     )
@@ -225,7 +231,7 @@ class TrainCommand:
         out, num_ranks = Path(config.out), len(local_ranks)
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
         command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
-        with sharing(self.share_gpu, num_ranks, logs) as gpu:
+        with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
             with tell_what_is_saved(out):

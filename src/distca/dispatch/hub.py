@@ -8,15 +8,15 @@ A candidate is a process that is no rank yet. It waits until the ranks make thei
 
 Messages are lists in JSON, a line each. The first one is ``[token, rank]``, or ``[token,
 "candidate", wish]`` with the number that a candidate would like to have.
-From a rank: ``["records", index, texts]`` announces, ``["late", index]`` asks who has not yet,
-``["regroup", admits]`` asks who is left, and admits candidates, ``["cancel", name]`` gives up to
-make the groups of this name, ``["missing", rank]`` says that one will never come, ``["watch",
-ranks, seconds]`` lets silent ones be lost, ``["pong"]`` answers a ping, ``["failed", sentence]``
-and ``["bye"]`` precede an end.
-To a rank: ``["same", indices]`` if all records are equal, ``["records", index, records, why]`` if
-they differ or if some (None) have not come, ``["lost", rank, how]`` and ``["failed", rank,
-sentence]`` about another rank, ``["candidates", number]`` how many wait, ``["ping"]``, and
-``["bye"]`` before the hub ends.
+From a rank: ``["records", index, texts, numbers]`` announces the texts of these numbers,
+``["late", index]`` asks who has not yet, ``["regroup", admits]`` asks who is left, and admits
+candidates, ``["cancel", name]`` gives up to make the groups of this name, ``["missing", rank]``
+says that one will never come, ``["watch", ranks, seconds]`` lets silent ones be lost, ``["pong"]``
+answers a ping, ``["failed", sentence]`` and ``["bye"]`` precede an end.
+To a rank: ``["same", index]`` if all records up to this one are equal, except those that have been
+answered; ``["records", index, records, why]`` if they differ or if some (None) have not come;
+``["lost", rank, how]`` and ``["failed", rank, sentence]`` about another rank; ``["candidates",
+number]`` how many wait; ``["ping"]``; and ``["bye"]`` before the hub ends.
 To a candidate: ``["candidate", number]``; candidates have the numbers after those of the ranks.
 To ranks and candidates: ``["members", ranks, candidates, name]`` once all ranks that are left have
 asked, and ``["cancelled", name, who]`` if a rank has given up, or an admitted candidate has ended.
@@ -149,10 +149,10 @@ class Hub:
 
     def _handle(self, rank: int, message: Any) -> None:
         match message:
-            case ["records", first, records]:
-                for index, record in enumerate(records, first):
-                    self._records.setdefault(index, {})[rank] = record
-                self._settle(range(first, first + len(records)))
+            case ["records", first, texts, numbers]:
+                for index, number in enumerate(numbers, first):
+                    self._records.setdefault(index, {})[rank] = texts[number]
+                self._settle(range(first, first + len(numbers)))
             case ["late", index]:
                 self._answer(index, "")
             case ["regroup", admits]:
@@ -210,20 +210,20 @@ class Hub:
 
     def _settle(self, indices: Iterable[int]) -> None:
         """Answers where all ranks have announced, or where some of them cannot any more."""
-        same = []
+        last_same = None
         for index in indices:
             records = self._records[index]
             if len(records) == self._num_ranks:
                 if len(set(records.values())) > 1:
                     self._answer(index, "")
                 else:
-                    same.append(index)
+                    last_same = index
                 del self._records[index]
             elif absent := sorted(self._gone - records.keys()):
                 ended = ", ".join(map(str, absent))
                 self._answer(index, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
-        if same:
-            self._broadcast("same", same)
+        if last_same is not None:
+            self._broadcast("same", last_same)
 
     def _answer(self, index: int, why: str) -> None:
         records = self._records.get(index, {})

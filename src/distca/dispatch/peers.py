@@ -15,8 +15,8 @@ import os
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from threading import Condition, Lock, Thread, Timer, current_thread
 from typing import NamedTuple
@@ -24,6 +24,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from distca.dispatch.announcement import Announcement
 from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
 from distca.dispatch.hub_address import HubAddress, start_hub
 from distca.dispatch.transports.base import ExchangeError, Records
@@ -93,8 +94,8 @@ class Peers:
         self._ranks = ranks
         self._hub, self._connection = hub, connection
         self._changed = Condition(Lock())
-        self._waiting: dict[int, tuple[str, Future[Records]]] = {}  # by index
-        self._num_sent, self._unsent = 0, list[str]()
+        self._waiting: deque[Announcement] = deque()  # by index
+        self._num_announced, self._unsent = 0, list[str]()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._members: Members | None = None
         self._closing = connection is None
@@ -123,37 +124,39 @@ class Peers:
         """
         return cls(ranks, None, address.connect("candidate", wish), address)
 
-    def announce(self, record: str) -> Future[Records]:
+    def announce(self, record: str) -> Announcement:
         """Tells all ranks what this one is about to do; the result is what each of them does.
 
         It is ``[record]`` if all of them do the same. It raises ExchangeError if a rank has ended.
         Records are sent by ``flush``, several at once.
         """
-        future: Future[Records] = Future()
-        if self._connection is None:
-            future.set_result([record])
-            return future
         with self._changed:
-            if self.lost is not None or self.is_over:
-                future.set_exception(self.lost or self._left())
-                return future
-            self._waiting[self._num_sent + len(self._unsent)] = record, future
-            self._unsent.append(record)
-        return future
+            announcement = Announcement(self._num_announced, record, self._changed)
+            if self._connection is None:
+                announcement.answer([record])
+            elif self.lost is not None or self.is_over:
+                announcement.answer(self.lost or self._left())
+            else:
+                self._num_announced += 1
+                self._waiting.append(announcement)
+                self._unsent.append(record)
+        return announcement
 
     def flush(self) -> None:
+        if not self._unsent:
+            return
         with self._changed:
-            if self._unsent:
-                self._send("records", self._num_sent, self._unsent)
-                self._num_sent += len(self._unsent)
-                self._unsent = []
+            unsent, self._unsent = self._unsent, []
+            if unsent:  # layers announce the same few records again and again
+                texts = list(dict.fromkeys(unsent))
+                numbers = [texts.index(record) for record in unsent]
+                self._send("records", self._num_announced - len(unsent), texts, numbers)
 
-    def ask(self, future: Future[Records]) -> None:
+    def ask(self, announcement: Announcement) -> None:
         """Asks the hub to answer now, with the records of those ranks that have come."""
         with self._changed:
-            for index, (_, waiting) in self._waiting.items():
-                if waiting is future:
-                    self._send("late", index)
+            if not announcement.is_answered:
+                self._send("late", announcement.index)
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
         """Calls back, in another thread, as soon as a rank is lost; now for those that are."""
@@ -273,17 +276,12 @@ class Peers:
         with suppress(OSError), self._connection.makefile("rb") as lines:
             while line := lines.readline(LINE_BYTES):
                 match json.loads(line):
-                    case ["same", indices]:
-                        for index in indices:
-                            if waiting := self._pop(index):
-                                waiting[1].set_result([waiting[0]])
+                    case ["same", last]:
+                        self._answer_through(last)
                     case ["records", index, records, why]:
-                        if not (waiting := self._pop(index)):
-                            continue
-                        if None in records:
-                            waiting[1].set_exception(ExchangeError(why, records))
-                        else:
-                            waiting[1].set_result(records)
+                        self._answer(
+                            index, ExchangeError(why, records) if None in records else records
+                        )
                     case ["lost", rank, how]:
                         self._lose(rank, how)
                     case ["members", ranks, candidates, name]:
@@ -314,17 +312,33 @@ class Peers:
         """Raises where this rank still waits for an answer of the hub, which has ended."""
         with self._changed:
             self.is_over = True
-            waiting, self._waiting = self._waiting, {}
-            self._changed.notify_all()
-        for _, future in waiting.values():
-            future.set_exception(self._left())
+            self._fail_waiting(self._left())
 
     def _left(self) -> ExchangeError:
         return ExchangeError(f"rank {self._ranks[0]} has left")
 
-    def _pop(self, index: int) -> tuple[str, Future[Records]] | None:
+    def _fail_waiting(self, error: ExchangeError) -> None:
+        while self._waiting:
+            announcement = self._waiting.popleft()
+            if not announcement.is_answered:
+                announcement.answer(error)
+        self._changed.notify_all()
+
+    def _answer(self, index: int, answer: Records | Exception) -> None:
         with self._changed:
-            return self._waiting.pop(index, None)
+            for announcement in self._waiting:
+                if announcement.index == index and not announcement.is_answered:
+                    announcement.answer(answer)
+            self._changed.notify_all()
+
+    def _answer_through(self, last: int) -> None:
+        """Notes that all ranks have announced the same, except where another answer has come."""
+        with self._changed:
+            while self._waiting and self._waiting[0].index <= last:
+                announcement = self._waiting.popleft()
+                if not announcement.is_answered:
+                    announcement.answer([announcement.record])
+            self._changed.notify_all()
 
     def _lose(self, rank: int, how: str) -> None:
         number = self._ranks[rank]
@@ -335,11 +349,8 @@ class Peers:
             self.lost = self.lost or error
             self.losses.append(error)
             callbacks = list(self._callbacks)
-            waiting, self._waiting = self._waiting, {}
-            self._changed.notify_all()
+            self._fail_waiting(error)
         _log.error("%s: this run cannot go on", error)
-        for _, future in waiting.values():
-            future.set_exception(error)
         for callback in callbacks:
             callback(error)
 

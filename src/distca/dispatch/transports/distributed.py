@@ -6,12 +6,11 @@ abort the process; meanwhile this rank computes what needs nothing from peers. O
 keeps its collectives in order. On CUDA tensors the collective is launched at once, since a host
 that waits for its peers no longer runs ahead of the device. A mismatch blocks the device there, or
 moves wrong rows; the answer arrives a moment later, aborts the communicators, which frees the
-device, and raises on every rank at its next start or wait. A thread sends announcements every few
-milliseconds and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
+device, and raises on every rank at its next start or wait. A thread sends announcements ten times a
+second and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -77,7 +76,7 @@ class DistributedTransport:
             self.peers.flush()
             try:
                 return answer.result(self._timeout_s)
-            except FutureTimeoutError:
+            except TimeoutError:
                 self.peers.ask(answer)
                 return answer.result()
 

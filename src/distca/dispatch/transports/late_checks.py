@@ -11,8 +11,8 @@ from threading import Condition
 from distca.dispatch.background import DaemonExecutor
 from distca.dispatch.transports.base import Check
 
-MAX_CHECKS = 64  # under way
-_PAUSE_S = 0.01  # in which checks are collected: a thread that wakes up often slows its host down
+MAX_CHECKS = 1024  # under way
+_PAUSE_S = 0.1  # in which checks are collected: a thread that wakes up often slows its host down
 _log = logging.getLogger(__name__)
 
 
@@ -41,6 +41,8 @@ class LateChecks:
 
     def raise_failure(self) -> None:
         """Raises if a check has failed; waits if too many of them are under way."""
+        if self._failure is None and len(self._checks) <= MAX_CHECKS:
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._failure or len(self._checks) <= MAX_CHECKS)
             if self._failure is not None:
@@ -58,9 +60,10 @@ class LateChecks:
             for check in checks:
                 if self._failure is None:
                     self._run_one(check)
-                with self._changed:
+            with self._changed:
+                for _ in checks:
                     self._checks.popleft()
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _run_one(self, check: Check) -> None:
         try:
