@@ -133,7 +133,7 @@ def test_the_hub_ignores_strangers() -> None:
                 stranger.settimeout(5)
                 assert stranger.recv(100) == b""
         with socket.create_connection(address) as rank:
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"], [0]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.settimeout(5)
             assert rank.recv(100) == b'["same", 0]\n'
     finally:
@@ -146,7 +146,7 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
     try:
         with socket.create_connection(listener.getsockname()) as rank, rank.makefile() as lines:
             rank.settimeout(5)
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"], [0]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.sendall(encode("missing", 1) + encode("missing", 1))
             assert lines.readline() == '["lost", 1, "its process ended without a word"]\n'
             assert lines.readline() == '["records", 0, ["here", null], "rank 1 ended before"]\n'

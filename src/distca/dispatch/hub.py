@@ -8,15 +8,15 @@ A candidate is a process that is no rank yet. It waits until the ranks make thei
 
 Messages are lists in JSON, a line each. The first one is ``[token, rank]``, or ``[token,
 "candidate", wish]`` with the number that a candidate would like to have.
-From a rank: ``["records", index, texts, numbers]`` announces the texts of these numbers,
-``["late", index]`` asks who has not yet, ``["regroup", admits]`` asks who is left, and admits
-candidates, ``["cancel", name]`` gives up to make the groups of this name, ``["missing", rank]``
-says that one will never come, ``["watch", ranks, seconds]`` lets silent ones be lost, ``["pong"]``
-answers a ping, ``["failed", sentence]`` and ``["bye"]`` precede an end.
+From a rank: ``["records", texts, numbers]`` announces the texts of these numbers, ``["late",
+index]`` asks who has not yet, ``["regroup", admits]`` asks who is left, and admits candidates,
+``["cancel", name]`` gives up to make the groups of this name, ``["missing", rank]`` says that one
+will never come, ``["watch", ranks, seconds]`` lets silent ones be lost, ``["pong"]`` answers a
+ping, ``["failed", sentence]`` and ``["bye"]`` precede an end.
 To a rank: ``["same", index]`` if all records up to this one are equal, except those that have been
-answered; ``["records", index, records, why]`` if they differ or if some (None) have not come;
-``["lost", rank, how]`` and ``["failed", rank, sentence]`` about another rank; ``["candidates",
-number]`` how many wait; ``["ping"]``; and ``["bye"]`` before the hub ends.
+answered, ``["records", index, records, why]`` if they differ or if some (None) have not come,
+``["lost", rank, how]`` and ``["failed", rank, sentence]`` about another rank, ``["candidates",
+number]`` how many wait, ``["ping"]``, and ``["bye"]`` before the hub ends.
 To a candidate: ``["candidate", number]``; candidates have the numbers after those of the ranks.
 To ranks and candidates: ``["members", ranks, candidates, name]`` once all ranks that are left have
 asked, and ``["cancelled", name, who]`` if a rank has given up, or an admitted candidate has ended.
@@ -34,10 +34,12 @@ import json
 import os
 import secrets
 import socket
-from collections.abc import Iterable
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Event, Thread
 from typing import Any
+
+from distca.dispatch.comparison import Comparison
 
 LINE_BYTES = 1 << 20
 LOST = "its process ended without a word"
@@ -65,7 +67,7 @@ class Hub:
         self._num_ranks, self._listener, self._token = num_ranks, listener, token
         self._writers: dict[int, asyncio.StreamWriter] = {}  # of the ranks that are there
         self._gone: set[int] = set()  # ranks that were there
-        self._records: dict[int, dict[int, str]] = {}  # by index and rank
+        self._announced = Comparison(num_ranks)
         self._asking: dict[int, bool] = {}  # whether a rank that asks who is left admits candidates
         self._wishes: dict[int, int | None] = {}  # of the candidates that wait, by their numbers
         self._admitted: dict[int, str] = {}  # candidates by number, and the groups that they make
@@ -149,12 +151,11 @@ class Hub:
 
     def _handle(self, rank: int, message: Any) -> None:
         match message:
-            case ["records", first, texts, numbers]:
-                for index, number in enumerate(numbers, first):
-                    self._records.setdefault(index, {})[rank] = texts[number]
-                self._settle(range(first, first + len(numbers)))
+            case ["records", texts, numbers]:
+                self._announced.add(rank, [texts[number] for number in numbers])
+                self._settle()
             case ["late", index]:
-                self._answer(index, "")
+                self._answer(index, self._announced.at(index), "")
             case ["regroup", admits]:
                 self._asking[rank] = admits
                 self._answer_members()
@@ -191,7 +192,7 @@ class Hub:
             self._first_left.set()
         if kind != "bye":
             self._broadcast(kind, rank, how)
-        self._settle(list(self._records))
+        self._settle()
         self._answer_members()
 
     def _tell_candidates(self) -> None:
@@ -208,28 +209,24 @@ class Hub:
             self._asking.clear()
             self._broadcast("members", sorted(left), list(new.items()), name)
 
-    def _settle(self, indices: Iterable[int]) -> None:
+    def _settle(self) -> None:
         """Answers where all ranks have announced, or where some of them cannot any more."""
-        last_same = None
-        for index in indices:
-            records = self._records[index]
-            if len(records) == self._num_ranks:
-                if len(set(records.values())) > 1:
-                    self._answer(index, "")
-                else:
-                    last_same = index
-                del self._records[index]
-            elif absent := sorted(self._gone - records.keys()):
+        before = self._announced.num_compared
+        for index, different in self._announced.compare().items():
+            self._answer(index, different, "")
+        if self._announced.num_compared > before:
+            self._broadcast("same", self._announced.num_compared - 1)
+        for index in self._announced.incomplete if self._gone else ():
+            records = self._announced.at(index)
+            if absent := sorted(rank for rank in self._gone if records[rank] is None):
                 ended = ", ".join(map(str, absent))
-                self._answer(index, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
-        if last_same is not None:
-            self._broadcast("same", last_same)
+                self._answer(index, records, f"rank{'s' * (len(absent) > 1)} {ended} ended before")
 
-    def _answer(self, index: int, why: str) -> None:
-        records = self._records.get(index, {})
-        everyone = [records.get(rank) for rank in range(self._num_ranks)]
-        for rank in records:
-            self._send(rank, "records", index, everyone, why)
+    def _answer(self, index: int, records: Sequence[str | None], why: str) -> None:
+        """Tells the ranks that have announced a record what the others have announced."""
+        for rank, record in enumerate(records):
+            if record is not None:
+                self._send(rank, "records", index, records, why)
 
     def _broadcast(self, *message: Any) -> None:
         """Sends a message to all ranks and to the candidates that are admitted."""

@@ -93,7 +93,8 @@ class Peers:
         self.abandoned: list[dist.Work] = []
         self._ranks = ranks
         self._hub, self._connection = hub, connection
-        self._changed = Condition(Lock())
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._waiting: deque[Announcement] = deque()  # by index
         self._num_announced, self._unsent = 0, list[str]()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
@@ -130,7 +131,7 @@ class Peers:
         It is ``[record]`` if all of them do the same. It raises ExchangeError if a rank has ended.
         Records are sent by ``flush``, several at once.
         """
-        with self._changed:
+        with self._lock:
             announcement = Announcement(self._num_announced, record, self._changed)
             if self._connection is None:
                 announcement.answer([record])
@@ -145,12 +146,12 @@ class Peers:
     def flush(self) -> None:
         if not self._unsent:
             return
-        with self._changed:
+        with self._lock:
             unsent, self._unsent = self._unsent, []
             if unsent:  # layers announce the same few records again and again
                 texts = list(dict.fromkeys(unsent))
                 numbers = [texts.index(record) for record in unsent]
-                self._send("records", self._num_announced - len(unsent), texts, numbers)
+                self._send("records", texts, numbers)
 
     def ask(self, announcement: Announcement) -> None:
         """Asks the hub to answer now, with the records of those ranks that have come."""
@@ -312,12 +313,13 @@ class Peers:
         """Raises where this rank still waits for an answer of the hub, which has ended."""
         with self._changed:
             self.is_over = True
-            self._fail_waiting(self._left())
+            self._fail_all(self._left())
 
     def _left(self) -> ExchangeError:
         return ExchangeError(f"rank {self._ranks[0]} has left")
 
-    def _fail_waiting(self, error: ExchangeError) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        """Answers all announcements that are under way; the caller holds the lock."""
         while self._waiting:
             announcement = self._waiting.popleft()
             if not announcement.is_answered:
@@ -349,7 +351,7 @@ class Peers:
             self.lost = self.lost or error
             self.losses.append(error)
             callbacks = list(self._callbacks)
-            self._fail_waiting(error)
+            self._fail_all(error)
         _log.error("%s: this run cannot go on", error)
         for callback in callbacks:
             callback(error)

@@ -227,7 +227,8 @@ class _Watch:
         """Kills a rank that the others have given up, but that may live, and hold a device."""
         for rank in self._working:
             # The rank may be dead, and its number that of one that was started again.
-            if rank.number == number and rank.is_spare and rank.started_at < noticed_at:
+            is_meant = rank.number == number and rank.started_at < noticed_at
+            if is_meant and rank.is_spare and rank.process.poll() is None:
                 rank.kill()
 
 
