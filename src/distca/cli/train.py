@@ -52,6 +52,8 @@ class TrainCommand:
     Ctrl-C saves a checkpoint and ends the run.
 
     For a first look: distca train --compare
+
+    All keys of a config, with their meaning: distca train --print-config
     """
 
     config: Path | None = argument(
@@ -121,9 +123,20 @@ class TrainCommand:
     trace: int | None = _output(
         "STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."
     )
+    print_config: bool = _output(
+        "",
+        "Print the config as commented TOML, after CONFIG.toml and all options, and exit.",
+        False,
+        "--print-config",
+    )
     as_json: bool = json_switch()
 
     def run(self) -> None:
+        if self.print_config:
+            from distca.train.config_text import toml
+
+            typer.echo(toml(self.read()), nl=False)
+            return
         stop_before_first_step()
         if not launched.is_rank():
             self._launch()
