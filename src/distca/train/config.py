@@ -216,6 +216,11 @@ class Config:
                 )
         if not all(0 <= beta < 1 for beta in t.betas):
             raise ValueError(f"train.betas = {list(t.betas)}: each must be from 0 to below 1")
+        if not -1 <= t.trace < t.steps:
+            raise ValueError(
+                f"train.trace = {t.trace} of train.steps = {t.steps}: steps are counted from 0, so"
+                f" choose one from 0 to {t.steps - 1}, or -1 for none"
+            )
         _at_least("from_step", self.from_step, -1)
         if self.from_step >= 0 and not self.resume:
             raise ValueError(
