@@ -27,7 +27,16 @@ SHAPE = ModelShape("tiny", heads=4, kv_heads=1, head_dim=4)
 Q_BYTES, KV_BYTES = 32, 16
 OWN_BYTES = 2 * Q_BYTES + KV_BYTES
 
-MASKS = ("causal", "full", "window:1", "window:7", "window:40", "window:1000")
+MASKS = (
+    "causal",
+    "full",
+    "window:1",
+    "window:7",
+    "window:40",
+    "window:1000",
+    "chunk:7",
+    "chunk:32",
+)
 COSTS = ("pairs", "analytic", "h200")
 
 

@@ -101,6 +101,9 @@ class Tokens:
             position = torch.arange(length)
             behind = position[int(self.prefix[document]) :, None] - position[None, :]
             visible = (behind >= 0) & (behind < reach) if reach != FULL else behind > -length
+            if reach < 0:
+                chunk = position // -reach
+                visible = (behind >= 0) & (chunk[int(self.prefix[document]) :, None] == chunk)
             rows = self.keys(document)
             keys, values = (t[rows].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE

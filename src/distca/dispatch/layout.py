@@ -15,11 +15,11 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.dispatch.rows import Rows
-from distca.planning.masks import Mask
+from distca.planning.masks import CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Ints, Spans, cumulative, overlaps
+from distca.planning.spans import Ints, Spans, cumulative, expand, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
 
@@ -107,6 +107,14 @@ class _Keys(NamedTuple):
     row: Ints
 
 
+class _Sequences(NamedTuple):
+    """Queries and keys that a kernel sees by themselves: a task, or a chunk of one."""
+
+    task: Ints
+    queries: Ints
+    keys: Ints
+
+
 def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[PeerRows, _Queries]:
     moved = tasks.moved
     leaving = _by(tasks.server, moved[tasks.home[moved] == rank])
@@ -159,9 +167,9 @@ def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
 def _calls(
     tasks: Tasks, reach: Ints, prefixes: Prefixes, queries: _Queries, keys: _Keys
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """Returns the local and the remote calls: one for each mask kind."""
+    """Returns the local and the remote calls: one for each kind of kernel."""
     mine = queries.task
-    num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
+    num_queries = tasks.queries[mine]
     task, needs = prefixes.owned(Spans(*(column[mine] for column in tasks.key_spans)))
     # A task may read several spans of keys: ``reader`` is the task, ``found.right`` the span.
     found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
@@ -172,23 +180,38 @@ def _calls(
     # A task is remote if its queries, or some of its keys, are in a block that was received.
     needs_peers = queries.block > 0
     needs_peers[reader[block > 0]] = True
-    kinds = reach[tasks.document[mine]]
+    kinds = np.where(reach < 0, CAUSAL, reach)[tasks.document[mine]]
+    sequence = _sequences(tasks.only(mine), reach)
     calls: tuple[list[Call], list[Call]] = ([], [])
     for remote in (False, True):
         for kind in np.unique(kinds[needs_peers == remote]).tolist():
             chosen = (needs_peers == remote) & (kinds == kind)
             spans = chosen[reader]
+            packed = chosen[sequence.task]
             first, last = queries.row[chosen], queries.row[chosen] + num_queries[chosen]
             calls[remote].append(
                 Call(
                     mask=Mask(kind),
                     q=Rows.of(queries.block[chosen], first, last),
                     kv=Rows.of(block[spans], row[spans], stop[spans]),
-                    q_offsets=cumulative(num_queries[chosen]),
-                    kv_offsets=cumulative(num_keys[chosen]),
+                    q_offsets=cumulative(sequence.queries[packed]),
+                    kv_offsets=cumulative(sequence.keys[packed]),
                 )
             )
     return tuple(calls[0]), tuple(calls[1])
+
+
+def _sequences(tasks: Tasks, reach: Ints) -> _Sequences:
+    """Divides tasks at the ends of chunks, whose keys follow each other as their queries do."""
+    of_task = reach[tasks.document]
+    size = np.where(of_task < 0, -of_task, tasks.keys)
+    count = -(-tasks.keys // size)
+    task = np.repeat(np.arange(len(tasks)), count)
+    start = tasks.kv_start[task] + expand(np.zeros_like(count), count) * size[task]
+    stop = np.minimum(start + size[task], tasks.kv_stop[task])
+    inside = stop - np.maximum(start, tasks.q_start[task])
+    queries = np.where(count[task] == 1, tasks.queries[task], inside)
+    return _Sequences(task, queries, stop - start)
 
 
 def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:

@@ -78,7 +78,7 @@ class _Shards:
         self.pairs = masks.pairs(p.start, p.stop, self.length, self.reach)
         # Whether other workers hold a part of the document.
         self.spanning = self.size < self.length - self.prefix
-        seen = np.minimum(self.reach, self.length)
+        seen = np.minimum(abs(self.reach), self.length)
         self.keys_per_query = np.where(self.reach == masks.FULL, self.length, seen)  # at most
 
     def total(self, values: Ints) -> Floats:

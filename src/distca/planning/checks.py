@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import PS
 from distca.planning.devices import UNLIMITED, Devices
+from distca.planning.masks import FULL
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Assignment, DoesNotFitError, Problem
@@ -46,13 +46,13 @@ def _wrong_tasks(plan: Plan, tasks: Tasks) -> str:
     ):
         if np.any((values < 0) | (values >= count)):
             return f"a task has a {what} that is not one of 0 to {count - 1}"
-    length, reach = placement.lengths[tasks.document], plan.reach[tasks.document]
+    masks = placement.masks(plan.reach)
     spans = Spans(tasks.document, tasks.q_start, tasks.q_stop)
     in_order = np.all(np.diff(tasks.document) >= 0) and np.all(tasks.queries > 0)
     if not in_order or cover_error(spans, placement.prefixes.length, placement.lengths):
         return "the tasks do not cover every query token exactly once, in order"
-    if np.any(tasks.kv_start != masks.first_key(tasks.q_start, reach)) or np.any(
-        tasks.kv_stop != masks.last_key(tasks.q_stop, length, reach)
+    if np.any(tasks.kv_start != masks.first_key(tasks.document, tasks.q_start)) or np.any(
+        tasks.kv_stop != masks.last_key(tasks.document, tasks.q_stop)
     ):
         return "the keys of a task are not those that its mask needs"
     if np.any(tasks.home != placement.home(tasks.document, tasks.q_start)) or np.any(
@@ -79,11 +79,11 @@ def _missing_memory(tasks: Tasks, placement: Placement, shape: ModelShape, devic
 
 def check_prefixes(problem: Problem) -> None:
     """Raises ``ValueError`` if a document continues another one under a mask that has no order."""
-    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & (problem.reach == masks.FULL))
+    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & (problem.reach == FULL))
     if len(wrong):
         raise ValueError(
             f"document {wrong[0]} has a prefix and mask full: a document can continue another one"
-            " only under masks causal and window:N"
+            " only under masks causal, window:N and chunk:N"
         )
 
 

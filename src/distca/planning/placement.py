@@ -9,6 +9,7 @@ from typing import NamedTuple, cast
 
 import numpy as np
 
+from distca.planning.document_masks import DocumentMasks
 from distca.planning.prefixes import NO_PARENT, Prefixes
 from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
 
@@ -162,6 +163,10 @@ class Placement:
         """Shards in the order of ``by_document``, grouped by document; they cover each document."""
         order = self.by_document
         return Spans(self.document[order], self.start[order], self.stop[order])
+
+    def masks(self, reach: Ints) -> DocumentMasks:
+        """Returns which keys the queries of each document see. reach: [documents]"""
+        return DocumentMasks(self.lengths, reach)
 
     def home(self, document: Ints, position: Ints) -> Ints:
         """Returns the worker that holds each token."""

@@ -171,6 +171,9 @@ class Traits:
 
 
 def kind_of(mask: Mask) -> str:
+    """Returns the kernel that a mask needs; a chunk is causal by itself (``dispatch.layout``)."""
+    if mask.reach < 0:
+        return "causal"
     return {CAUSAL: "causal", FULL: "full"}.get(mask.reach, "window")
 
 

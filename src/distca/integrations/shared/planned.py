@@ -38,7 +38,7 @@ from distca.integrations.shared.groups import PlanGroups
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.api import plan
 from distca.planning.devices import Devices
-from distca.planning.masks import CAUSAL, Mask
+from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
@@ -87,8 +87,7 @@ class PlannedBatch:
     def plan(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
         longest = int(self._placement.lengths.max(initial=0))
-        if spec.mask.reach >= longest:  # a window that no document exceeds
-            spec = replace(spec, mask=Mask(CAUSAL))
+        spec = replace(spec, mask=spec.mask.within(longest))
         with self._lock:
             if spec not in self._plans:
                 shape = ModelShape("layer", spec.heads, spec.kv_heads, spec.head_dim)

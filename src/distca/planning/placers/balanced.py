@@ -23,12 +23,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning import masks
+from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
-from distca.planning.problem import CostFunction, DocumentLoads, DoesNotFitError, Grain, Problem
+from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
@@ -161,8 +161,7 @@ def _measure(problem: Problem, index: int, table: Ints) -> _Attempt:
     """Estimates the bytes that a placement moves: keys, and the tasks of workers with a surplus."""
     workers, shape = problem.devices.workers_only(), problem.shape
     worker, document, start, stop = table.T
-    length, reach = problem.placement.lengths[document], problem.reach[document]
-    keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach) - (stop - start)
+    keys = problem.masks.num_keys(document, start, stop) - (stop - start)
     # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
     q, kv = 2 * shape.q_bytes, shape.kv_bytes
     c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
