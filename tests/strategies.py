@@ -190,3 +190,12 @@ def long_and_short(draw: Draw, max_ranks: int = 6) -> Batch:
         held[index % count].append(length)
     tolerance = draw(st.sampled_from([0.02, 0.1]))
     return Batch(held, {"cost": "pairs", "tolerance": tolerance, "tile": tile, "min_shard": tile})
+
+
+@st.composite
+def two_way_spans(draw: Draw, length: int, first: int = 0) -> list[list[int]]:
+    """Disjoint spans of the tokens [first, length) of a document, which may touch."""
+    if length == first:
+        return []
+    cuts = sorted(draw(st.sets(st.integers(first, length), max_size=6)))
+    return [[a, b] for a, b in pairwise(cuts) if draw(st.booleans())]

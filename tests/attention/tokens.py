@@ -104,6 +104,12 @@ class Tokens:
             if reach < 0:
                 chunk = position // -reach
                 visible = (behind >= 0) & (chunk[int(self.prefix[document]) :, None] == chunk)
+            for number, start, stop in self.plan.to_json()["two_way"]:
+                if number == document:
+                    first = int(self.prefix[document])
+                    visible[start - first : stop - first, start:stop] = True
+                    if reach < length:  # the window still hides what is too far back
+                        visible &= behind < reach
             rows = self.keys(document)
             keys, values = (t[rows].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE

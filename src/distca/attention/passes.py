@@ -13,6 +13,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -70,8 +71,9 @@ class ForwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
+        forward = partial(plan.backend.forward, scale=plan.scale, softcap=plan.softcap)
         with plan.measured(self._prepared):
-            attended = plan.backend.forward(q, k, v, call.packed, plan.scale, plan.softcap)
+            attended = call.attend(q, k, v, forward)
         return Attended(*(each.contiguous() for each in attended))
 
 
@@ -136,15 +138,14 @@ class BackwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
         *saved, grad_out = call.gather(self._tensors, received)
         plan = self._plan
+        backward = partial(
+            plan.backend.backward,
+            scale=plan.scale,
+            deterministic=plan.deterministic,
+            softcap=plan.softcap,
+        )
         with plan.measured(self._prepared):
-            grads = plan.backend.backward(
-                grad_out,
-                Saved(*saved),
-                call.packed,
-                plan.scale,
-                plan.deterministic,
-                plan.softcap,
-            )
+            grads = call.differentiate(grad_out, Saved(*saved), backward)
         return Gradients(*(each.contiguous() for each in grads))
 
 

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def verify(plan: Plan) -> None:
     """Raises ``ValueError`` if a plan is wrong, such as one that was edited in its file."""
+    if len(plan.reach) == plan.placement.num_documents:
+        plan.placement.two_way.check_masks(plan.reach)
     for name, tasks in (("forward", plan.forward), ("backward", plan.backward)):
         wrong = _wrong_tasks(plan, tasks)
         if not wrong and plan.meets_bound:

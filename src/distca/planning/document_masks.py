@@ -9,7 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from distca.planning import masks
-from distca.planning.spans import Bools, Ints, Span
+from distca.planning.spans import Bools, Ints, Span, as_ints
+from distca.planning.two_way import TwoWaySpans
 
 CostFunction = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseconds
 
@@ -20,6 +21,7 @@ class DocumentMasks:
 
     lengths: Ints  # [documents] with prefixes
     reach: Ints  # [documents]
+    two_way: TwoWaySpans
 
     def first_key(self, document: Ints, start: Ints) -> Ints:
         """Returns the first key that queries from ``start`` on need."""
@@ -27,6 +29,13 @@ class DocumentMasks:
 
     def last_key(self, document: Ints, stop: Ints) -> Ints:
         """Returns one past the last key that queries before ``stop`` need."""
+        last = self.last_key_of_mask(document, stop)
+        if self.two_way.exist:
+            last = np.maximum(last, self.two_way.last_key(document, stop))
+        return last
+
+    def last_key_of_mask(self, document: Ints, stop: Ints) -> Ints:
+        """Returns the same without two-way spans."""
         return masks.last_key(stop, self.lengths[document], self.reach[document])
 
     def num_keys(self, document: Ints, start: Ints, stop: Ints) -> Ints:
@@ -35,7 +44,11 @@ class DocumentMasks:
 
     def pairs(self, document: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns the query-key pairs of queries [start, stop)."""
-        return masks.pairs(start, stop, self.lengths[document], self.reach[document])
+        pairs = masks.pairs(start, stop, self.lengths[document], self.reach[document])
+        if self.two_way.exist:
+            before = self.two_way.pairs_before
+            pairs = pairs + (before(document, stop) - before(document, start))
+        return pairs
 
     def load(self, document: Ints, start: Ints, stop: Ints, cost_ps: CostFunction) -> Ints:
         """Returns the load of queries [start, stop); empty spans have load 0.
@@ -63,13 +76,16 @@ class DocumentMasks:
     def keys_needed(self, document: int, queries: Span) -> Span:
         """Returns the keys that one span of queries needs, in Python integers."""
         lengths, reach = self._lists
-        return masks.keys_needed(queries, lengths[document], reach[document])
+        first, last = masks.keys_needed(queries, lengths[document], reach[document])
+        if self.two_way.exist:
+            last = max(last, int(self.two_way.last_key(as_ints(document), as_ints(queries[1]))))
+        return first, last
 
     @cached_property
     def is_causal(self) -> Bools:
         """[documents] Whether every query sees all keys up to its own, and no others."""
         causal: Bools = self.reach >= self.lengths
-        return causal
+        return causal & ~self.two_way.of_documents(len(self.lengths))
 
     @cached_property
     def _any_chunks(self) -> bool:

@@ -13,7 +13,7 @@ def num_tokens(entry: Entry) -> int:
     """Returns how many tokens of a document are on its rank."""
     if isinstance(entry, int):
         return entry
-    return entry["length"] if "length" in entry else entry["stop"] - entry["start"]
+    return int(entry["length"] if "length" in entry else entry["stop"] - entry["start"])
 
 
 def numbered(ranks: Sequence[Documents]) -> list[list[Entry]]:

@@ -56,15 +56,15 @@ def balanced_placement(problem: Problem) -> Placement:
     document dealt over all workers.
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
-    prefixes = problem.placement.prefixes
+    prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes)]
+        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes, two_way)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return candidates[0]
-    in_order = Placement.in_order(lengths, num_workers, prefixes)
+    in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
         return min([*candidates, in_order], key=lambda candidate: _quality(candidate, problem))
     few = in_order.num_documents <= FEW_DOCUMENTS
