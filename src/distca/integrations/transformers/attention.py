@@ -33,7 +33,6 @@ except ImportError as error:
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.documents import num_tokens
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
@@ -140,7 +139,7 @@ class Registered:
                 raise ValueError(packed.error)
             if call.batch is None:
                 documents = call.documents(given, packed.starts)
-            packed.check(call.batch.lengths if call.batch else [*map(num_tokens, documents)])
+            packed.check(call.batch.documents if call.batch else documents)
             if first:  # the same on all ranks if they share the batch
                 call.check_packed(max(map(len, call.batch.ranks if call.batch else [documents])))
         except ValueError as raised:
