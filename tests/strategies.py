@@ -36,6 +36,8 @@ MASKS = (
     "window:1000",
     "chunk:7",
     "chunk:32",
+    "band:1",
+    "band:9",
 )
 COSTS = ("pairs", "analytic", "h200")
 

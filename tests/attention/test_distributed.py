@@ -34,6 +34,7 @@ CASES: dict[str, tuple[int, Batch]] = {
     "window": (3, Batch([[222], [9] * 4, [1]], {"mask": "window:40", **GRAIN})),
     "chunks": (3, Batch([[222], [9] * 4, [50]], {"mask": "chunk:40", **GRAIN})),
     "images": (2, Batch([[{"length": 201, "two_way": [[7, 90], [100, 180]]}], [64, 1]], GRAIN)),
+    "a band": (3, Batch([[222], [9] * 4, [50]], {"mask": "band:40", **GRAIN})),
     "two and two": (4, Batch([[201], [64, 7, 1]], {"servers": 2, **GRAIN})),
     "mixed": (4, Batch([[201], [33]], {"servers": 2, "workers_serve": True, **GRAIN})),
     "balanced": (4, Batch([[400], [99, 7], [50] * 2, [64]], {"placement": "balanced", **GRAIN})),

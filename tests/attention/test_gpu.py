@@ -49,7 +49,7 @@ def plan_of(documents: list[list[Entry]], **options: object) -> Plan:
     return Batch(documents).plan(cost="pairs", **options)
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "window:300", "chunk:300"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window:300", "chunk:300", "band:150"])
 def test_bfloat16_is_within_the_error_of_one_device(backend: str, mask: str) -> None:
     alone = [[length for rank in DOCUMENTS for length in rank]]
     found, whole = (

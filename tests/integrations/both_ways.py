@@ -37,6 +37,12 @@ def model_of(name: str, attention: str) -> Any:
         chunks = ["chunked_attention", "full_attention", "chunked_attention"]
         experts = {"num_local_experts": 2, "intermediate_size_mlp": 48, "layer_types": chunks}
         model = t.Llama4ForCausalLM(t.Llama4TextConfig(**sizes, attention_chunk_size=64, **experts))
+    elif name == "modernbert":
+        options = {"local_attention": 40, "layer_types": MIXED, "reference_compile": False}
+        model = t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **options))
+    elif name == "embeddinggemma":
+        options = {"sliding_window": 100, "layer_types": MIXED, "use_bidirectional_attention": True}
+        model = t.Gemma3ForCausalLM(t.Gemma3TextConfig(**sizes, **options))
     else:
         dropout = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
         model = t.BertForMaskedLM(t.BertConfig(**sizes, **dropout))

@@ -13,7 +13,7 @@ from integrations import both_ways
 
 from distca.integrations.transformers import register, tell_two_way
 
-MODELS = ["gemma3", "paligemma", "paligemma2", "llama4", "bert"]
+MODELS = ["gemma3", "paligemma", "paligemma2", "llama4", "bert", "modernbert", "embeddinggemma"]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,7 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 from distca.integrations.transformers import register
 from distca.integrations.transformers.masks import read_mask, visibility
 from distca.integrations.transformers.packed_mask import ModelCall, PackedMask, PackedMaskFactory
-from distca.planning.masks import CAUSAL, FULL, Mask
+from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
 WAY_OUT = "attn_implementation"
 
@@ -97,11 +97,6 @@ def test_a_mask_of_the_users_own() -> None:
     with torch.no_grad():
         right, found = (loss_of(model_of("llama", a), batch).item() for a in ("sdpa", "distca"))
     assert found == pytest.approx(right, rel=1e-5)
-
-
-def test_a_bidirectional_model() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 .*none of those that distca supports"):
-        loss_of(model_of("gemma3", "distca", use_bidirectional_attention=True), packed([130, 4]))
 
 
 def test_a_model_that_handles_its_masks_itself() -> None:
@@ -269,7 +264,9 @@ KINDS: dict[str, tuple[Callable[..., Any], int, list[int] | None]] = {
     "strided": (lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), CAUSAL, None),
     "not itself": (lambda b, h, q, k: k < q, CAUSAL, None),
     "padding": (lambda b, h, q, k: (k <= q) & (k > 3), CAUSAL, None),
-    "a band": (lambda b, h, q, k: (q - k).abs() <= 3, CAUSAL, None),
+    "a band": (lambda b, h, q, k: (q - k).abs() <= 3, BAND + 3, []),
+    "a wider band": (lambda b, h, q, k: (q - k).abs() <= 4, BAND + 3, None),
+    "a band that is not told": (lambda b, h, q, k: (q - k).abs() <= 3, CAUSAL, None),
 }
 
 
@@ -284,7 +281,7 @@ def test_masks_are_told_apart(kind: str) -> None:
             packed_too = "packed" in kind
             starts = read.starts[0].nonzero().flatten().tolist()
             assert starts == ([0, 9, 10] if packed_too else [0])
-            assert reach == FULL or read.ahead[0].nonzero().flatten().tolist() == known
+            assert reach in (FULL, BAND + 3) or read.ahead[0].nonzero().flatten().tolist() == known
 
 
 def test_documents_that_were_told_need_not_be_in_the_mask() -> None:

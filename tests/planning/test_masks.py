@@ -13,7 +13,7 @@ from distca.planning.spans import as_ints
 
 @given(
     st.data(),
-    st.sampled_from([*MASKS, "window:2", "window:30", "chunk:1", "chunk:10"]),
+    st.sampled_from([*MASKS, "window:2", "window:30", "chunk:1", "chunk:10", "band:2", "band:59"]),
     st.integers(1, 60),
 )
 def test_pairs_and_keys_are_those_of_the_dense_mask(
@@ -66,11 +66,12 @@ def test_a_mask_prints_what_it_parses(text: str) -> None:
         "window:4.5",
         "window:x",
         "chunk:0",
+        "band:0",
     ],
 )
 def test_an_unknown_mask_is_refused(text: str) -> None:
     with pytest.raises(
-        ValueError, match=r"^mask .* is unknown: use causal, full, window:N or chunk:N"
+        ValueError, match=r"^mask .* is unknown: use causal, full, window:N, chunk:N or band:N"
     ):
         Mask.parse(text)
 

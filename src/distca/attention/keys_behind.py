@@ -1,4 +1,4 @@
-"""Attention to the keys behind queries, which two-way spans add to a kernel call.
+"""Attention to the keys behind queries, which two-way spans and bands add to a kernel call.
 
 The kernel of the call attends to the keys of the mask, and a second one to the keys behind. Both
 results are merged by their log-sum-exps. In the backward pass each kernel gets the merged out and
@@ -17,7 +17,6 @@ from torch import Tensor
 from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
 from distca.dispatch.layout import KeysBehind
 from distca.dispatch.tensors import to_device
-from distca.planning.masks import CAUSAL, Mask
 
 Forward = Callable[[Tensor, Tensor, Tensor, PackedCall], Attended]
 Backward = Callable[[Tensor, Saved, PackedCall], Gradients]
@@ -33,7 +32,7 @@ class PreparedKeysBehind:
     @classmethod
     def of(cls, behind: KeysBehind, device: torch.device) -> PreparedKeysBehind:
         rows = to_device(behind.rows, torch.int64, device)
-        packed = PackedCall.of(Mask(CAUSAL), behind.q_offsets, behind.kv_offsets, device)
+        packed = PackedCall.of(behind.mask, behind.q_offsets, behind.kv_offsets, device)
         return cls(rows, packed)
 
     def forward(

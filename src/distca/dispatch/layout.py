@@ -16,11 +16,11 @@ import numpy as np
 
 from distca.dispatch.rows import Rows
 from distca.planning.document_masks import DocumentMasks
-from distca.planning.masks import CAUSAL, Mask
+from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, expand, overlaps
+from distca.planning.spans import Bools, Ints, Spans, cumulative, expand, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
 
@@ -39,13 +39,14 @@ class PeerRows:
 
 @dataclass(frozen=True, eq=False)
 class KeysBehind:
-    """Queries of a call in two-way spans, and the keys behind them. [Note: keys behind]
+    """Queries of a call that see keys behind them, and these keys. [Note: keys behind]
 
     In the order of positions, the query of row r sees the keys from r on. Read backwards, both are
     a causal sequence that is bottom-right aligned, which every kernel supports. So everything here
     is in reverse order, from the last span of the call to its first.
     """
 
+    mask: Mask  # causal, or a window of the nearest keys
     rows: Ints  # of the call's packed queries
     q_offsets: Ints  # [spans + 1]
     kv_offsets: Ints  # [spans + 1]
@@ -221,7 +222,7 @@ def _calls(
     here, masks = tasks.only(queries.task), placement.masks(reach)
     sequence, behind = _sequences(here, masks), _behind(here, masks)
     document, prefixes = here.document, placement.prefixes
-    last = masks.last_key_of_mask(document, here.q_stop)
+    last = masks.last_key_up_to_own(document, here.q_stop)
     up_to_own = _find(prefixes, keys, Spans(document, here.kv_start, last))
     own_span = Spans(document[behind.task], behind.start + 1, behind.last)
     of_behind = _find(prefixes, keys, own_span)
@@ -240,12 +241,12 @@ def _calls(
             first = queries.row[chosen]
             calls[remote].append(
                 Call(
-                    mask=Mask(kind),
+                    mask=Mask(kind - BAND + 1 if kind > BAND else kind),
                     q=Rows.of(queries.block[chosen], first, first + here.queries[chosen]),
                     kv=Rows.of(*map(np.concatenate, zip(*(r.rows for r in read), strict=True))),
                     q_offsets=cumulative(sequence.queries[packed]),
                     kv_offsets=cumulative(sequence.keys[packed]),
-                    behind=_mirrored(later, here, chosen) if len(later.task) else None,
+                    behind=_mirrored(later, here, chosen, kind) if len(later.task) else None,
                 )
             )
     return tuple(calls[0]), tuple(calls[1])
@@ -263,7 +264,7 @@ def _find(prefixes: Prefixes, keys: _Keys, needs: Spans) -> _Found:
 def _sequences(tasks: Tasks, masks: DocumentMasks) -> _Sequences:
     """Divides tasks at the ends of chunks, whose keys follow each other as their queries do."""
     reach = masks.reach[tasks.document]
-    last = masks.last_key_of_mask(tasks.document, tasks.q_stop)
+    last = masks.last_key_up_to_own(tasks.document, tasks.q_stop)
     size = np.where(reach < 0, -reach, last - tasks.kv_start)
     count = -(-(last - tasks.kv_start) // size)
     task = np.repeat(np.arange(len(tasks)), count)
@@ -275,22 +276,31 @@ def _sequences(tasks: Tasks, masks: DocumentMasks) -> _Sequences:
 
 
 def _behind(tasks: Tasks, masks: DocumentMasks) -> _Behind:
-    """Returns the queries of tasks that see keys behind them: all but the last of a span."""
+    """Returns the queries of tasks that see keys behind them: all but the last of a span.
+
+    Under a band, these are all but the last of a document.
+    """
+    reach, length = masks.reach[tasks.document], masks.lengths[tasks.document]
+    in_band = np.flatnonzero((reach > BAND) & (tasks.q_start < length - 1))
+    stop = np.minimum(tasks.q_stop, length - 1)
+    band = _Behind(in_band, tasks.q_start[in_band], stop[in_band], tasks.kv_stop[in_band])
     if not masks.two_way.exist:
-        return _Behind(*as_ints([[]] * 4))
+        return band
     shared = masks.two_way.shared_with(Spans(tasks.document, tasks.q_start, tasks.q_stop))
     last = masks.two_way.stop[shared.right]
     found = _Behind(shared.left, shared.start, np.minimum(shared.stop, last - 1), last)
-    return found.only(found.start < found.stop)
+    both = zip(band, found.only(found.start < found.stop), strict=True)
+    return _Behind(*map(np.concatenate, both))
 
 
-def _mirrored(behind: _Behind, tasks: Tasks, chosen: Bools) -> KeysBehind:
+def _mirrored(behind: _Behind, tasks: Tasks, chosen: Bools, reach: int) -> KeysBehind:
     """Returns the part of a call for the keys behind its queries. [Note: keys behind]"""
     first = np.zeros(len(tasks), np.int64)
     first[chosen] = cumulative(tasks.queries[chosen])[:-1]
     inside = first[behind.task] + behind.start - tasks.q_start[behind.task]
     num_queries, num_keys = behind.stop - behind.start, behind.last - behind.start - 1
     return KeysBehind(
+        mask=Mask(reach - BAND if reach > BAND else CAUSAL),
         rows=expand(inside, num_queries)[::-1].copy(),
         q_offsets=cumulative(num_queries[::-1]),
         kv_offsets=cumulative(num_keys[::-1]),

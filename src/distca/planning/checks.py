@@ -8,7 +8,7 @@ import numpy as np
 
 from distca.planning.costs.base import PS
 from distca.planning.devices import UNLIMITED, Devices
-from distca.planning.masks import FULL
+from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Assignment, DoesNotFitError, Problem
@@ -81,11 +81,12 @@ def _missing_memory(tasks: Tasks, placement: Placement, shape: ModelShape, devic
 
 def check_prefixes(problem: Problem) -> None:
     """Raises ``ValueError`` if a document continues another one under a mask that has no order."""
-    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & (problem.reach == FULL))
+    no_order = (problem.reach == FULL) | (problem.reach > CAUSAL)
+    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & no_order)
     if len(wrong):
         raise ValueError(
-            f"document {wrong[0]} has a prefix and mask full: a document can continue another one"
-            " only under masks causal, window:N and chunk:N"
+            f"document {wrong[0]} has a prefix and mask {Mask(int(problem.reach[wrong[0]]))}:"
+            " a document can continue another one only under masks causal, window:N and chunk:N"
         )
 
 

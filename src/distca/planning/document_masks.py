@@ -29,14 +29,14 @@ class DocumentMasks:
 
     def last_key(self, document: Ints, stop: Ints) -> Ints:
         """Returns one past the last key that queries before ``stop`` need."""
-        last = self.last_key_of_mask(document, stop)
+        last = masks.last_key(stop, self.lengths[document], self.reach[document])
         if self.two_way.exist:
             last = np.maximum(last, self.two_way.last_key(document, stop))
         return last
 
-    def last_key_of_mask(self, document: Ints, stop: Ints) -> Ints:
-        """Returns the same without two-way spans."""
-        return masks.last_key(stop, self.lengths[document], self.reach[document])
+    def last_key_up_to_own(self, document: Ints, stop: Ints) -> Ints:
+        """Returns the same without keys behind queries, which full masks do not tell apart."""
+        return np.where(self.reach[document] == masks.FULL, self.lengths[document], stop)
 
     def num_keys(self, document: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns how many keys queries [start, stop) need."""
@@ -84,7 +84,7 @@ class DocumentMasks:
     @cached_property
     def is_causal(self) -> Bools:
         """[documents] Whether every query sees all keys up to its own, and no others."""
-        causal: Bools = self.reach >= self.lengths
+        causal = masks.is_causal(self.lengths, self.reach)
         return causal & ~self.two_way.of_documents(len(self.lengths))
 
     @cached_property

@@ -127,7 +127,8 @@ class TwoWaySpans:
 
     def check_masks(self, reach: Ints) -> None:
         """Raises ``ValueError`` if a document with such spans has another mask than it may have."""
-        wrong = np.flatnonzero(reach[self.document] <= FULL)
+        kind = reach[self.document]
+        wrong = np.flatnonzero((kind <= FULL) | (kind > CAUSAL))
         if len(wrong):
             document = self.document[wrong[0]]
             raise ValueError(

@@ -180,6 +180,8 @@ def kind_of(mask: Mask) -> str:
     """Returns the kernel that a mask needs; a chunk is causal by itself (``dispatch.layout``)."""
     if mask.reach < 0:
         return "causal"
+    if mask.reach > CAUSAL:  # two windows, of which one is read backwards
+        return "window"
     return {CAUSAL: "causal", FULL: "full"}.get(mask.reach, "window")
 
 

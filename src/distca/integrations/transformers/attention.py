@@ -39,6 +39,7 @@ from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
+from distca.planning.masks import BAND
 from distca.planning.placement import Entry
 
 
@@ -113,7 +114,7 @@ class Registered:
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")
         # sdpa uses the mask and flash attention uses the window: they must agree.
-        if window not in (None, mask.reach) and not attention_mask.error:
+        if window not in (None, mask.reach, mask.reach - BAND + 1) and not attention_mask.error:
             raise ValueError(
                 f"{where} has a window of {window} keys, but its mask is {mask}: {WAY_OUT}"
             )

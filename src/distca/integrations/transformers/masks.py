@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from distca.planning.masks import CAUSAL, FULL, Mask
+from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Visible = Callable[[Tensor], Tensor]  # of keys [B, S] or [1, S], which key each query sees: [B, S]
@@ -71,6 +71,9 @@ def read_mask(visible: Visible, mask: Mask, told: Tensor) -> ReadMask | None:
     ahead = visible(q + 1) & (q + 1 < last)
     if reach == FULL:
         low, high, next_span = first, last, last
+    elif reach > BAND:
+        low = torch.maximum(first, q - (reach - BAND))
+        high, next_span = torch.minimum(last, q + (reach - BAND) + 1), last
     else:
         low = first if reach == CAUSAL else torch.maximum(first, q - reach + 1)
         low = low if reach > 0 else torch.maximum(first, q // -reach * -reach)

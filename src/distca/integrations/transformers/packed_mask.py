@@ -33,12 +33,12 @@ from distca.integrations.transformers.batches import (
 from distca.integrations.transformers.calls import Calls, PreparedMask, in_progress
 from distca.integrations.transformers.masks import read_mask, visibility
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
-from distca.planning.masks import CAUSAL, FULL, Mask
+from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 from distca.planning.placement import Entry
 
 _UNSUPPORTED = (
     "has a mask that is none of those that distca supports for whole documents: causal, a sliding"
-    " window, chunks, full, or two-way spans"
+    " window, chunks, full, a band, or two-way spans"
 )
 
 
@@ -127,6 +127,11 @@ class PackedMask(PreparedMask):
         self.ahead: Tensor | None = None  # [B, S], where it shows a query the next key
         self.error = ""  # why distca cannot compute these layers
 
+    @property
+    def is_both_ways(self) -> bool:
+        """Whether all queries see keys behind them, as in encoders."""
+        return self.mask.reach == FULL or self.mask.reach > BAND
+
     def check(self, documents: Sequence[Entry]) -> None:
         """Raises if transformers' mask is not that of these documents."""
         if self.starts is None:
@@ -197,7 +202,7 @@ class PackedMaskFactory:
             return prepared
         call = self._call(asked)
         packed = PackedMask(call, _kind(asked))
-        if packed.mask.reach == FULL and models and not call.is_of_tokens(models):
+        if packed.is_both_ways and models and not call.is_of_tokens(models):
             return None  # of an encoder of images or sounds
         num_keys, padding = asked["kv_length"], asked.get("attention_mask")
         if num_keys != call.num_tokens or asked.get("q_offset"):
@@ -226,22 +231,24 @@ class PackedMaskFactory:
 def _kind(asked: Mapping[str, Any]) -> Mask:
     """Returns the mask by what transformers says, which is the same on all ranks."""
     config, size = asked.get("config"), asked.get("local_size")
-    if "allow_is_bidirectional_skip" in asked and size is None:
-        return Mask(FULL)
+    if "allow_is_bidirectional_skip" in asked:
+        return Mask(FULL if size is None else BAND + size)
+    if asked.get("use_vmap"):  # the model adds a function of its own, as Gemma 3 does
+        if getattr(config, "use_bidirectional_attention", None) is True:
+            return Mask(FULL if size is None else BAND + size - 1)  # counts the query's own key
+        if size is None:  # a window over two-way spans
+            size = getattr(config, "sliding_window", None)
     if size is not None and size == getattr(config, "attention_chunk_size", None):
         return Mask(-size)
-    both_ways = getattr(config, "use_bidirectional_attention", None) is True
-    if size is None and asked.get("use_vmap") and not both_ways:
-        size = getattr(config, "sliding_window", None)  # over two-way spans, as in Gemma 3
     return Mask(CAUSAL if size is None else size)
 
 
 def _read(packed: PackedMask, asked: Mapping[str, Any]) -> str:
     """Reads the documents and two-way spans of a mask; returns why distca cannot compute it."""
     call, mask = packed.call, packed.mask
-    if mask.reach == FULL and call.models and not call.is_of_tokens(call.models[-1:]):
+    if packed.is_both_ways and call.models and not call.is_of_tokens(call.models[-1:]):
         return f"may attend to something else than the model's tokens: {WAY_OUT}"
-    if mask.reach == FULL and any(
+    if packed.is_both_ways and any(
         model.given.get("encoder_hidden_states") is not None for model in call.models
     ):
         return f"attends to an encoder, which distca does not support: {WAY_OUT}"
@@ -252,7 +259,7 @@ def _read(packed: PackedMask, asked: Mapping[str, Any]) -> str:
     if read is None:
         return f"{_UNSUPPORTED}: {WAY_OUT}"
     packed.starts = read.starts
-    if mask.reach == FULL:
+    if packed.is_both_ways:
         return ""
     packed.ahead = read.ahead
     if not bool(read.ahead.any()):
