@@ -37,6 +37,13 @@ def model_of(name: str, attention: str) -> Any:
         chunks = ["chunked_attention", "full_attention", "chunked_attention"]
         experts = {"num_local_experts": 2, "intermediate_size_mlp": 48, "layer_types": chunks}
         model = t.Llama4ForCausalLM(t.Llama4TextConfig(**sizes, attention_chunk_size=64, **experts))
+    elif name == "qwen2_5_vl":
+        rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+        text = {**sizes, "rope_parameters": rope}
+        vision = {"depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 1,
+                  "out_hidden_size": sizes["hidden_size"]}  # fmt: skip
+        config = t.Qwen2_5_VLConfig(text_config=text, vision_config=vision)
+        model = t.Qwen2_5_VLForConditionalGeneration(config)
     elif name == "modernbert":
         options = {"local_attention": 40, "layer_types": MIXED, "reference_compile": False}
         model = t.ModernBertForMaskedLM(t.ModernBertConfig(**sizes, **options))
@@ -66,6 +73,9 @@ def batch_of(name: str, rank: int) -> dict[str, Tensor]:
         batch["position_ids"] = positions + 1
         half = torch.cat([torch.arange(n) < n // 2 for n in LENGTHS[rank]])
         kinds[0] = (~half).long()
+    elif name == "qwen2_5_vl":  # positions of text, then time, height and width of images
+        batch["position_ids"] = torch.stack([positions, positions // 3, positions // 2, positions])
+        return batch
     else:
         return batch
     return batch | {"token_type_ids": kinds}
@@ -83,7 +93,7 @@ def by_eager(name: str) -> tuple[list[float], dict[str, Tensor]]:
     losses = []
     for rank, lengths in enumerate(LENGTHS):
         batch = batch_of(name, rank)
-        parts = zip(*(rows.split(list(lengths), 1) for rows in batch.values()), strict=True)
+        parts = zip(*(rows.split(list(lengths), -1) for rows in batch.values()), strict=True)
         loss = sum(squares(model, dict(zip(batch, part, strict=True))) for part in parts)
         loss.backward()
         losses.append(loss.item())

@@ -13,7 +13,16 @@ from integrations import both_ways
 
 from distca.integrations.transformers import register, tell_two_way
 
-MODELS = ["gemma3", "paligemma", "paligemma2", "llama4", "bert", "modernbert", "embeddinggemma"]
+MODELS = [
+    "gemma3",
+    "paligemma",
+    "paligemma2",
+    "llama4",
+    "bert",
+    "modernbert",
+    "embeddinggemma",
+    "qwen2_5_vl",
+]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
-from distca.dispatch.layout import KeysBehind
+from distca.dispatch.kernel_sequences import KeysBehind
 from distca.dispatch.tensors import to_device
 
 Forward = Callable[[Tensor, Tensor, Tensor, PackedCall], Attended]

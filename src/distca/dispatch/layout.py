@@ -14,13 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.dispatch.kernel_sequences import (
+    KeysBehind,
+    mirrored,
+    queries_with_keys_behind,
+    sequences_of,
+)
 from distca.dispatch.rows import Rows
-from distca.planning.document_masks import DocumentMasks
 from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Bools, Ints, Spans, cumulative, expand, overlaps
+from distca.planning.spans import Bools, Ints, Spans, cumulative, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
 
@@ -35,21 +40,6 @@ class PeerRows:
     send: Mapping[int, Rows]  # own rows by receiving rank, ascending; only ranks that get any
     recv: Mapping[int, int]  # number of rows by sending rank, ascending; only ranks that send any
     moves: bool  # whether any rank sends anything: where none does, no rank joins the collective
-
-
-@dataclass(frozen=True, eq=False)
-class KeysBehind:
-    """Queries of a call that see keys behind them, and these keys. [Note: keys behind]
-
-    In the order of positions, the query of row r sees the keys from r on. Read backwards, both are
-    a causal sequence that is bottom-right aligned, which every kernel supports. So everything here
-    is in reverse order, from the last span of the call to its first.
-    """
-
-    mask: Mask  # causal, or a window of the nearest keys
-    rows: Ints  # of the call's packed queries
-    q_offsets: Ints  # [spans + 1]
-    kv_offsets: Ints  # [spans + 1]
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,26 +136,6 @@ class _Found(NamedTuple):
         return _Found(*(column[chosen] for column in self))
 
 
-class _Behind(NamedTuple):
-    """Queries [start, stop) of tasks that see the keys behind them, up to ``last``."""
-
-    task: Ints
-    start: Ints
-    stop: Ints
-    last: Ints
-
-    def only(self, chosen: Bools) -> _Behind:
-        return _Behind(*(column[chosen] for column in self))
-
-
-class _Sequences(NamedTuple):
-    """Queries and keys that a kernel sees by themselves: a task, or a chunk of one."""
-
-    task: Ints
-    queries: Ints
-    keys: Ints
-
-
 def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[PeerRows, _Queries]:
     moved = tasks.moved
     leaving = _by(tasks.server, moved[tasks.home[moved] == rank])
@@ -220,7 +190,7 @@ def _calls(
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
     """Returns the local and the remote calls: one for each kind of kernel."""
     here, masks = tasks.only(queries.task), placement.masks(reach)
-    sequence, behind = _sequences(here, masks), _behind(here, masks)
+    sequence, behind = sequences_of(here, masks), queries_with_keys_behind(here, masks)
     document, prefixes = here.document, placement.prefixes
     last = masks.last_key_up_to_own(document, here.q_stop)
     up_to_own = _find(prefixes, keys, Spans(document, here.kv_start, last))
@@ -246,7 +216,7 @@ def _calls(
                     kv=Rows.of(*map(np.concatenate, zip(*(r.rows for r in read), strict=True))),
                     q_offsets=cumulative(sequence.queries[packed]),
                     kv_offsets=cumulative(sequence.keys[packed]),
-                    behind=_mirrored(later, here, chosen, kind) if len(later.task) else None,
+                    behind=mirrored(later, here, chosen, kind) if len(later.task) else None,
                 )
             )
     return tuple(calls[0]), tuple(calls[1])
@@ -259,52 +229,6 @@ def _find(prefixes: Prefixes, keys: _Keys, needs: Spans) -> _Found:
     row = keys.row[found.right] + found.start - keys.start[found.right]
     stop = row + found.stop - found.start
     return _Found(span[found.left], keys.block[found.right], row, stop)
-
-
-def _sequences(tasks: Tasks, masks: DocumentMasks) -> _Sequences:
-    """Divides tasks at the ends of chunks, whose keys follow each other as their queries do."""
-    reach = masks.reach[tasks.document]
-    last = masks.last_key_up_to_own(tasks.document, tasks.q_stop)
-    size = np.where(reach < 0, -reach, last - tasks.kv_start)
-    count = -(-(last - tasks.kv_start) // size)
-    task = np.repeat(np.arange(len(tasks)), count)
-    start = tasks.kv_start[task] + expand(np.zeros_like(count), count) * size[task]
-    stop = np.minimum(start + size[task], last[task])
-    inside = stop - np.maximum(start, tasks.q_start[task])
-    queries = np.where(count[task] == 1, tasks.queries[task], inside)
-    return _Sequences(task, queries, stop - start)
-
-
-def _behind(tasks: Tasks, masks: DocumentMasks) -> _Behind:
-    """Returns the queries of tasks that see keys behind them: all but the last of a span.
-
-    Under a band, these are all but the last of a document.
-    """
-    reach, length = masks.reach[tasks.document], masks.lengths[tasks.document]
-    in_band = np.flatnonzero((reach > BAND) & (tasks.q_start < length - 1))
-    stop = np.minimum(tasks.q_stop, length - 1)
-    band = _Behind(in_band, tasks.q_start[in_band], stop[in_band], tasks.kv_stop[in_band])
-    if not masks.two_way.exist:
-        return band
-    shared = masks.two_way.shared_with(Spans(tasks.document, tasks.q_start, tasks.q_stop))
-    last = masks.two_way.stop[shared.right]
-    found = _Behind(shared.left, shared.start, np.minimum(shared.stop, last - 1), last)
-    both = zip(band, found.only(found.start < found.stop), strict=True)
-    return _Behind(*map(np.concatenate, both))
-
-
-def _mirrored(behind: _Behind, tasks: Tasks, chosen: Bools, reach: int) -> KeysBehind:
-    """Returns the part of a call for the keys behind its queries. [Note: keys behind]"""
-    first = np.zeros(len(tasks), np.int64)
-    first[chosen] = cumulative(tasks.queries[chosen])[:-1]
-    inside = first[behind.task] + behind.start - tasks.q_start[behind.task]
-    num_queries, num_keys = behind.stop - behind.start, behind.last - behind.start - 1
-    return KeysBehind(
-        mask=Mask(reach - BAND if reach > BAND else CAUSAL),
-        rows=expand(inside, num_queries)[::-1].copy(),
-        q_offsets=cumulative(num_queries[::-1]),
-        kv_offsets=cumulative(num_keys[::-1]),
-    )
 
 
 def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:

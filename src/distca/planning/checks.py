@@ -80,13 +80,24 @@ def _missing_memory(tasks: Tasks, placement: Placement, shape: ModelShape, devic
 
 
 def check_prefixes(problem: Problem) -> None:
-    """Raises ``ValueError`` if a document continues another one under a mask that has no order."""
-    no_order = (problem.reach == FULL) | (problem.reach > CAUSAL)
-    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & no_order)
+    """Raises ``ValueError`` if a document continues another one under a mask that it may not have.
+
+    The keys of a prefix belong to one kernel call of a server, so all its documents have one mask.
+    """
+    prefixes, reach = problem.placement.prefixes, problem.reach
+    no_order = (reach == FULL) | (reach > CAUSAL)
+    wrong = np.flatnonzero((prefixes.length > 0) & no_order)
     if len(wrong):
         raise ValueError(
             f"document {wrong[0]} has a prefix and mask {Mask(int(problem.reach[wrong[0]]))}:"
             " a document can continue another one only under masks causal, window:N and chunk:N"
+        )
+    wrong = np.flatnonzero((prefixes.length > 0) & (reach != reach[prefixes.parent]))
+    if len(wrong):
+        parent = int(prefixes.parent[wrong[0]])
+        raise ValueError(
+            f"document {wrong[0]} has mask {Mask(int(reach[wrong[0]]))}, but document {parent},"
+            f" which it continues, has mask {Mask(int(reach[parent]))}: give them the same mask"
         )
 
 
