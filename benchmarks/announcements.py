@@ -34,9 +34,10 @@ ANNOUNCE = exchange.announce
 CPU = {"heads": 8, "kv_heads": 2, "head_dim": 64}
 GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 # Tokens of the longest document: layers in a run, runs. On a GPU the host runs ahead of the device
-# over several layers, as it does in training.
+# over several layers, as it does in training, and sends announcements ten times a second, so a run
+# takes longer than that.
 CPU_SIZES = {512: (1, 60), 2048: (1, 20)}
-GPU_SIZES = {2048: (8, 30), 8192: (8, 20), 32768: (4, 8)}
+GPU_SIZES = {2048: (64, 20), 8192: (24, 16), 32768: (4, 8)}
 
 
 def layers(attention: distca.CoreAttention, qkv: list[Tensor], plan: distca.Plan, n: int) -> float:

@@ -6,11 +6,12 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from multiprocessing.connection import Connection
+from queue import SimpleQueue
 
 import torch.distributed as dist
 
+from distca.dispatch.announcement import Announcement
 from distca.dispatch.peers import Peers
 
 Seen = list[object]
@@ -28,17 +29,17 @@ def start(
     peers.close()
 
 
-def outcome(future: Future) -> list[object]:
+def outcome(announcement: Announcement) -> list[object]:
     PEERS[0].flush()
     try:
-        return list(future.result(30))
+        return list(announcement.result(30))
     except Exception as error:
         return [type(error).__name__, str(error), *(getattr(error, "records", None) or [])]
 
 
 def announces(peers: Peers, rank: int) -> Seen:
-    futures = [peers.announce("a"), peers.announce(f"b{rank}"), peers.announce("c")]
-    return [outcome(future) for future in futures]
+    announcements = [peers.announce("a"), peers.announce(f"b{rank}"), peers.announce("c")]
+    return [outcome(one) for one in announcements]
 
 
 def is_killed(peers: Peers, rank: int, victim: int, with_child: bool) -> Seen:
@@ -49,11 +50,12 @@ def is_killed(peers: Peers, rank: int, victim: int, with_child: bool) -> Seen:
             time.sleep(4)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
-    called: list[str] = []
-    peers.on_loss(lambda error: called.append(str(error)))
+    called: SimpleQueue[str] = SimpleQueue()
+    peers.on_loss(lambda error: called.put(str(error)))
     begin = time.monotonic()
     seen: Seen = [outcome(peers.announce("after"))]
-    return [*seen, outcome(peers.announce("again")), *called, time.monotonic() - begin < 2.5]
+    seen += [outcome(peers.announce("again")), called.get(timeout=2.5)]
+    return [*seen, time.monotonic() - begin < 2.5]
 
 
 def fails(peers: Peers, rank: int, victim: int) -> Seen:
@@ -79,11 +81,11 @@ def is_late(peers: Peers, rank: int) -> Seen:
     if rank == 1:
         time.sleep(1)
         return []
-    future = peers.announce("second")
+    second = peers.announce("second")
     peers.flush()
     time.sleep(0.3)  # both have announced it
-    peers.ask(future)
-    return outcome(future)
+    peers.ask(second)
+    return outcome(second)
 
 
 def asks_who_is_left(peers: Peers, rank: int, victims: list[int]) -> Seen:
@@ -91,6 +93,6 @@ def asks_who_is_left(peers: Peers, rank: int, victims: list[int]) -> Seen:
     if rank in victims:
         time.sleep(0.1 * rank)
         os.kill(os.getpid(), signal.SIGKILL)
-    left = peers.survivors()
+    left = peers.regroup().ranks
     assert peers.lost_within(5) is not None
     return [left, sorted(lost.rank for lost in peers.losses)]

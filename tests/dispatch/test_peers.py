@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import socket
 import subprocess
@@ -13,7 +14,7 @@ from dispatch import peer_bodies
 from ranks import PRELOADED
 
 from distca.dispatch.hub import Hub, encode
-from distca.dispatch.peers import _listener
+from distca.dispatch.hub_address import listen
 
 WITHOUT_A_WORD = "is lost (its process ended without a word)"
 
@@ -129,9 +130,9 @@ def test_the_hub_ignores_strangers() -> None:
                 stranger.settimeout(5)
                 assert stranger.recv(100) == b""
         with socket.create_connection(address) as rank:
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.settimeout(5)
-            assert rank.recv(100) == b'["same", [0]]\n'
+            assert rank.recv(100) == b'["same", 0]\n'
     finally:
         hub.wait()
 
@@ -142,12 +143,12 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
     try:
         with socket.create_connection(listener.getsockname()) as rank, rank.makefile() as lines:
             rank.settimeout(5)
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.sendall(encode("missing", 1) + encode("missing", 1))
             assert lines.readline() == '["lost", 1, "its process ended without a word"]\n'
             assert lines.readline() == '["records", 0, ["here", null], "rank 1 ended before"]\n'
-            rank.sendall(encode("survivors"))
-            assert lines.readline() == '["survivors", [0]]\n'
+            rank.sendall(encode("regroup", False))
+            assert json.loads(lines.readline())[:3] == ["members", [0], []]
             with socket.create_connection(listener.getsockname()) as late:
                 late.sendall(encode("secret", 1))
                 late.settimeout(5)
@@ -157,7 +158,7 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
 
 
 def test_ranks_of_one_node_listen_on_the_loopback_address_only() -> None:
-    listener, address = _listener(local=True)
+    listener, address = listen(local=True)
     with listener:
         assert listener.getsockname()[0] == address == "127.0.0.1"
 
@@ -167,7 +168,7 @@ def test_the_master_of_several_nodes_is_reached_by_its_name(
     monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
-    listener, address = _listener(local=False)
+    listener, address = listen(local=False)
     with listener:
         assert address == master
         with socket.create_connection((address, listener.getsockname()[1]), timeout=5):

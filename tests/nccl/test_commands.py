@@ -6,23 +6,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from nccl.commands import COMMAND, LIMIT_S, train
 
 pytestmark = [pytest.mark.nccl, pytest.mark.usefixtures("shared_gpu_is_possible")]
-COMMAND = [sys.executable, "-P", "-m", "distca"]
-LIMIT_S = 110
-TRAIN = {
-    "model.sizes": "{layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=128}",
-    "data.sources": '["lognormal:300:1"]',
-    "data.tokenizer": '"ids:200"',
-    "data.context": "1000",
-    "train.tokens_per_step": "8000",
-    "train.warmup": "1",
-}
 
 
 def mps_processes() -> list[str]:
@@ -50,20 +40,14 @@ def test_selftest(tmp_path: Path) -> None:
     assert [row["check"] for row in record["checks"] if row["passed"] is False] == []
 
 
-def train(folder: Path, steps: int, **parallel: object) -> list[str]:
-    settings = TRAIN | {f"parallel.{name}": str(value) for name, value in parallel.items()}
-    sets = [f"--set={name}={value}" for name, value in settings.items()]
-    command = [*COMMAND, "train", "--share-gpu", *sets, f"--set=train.steps={steps}"]
-    return [*command, f"--out={folder}", "--json", "--fresh"]
-
-
 def test_training_with_pipeline_and_server_has_the_losses_of_one_without(tmp_path: Path) -> None:
     losses = {}
     for name, ranks, parallel in (
         ("pipeline", 5, {"pp": 2, "dp": 2, "servers": 1, "micro_batches": 2}),
         ("colocated", 2, {"policy": '"colocated"', "placement": '"given"', "ping_pong": "false"}),
     ):
-        command = [*train(tmp_path / name, 4, **parallel), f"--ranks={ranks}"]
+        settings = {f"parallel__{key}": value for key, value in parallel.items()}
+        command = [*train(tmp_path / name, 4, **settings), f"--ranks={ranks}"]
         ran = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S)
         assert (ran.returncode, ran.stderr) == (0, "")
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()

@@ -69,8 +69,20 @@ def test_ranks_get_all_that_sharing_takes(gpu: FakeGpu, tmp_path: Path) -> None:
     assert gpu.events.read_text() == "daemon started, GPUs 3, preload None\ndaemon ended\n"
     assert str(shared) == (
         "4 ranks share one Fake 100: 66 SMs and 19.0 GiB each,"
-        f" through MPS and NCCL 2.30.7 of {library}"
+        f" through MPS, with NCCL 2.30.7 of {library}"
     )
+
+
+def test_ranks_in_turns_do_without_mps(gpu: FakeGpu, tmp_path: Path) -> None:
+    with share_gpu(4, tmp_path / "mps", side_by_side=False) as shared:
+        assert gpu.running() == []
+        assert shared.variables["NCCL_MAX_CTAS"] == "8"
+        assert not any("MPS" in name for name in shared.variables)
+    assert "each, in turns, with NCCL 2.30.7" in str(shared)
+    gpu.set(FAKE_CUDA_ERROR="100")
+    words = r"the GPU cannot be used \(cuInit: a fake error\): end what else"
+    with pytest.raises(ValueError, match=words), share_gpu(4, tmp_path, side_by_side=False):
+        pytest.fail("not reached")
 
 
 def test_what_the_user_has_set_stays(gpu: FakeGpu, tmp_path: Path) -> None:

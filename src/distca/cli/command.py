@@ -64,12 +64,16 @@ def share_switch(panel: str | None = None) -> Any:
 
 
 @contextmanager
-def sharing(wanted: bool, num_ranks: int, logs: Path) -> Iterator[SharedGpu | None]:
+def sharing(
+    wanted: bool, num_ranks: int, logs: Path, *, in_turns: bool = False
+) -> Iterator[SharedGpu | None]:
     """Prepares a GPU for ranks that share it, if that is wanted."""
     if not wanted:
+        if in_turns:
+            raise ValueError("--in-turns is about ranks that share a GPU: give --share-gpu too")
         yield None
         return
-    with share_gpu(num_ranks, logs / "mps") as gpu:
+    with share_gpu(num_ranks, logs / "mps", side_by_side=not in_turns) as gpu:
         yield gpu
 
 

@@ -26,6 +26,7 @@ from distca.cli.command import (
     sharing,
     stop_before_first_step,
 )
+from distca.cli.serve import ServeCommand
 from distca.report import units
 from distca.report.progress import progress
 from distca.report.tables import facts
@@ -69,6 +70,12 @@ class TrainCommand:
         "N", "Ranks to start. Default: one for each GPU, or 2 that share it or the CPU."
     )
     share_gpu: bool = share_switch("Run")
+    in_turns: bool = _run(
+        "",
+        "With --share-gpu, without MPS: slow, but ranks survive the death of others.",
+        False,
+        "--in-turns",
+    )
     out: Path | None = _run(
         "DIR", "Folder for records, logs and checkpoints. Default: runs/latest."
     )
@@ -89,6 +96,17 @@ class TrainCommand:
         "N",
         "Restart all ranks from the newest checkpoint if one was killed or failed, up to N times.",
         0,
+    )
+    min_ranks: int | None = _run(
+        "N",
+        "With --max-restarts: leave out a rank that fails again before the first step, as long as"
+        " N are left and the mesh allows it.",
+    )
+    server_restarts: int = _run(
+        "N",
+        "Start dedicated servers that were lost again, up to N times in all; they join the run"
+        " between two steps.",
+        3,
     )
     inject: list[str] | None = _run(
         "FAULT",
@@ -158,6 +176,12 @@ class TrainCommand:
                 f"--max-restarts {self.max_restarts}: give 0 or more, and leave it out with"
                 " --compare, which saves no checkpoints"
             )
+        if self.min_ranks is not None and (self.min_ranks < 1 or not self.max_restarts):
+            raise ValueError(
+                f"--min-ranks {self.min_ranks}: give 1 or more, together with --max-restarts"
+            )
+        if self.server_restarts < 0:
+            raise ValueError(f"--server-restarts {self.server_restarts}: give 0 or more")
         if self.compare and self.inject:
             raise ValueError("--compare with --inject: inject faults into one run, without it")
         if self.resume is False and self.from_step is not None:
@@ -196,25 +220,70 @@ class TrainCommand:
 
     def _run_ranks(self, config: "Config", num_ranks: int) -> launch.Stop | None:
         """Starts ranks, again if some were killed; returns the signal that has ended them."""
+        local_ranks = list(range(num_ranks))
         for restart in range(self.max_restarts):
             try:
-                return self._run_once(config, num_ranks, restart)
+                return self._run_once(config, local_ranks, restart)
             except launched.RankEndedError as error:
-                typer.echo(_restarting(error, restart + 1, self.max_restarts, config), err=True)
-        return self._run_once(config, num_ranks, self.max_restarts)
+                if restart and not error.had_started and self.min_ranks is not None:
+                    local_ranks = self._without(error, config, local_ranks)
+                words = _restarting(error, restart + 1, self.max_restarts, config)
+                fewer = f", with {len(local_ranks)} ranks" if len(local_ranks) < num_ranks else ""
+                typer.echo(words + fewer, err=True)
+        return self._run_once(config, local_ranks, self.max_restarts)
 
-    def _run_once(self, config: "Config", num_ranks: int, restart: int) -> launch.Stop | None:
-        out = Path(config.out)
+    def _without(
+        self, error: launched.RankEndedError, config: "Config", local_ranks: list[int]
+    ) -> list[int]:
+        """Returns the local ranks without one that does not start, and as many as the mesh allows.
+
+        Raises RankFailedError if too few are left.
+        """
+        gone = len(local_ranks) - 1 if error.rank is None else error.rank
+        left = [*local_ranks[:gone], *local_ranks[gone + 1 :]]
+        why = f"--min-ranks is {self.min_ranks}"
+        for size in range(len(left), (self.min_ranks or 1) - 1, -1):
+            try:
+                check(config, size, 1, self.share_gpu)
+            except ValueError as mistake:
+                why = str(mistake)
+            else:
+                return left[:size]
+        raise launched.RankFailedError(
+            f"{launched.sentence(error)}; the run cannot go on with fewer ranks: {why}"
+        )
+
+    def _run_once(
+        self, config: "Config", local_ranks: Sequence[int], restart: int
+    ) -> launch.Stop | None:
+        out, num_ranks = Path(config.out), len(local_ranks)
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
-        command = replace(self, resume=True, from_step=None) if restart else self
-        with sharing(self.share_gpu, num_ranks, logs) as gpu:
+        command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
+        with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
             with _tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
-                spares, what = range(num_ranks - servers, num_ranks), rank_command("train", command)
-                return launch.launch(what, num_ranks, logs, gpu, spares=spares, restart=restart)
+                return launch.launch(
+                    rank_command("train", command),
+                    num_ranks,
+                    logs,
+                    gpu,
+                    spares=range(num_ranks - servers, num_ranks),
+                    rejoining=launch.Rejoining(_rejoin, self.server_restarts, _tell),
+                    restart=restart,
+                    local_ranks=local_ranks,
+                )
+
+
+def _rejoin(store: str) -> list[str]:
+    """Returns the command of a dedicated server that is started again."""
+    return rank_command("serve", ServeCommand(join=store))
+
+
+def _tell(sentence: str) -> None:
+    typer.echo(f"distca: {sentence}", err=True)
 
 
 def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
@@ -317,7 +386,10 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
             notes.append(sentence)
             screen.print(sentence, soft_wrap=True)
 
-        records = faults.fit(Trainer(config, show, tell), planned)
+        trainer = Trainer(config, show, tell)
+        records = faults.fit(trainer, planned)
+    if not trainer.is_needed:
+        launched.end_to_be_started_again()
     if not first:
         return {}
     found = newest(Path(config.out) / "checkpoints")

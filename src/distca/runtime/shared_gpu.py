@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,17 +38,23 @@ class SharedGpu:
     sms: int  # that a rank can use
     rank_bytes: int  # for the tensors of a rank
     nccl: Nccl
+    side_by_side: bool
 
     def __str__(self) -> str:
+        how = "through MPS" if self.side_by_side else "in turns"
         return (
             f"{self.num_ranks} ranks share one {self.name}: {self.sms} SMs and"
-            f" {self.rank_bytes / (1 << 30):.1f} GiB each, through MPS and {self.nccl}"
+            f" {self.rank_bytes / (1 << 30):.1f} GiB each, {how}, with {self.nccl}"
         )
 
 
 @contextmanager
-def share_gpu(num_ranks: int, logs: Path) -> Iterator[SharedGpu]:
+def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Iterator[SharedGpu]:
     """Prepares the first visible GPU for ranks that share it, until the context ends.
+
+    side_by_side: through MPS, each with its share of the SMs. Otherwise ranks take turns, which is
+        much slower, but the death of one does not reach the others: MPS reports the fault of a
+        process that is killed in the middle of a kernel to all of its processes.
 
     Variables that are set already stay as they are: the share of the SMs, and the thread blocks
     that NCCL may use. MPS writes to ``logs``. Raises ValueError if ranks cannot share the GPU.
@@ -57,28 +63,38 @@ def share_gpu(num_ranks: int, logs: Path) -> Iterator[SharedGpu]:
     from distca.runtime.rank_device import MULTI_RANK, SHARE_GPU, rank_bytes
 
     nccl = find_nccl()
-    with mps(logs) as variables:
+    with mps(logs) if side_by_side else nullcontext(dict[str, str]()) as variables:
         variables |= {SHARE_GPU: "0", MULTI_RANK: "1"}
-        shares = {THREADS: max(100 // num_ranks, 1), MAX_CTAS: max(CTAS // num_ranks, 1)}
+        shares = {MAX_CTAS: max(CTAS // num_ranks, 1)}
+        if side_by_side:
+            shares[THREADS] = max(100 // num_ranks, 1)
         variables |= {name: os.environ.get(name, str(value)) for name, value in shares.items()}
         if nccl.preload is not None:
             others = os.environ.get("LD_PRELOAD")
             variables["LD_PRELOAD"] = ":".join(filter(None, (str(nccl.preload), others)))
-        gpu = _probe(os.environ | variables, logs)
+        gpu = _probe(os.environ | variables, logs if side_by_side else None)
         memory = rank_bytes(gpu["free_bytes"], num_ranks)
-        yield SharedGpu(num_ranks, variables, gpu["name"], gpu["sms"], memory, nccl)
+        yield SharedGpu(num_ranks, variables, gpu["name"], gpu["sms"], memory, nccl, side_by_side)
 
 
-def _probe(environment: Mapping[str, str], logs: Path) -> dict[str, Any]:
-    """Uses the GPU as a rank would, as soon as MPS lets it; returns what it found."""
+def _probe(environment: Mapping[str, str], logs: Path | None) -> dict[str, Any]:
+    """Uses the GPU as a rank would, as soon as MPS lets it; returns what it found.
+
+    logs: of MPS; None without it.
+    """
     deadline = time.monotonic() + READY_S
     while "error" in (found := _run_probe(environment)):
+        if logs is None:
+            raise ValueError(
+                f"the GPU cannot be used ({found['error']}): end what else runs on it (nvidia-smi"
+                " lists it)"
+            )
         if found["code"] not in NOT_READY or time.monotonic() > deadline:
             raise ValueError(
                 f"the GPU cannot be used through MPS ({found['error']}): {_way_out(logs)}"
             )
         time.sleep(0.5)
-    if not server_ids(environment):
+    if logs is not None and not server_ids(environment):
         raise ValueError(f"MPS is running, but did not serve a process: {_way_out(logs)}")
     return found
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from distca.model.llama import Llama
 from distca.runtime.mesh import RankContext
@@ -75,15 +75,9 @@ class Checkpoints:
         self._folders = StepFolders(folder, keep)
         self._state, self._group = NamedState(model, optimizer), context.checkpoint_group
         self._leads = dist.get_rank(context.checkpoint_group) == 0
-        # Copies the state before ``save`` returns, into memory that the next save reuses.
-        self._stager = DefaultStager(
-            StagingOptions(
-                use_pinned_memory=False,
-                use_shared_memory=False,
-                use_async_staging=False,
-                use_non_blocking_copy=False,
-            )
-        )
+        # Copies the state before ``save`` returns; from a GPU, into pinned memory that the next
+        # save reuses. torch 2.11 lets its ``DefaultStager`` be used for one save only.
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._pending: tuple[Path, Future[Any]] | None = None
 
     def save(self, step: int, extra: dict[str, Any]) -> None:

@@ -6,12 +6,11 @@ abort the process; meanwhile this rank computes what needs nothing from peers. O
 keeps its collectives in order. On CUDA tensors the collective is launched at once, since a host
 that waits for its peers no longer runs ahead of the device. A mismatch blocks the device there, or
 moves wrong rows; the answer arrives a moment later, aborts the communicators, which frees the
-device, and raises on every rank at its next start or wait. A thread sends announcements every few
-milliseconds and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
+device, and raises on every rank at its next start or wait. A thread sends announcements ten times a
+second and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
 """
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -50,7 +49,8 @@ class DistributedTransport:
             raise ValueError(
                 "there is no process group yet: call torch.distributed.init_process_group first"
             )
-        self.rank = dist.get_rank(self.group)
+        # Not by ``dist.get_rank``: the group may have ranks that the default group does not have.
+        self.rank = self.group.rank() if isinstance(self.group, dist.ProcessGroup) else -1
         if self.rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the group: only its ranks can attend"
@@ -76,7 +76,7 @@ class DistributedTransport:
             self.peers.flush()
             try:
                 return answer.result(self._timeout_s)
-            except FutureTimeoutError:
+            except TimeoutError:
                 self.peers.ask(answer)
                 return answer.result()
 

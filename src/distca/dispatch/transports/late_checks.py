@@ -6,13 +6,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition
+from threading import Condition, Lock
 
 from distca.dispatch.background import DaemonExecutor
 from distca.dispatch.transports.base import Check
 
-MAX_CHECKS = 64  # under way
-_PAUSE_S = 0.01  # in which checks are collected: a thread that wakes up often slows its host down
+MAX_CHECKS = 1024  # under way
+_PAUSE_S = 0.1  # in which checks are collected: a thread that wakes up often slows its host down
 _log = logging.getLogger(__name__)
 
 
@@ -25,7 +25,8 @@ class LateChecks:
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
         self._thread = DaemonExecutor()
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._checks: deque[Check] = deque()
         self._is_running = False
         self._failure: Exception | None = None
@@ -33,7 +34,7 @@ class LateChecks:
         atexit.register(self._end)  # runs after the thread has ended
 
     def add(self, check: Check) -> None:
-        with self._changed:
+        with self._lock:
             self._checks.append(check)
             if not self._is_running:
                 self._is_running = True
@@ -41,6 +42,8 @@ class LateChecks:
 
     def raise_failure(self) -> None:
         """Raises if a check has failed; waits if too many of them are under way."""
+        if self._failure is None and len(self._checks) <= MAX_CHECKS:
+            return
         with self._changed:
             self._changed.wait_for(lambda: self._failure or len(self._checks) <= MAX_CHECKS)
             if self._failure is not None:
@@ -58,9 +61,10 @@ class LateChecks:
             for check in checks:
                 if self._failure is None:
                     self._run_one(check)
-                with self._changed:
+            with self._changed:
+                for _ in checks:
                     self._checks.popleft()
-                    self._changed.notify_all()
+                self._changed.notify_all()
 
     def _run_one(self, check: Check) -> None:
         try:
