@@ -13,12 +13,11 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
 from distca.attention.calls import PreparedCall
 from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.tensors import wide
@@ -71,7 +70,10 @@ class ForwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
-        forward = partial(plan.backend.forward, scale=plan.scale, softcap=plan.softcap)
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> Attended:
+            return plan.backend.forward(q, k, v, call, plan.scale, plan.softcap)
+
         with plan.measured(self._prepared):
             attended = call.attend(q, k, v, forward)
         return Attended(*(each.contiguous() for each in attended))
@@ -138,12 +140,11 @@ class BackwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
         *saved, grad_out = call.gather(self._tensors, received)
         plan = self._plan
-        backward = partial(
-            plan.backend.backward,
-            scale=plan.scale,
-            deterministic=plan.deterministic,
-            softcap=plan.softcap,
-        )
+        options = plan.scale, plan.deterministic, plan.softcap
+
+        def backward(grad_out: Tensor, saved: Saved, call: PackedCall) -> Gradients:
+            return plan.backend.backward(grad_out, saved, call, *options)
+
         with plan.measured(self._prepared):
             grads = call.differentiate(grad_out, Saved(*saved), backward)
         return Gradients(*(each.contiguous() for each in grads))
