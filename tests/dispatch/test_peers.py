@@ -7,7 +7,10 @@ import multiprocessing as mp
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dispatch import peer_bodies
@@ -155,6 +158,80 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
                 assert late.recv(100) == b""
     finally:
         hub.wait()
+
+
+class Caller:
+    """A connection to a hub."""
+
+    def __init__(self, address: tuple[str, int], *who: object) -> None:
+        self._socket = socket.create_connection(address)
+        self._socket.settimeout(5)
+        self._lines = self._socket.makefile()
+        self.say("secret", *who)
+
+    def say(self, *message: object) -> None:
+        self._socket.sendall(encode(*message))
+
+    def hear(self) -> list[Any]:
+        return json.loads(self._lines.readline())
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+
+@contextmanager
+def hub_of(num_ranks: int) -> Iterator[Callable[..., Caller]]:
+    """A hub, to which a rank or a candidate is connected by a call."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, hub = listener.getsockname(), Hub(num_ranks, listener, "secret")
+    callers = list[Caller]()
+
+    def connect(*who: object) -> Caller:
+        callers.append(Caller(address, *who))
+        return callers[-1]
+
+    try:
+        yield connect
+    finally:
+        for caller in callers:
+            caller.close()
+        hub.wait()
+
+
+def test_candidates_become_members_when_ranks_admit_them() -> None:
+    with hub_of(1) as connect:
+        rank, first, second = connect(0), connect("candidate", 7), connect("candidate", None)
+        assert sorted([*first.hear(), *second.hear()], key=str) == [1, 2, *["candidate"] * 2]
+        assert [rank.hear(), rank.hear()] == [["candidates", 1], ["candidates", 2]]
+        rank.say("regroup", False)
+        assert rank.hear()[:3] == ["members", [0], []]  # and candidates hear nothing
+        rank.say("regroup", True)
+        members = rank.hear()
+        assert first.hear() == second.hear() == members
+        assert members[:2] == ["members", [0]]
+        assert sorted(wish or 0 for _, wish in members[2]) == [0, 7]
+        second.close()  # after it was admitted
+        cancelled = rank.hear()
+        assert first.hear() == cancelled
+        assert cancelled[:2] == ["cancelled", members[3]]
+        assert rank.hear() == ["candidates", 0]
+        rank.say("cancel", "groups")
+        assert first.hear() == rank.hear() == ["cancelled", "groups", 0]
+        rank.say("bye")
+        rank.close()
+        assert first.hear() == ["bye"]
+
+
+def test_a_rank_that_does_not_answer_is_lost() -> None:
+    with hub_of(3) as connect:
+        ranks = [connect(number) for number in range(3)]
+        ranks[0].say("watch", [1, 2], 1)
+        assert ranks[1].hear() == ranks[2].hear() == ["ping"]
+        ranks[1].say("pong")
+        lost = ["lost", 2, "it has not answered for 1 s"]
+        assert ranks[0].hear() == lost
+        assert lost in (ranks[1].hear(), ranks[1].hear())  # beside one more ping
 
 
 def test_ranks_of_one_node_listen_on_the_loopback_address_only() -> None:

@@ -77,7 +77,7 @@ def test_one_dies_while_another_joins(tmp_path: Path, undisturbed: list[dict[str
 @pytest.mark.parametrize(
     ("servers", "settings"),
     [
-        (1, ("parallel.ping_pong=true", "parallel.recompute=true")),
+        (1, ("parallel.ping_pong=true", "parallel.recompute=true", "train.eval_every=2")),
         (1, ("parallel.pp=2", "parallel.micro_batches=2")),
         (1, ("parallel.learn_speed=true", "parallel.speed=[1,1,2]")),
         (2, ("parallel.tp=2",)),

@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli import compare, faults
+from distca.cli.attempts import Attempts, tell_what_is_saved
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -206,52 +206,24 @@ class TrainCommand:
         from distca.train.run_lock import RunLock
 
         config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
-        sides, out = len(compare.SIDES) if self.compare else 1, Path(config.out)
+        out = Path(config.out)
         planned = faults.read(self.inject)
-        faults.check(planned, config, check(config, num_ranks, sides, self.share_gpu))
+        faults.check(planned, config, self._check(config, num_ranks))
         lock = RunLock(out)
         try:
             faults.begin(config, planned)
-            stop = self._run_ranks(config, num_ranks)
+            attempts = Attempts(
+                config, self.max_restarts, self.min_ranks, partial(self._check, config)
+            )
+            stop = attempts.run(num_ranks, partial(self._run_once, config))
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
-    def _run_ranks(self, config: "Config", num_ranks: int) -> launch.Stop | None:
-        """Starts ranks, again if some were killed; returns the signal that has ended them."""
-        local_ranks = list(range(num_ranks))
-        for restart in range(self.max_restarts):
-            try:
-                return self._run_once(config, local_ranks, restart)
-            except launched.RankEndedError as error:
-                if restart and not error.had_started and self.min_ranks is not None:
-                    local_ranks = self._without(error, config, local_ranks)
-                words = _restarting(error, restart + 1, self.max_restarts, config)
-                fewer = f", with {len(local_ranks)} ranks" if len(local_ranks) < num_ranks else ""
-                typer.echo(words + fewer, err=True)
-        return self._run_once(config, local_ranks, self.max_restarts)
-
-    def _without(
-        self, error: launched.RankEndedError, config: "Config", local_ranks: list[int]
-    ) -> list[int]:
-        """Returns the local ranks without one that does not start, and as many as the mesh allows.
-
-        Raises RankFailedError if too few are left.
-        """
-        gone = len(local_ranks) - 1 if error.rank is None else error.rank
-        left = [*local_ranks[:gone], *local_ranks[gone + 1 :]]
-        why = f"--min-ranks is {self.min_ranks}"
-        for size in range(len(left), (self.min_ranks or 1) - 1, -1):
-            try:
-                check(config, size, 1, self.share_gpu)
-            except ValueError as mistake:
-                why = str(mistake)
-            else:
-                return left[:size]
-        raise launched.RankFailedError(
-            f"{launched.sentence(error)}; the run cannot go on with fewer ranks: {why}"
-        )
+    def _check(self, config: "Config", num_ranks: int) -> "Components":
+        sides = len(compare.SIDES) if self.compare else 1
+        return check(config, num_ranks, sides, self.share_gpu)
 
     def _run_once(
         self, config: "Config", local_ranks: Sequence[int], restart: int
@@ -262,7 +234,7 @@ class TrainCommand:
         with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
-            with _tell_what_is_saved(out):
+            with tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
                 return launch.launch(
@@ -284,28 +256,6 @@ def _rejoin(store: str) -> list[str]:
 
 def _tell(sentence: str) -> None:
     typer.echo(f"distca: {sentence}", err=True)
-
-
-def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
-    from distca.train.step_folders import newest
-
-    found = newest(Path(config.out) / "checkpoints")
-    where = f"from {found}" if found else "from the beginning, since there is no checkpoint"
-    return f"distca: {launched.sentence(error)}; restart {number} of {most} {where}"
-
-
-@contextmanager
-def _tell_what_is_saved(out: Path) -> Iterator[None]:
-    """Names the last checkpoint when a second signal has ended the ranks before they could save."""
-    from distca.train.step_folders import newest
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        found = newest(out / "checkpoints")
-        last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-        typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
-        raise
 
 
 def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":

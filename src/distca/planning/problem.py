@@ -62,6 +62,13 @@ class DocumentLoads:
         """[documents] With prefixes."""
         return self.masks.lengths
 
+    def load_of_shards(self, document: Ints, start: Ints, stop: Ints) -> Ints:
+        """Returns the same for shards, of which most are whole documents."""
+        load = self.whole[document]
+        cut = np.flatnonzero((start > self.prefix[document]) | (stop < self.lengths[document]))
+        load[cut] = self.load(document[cut], start[cut], stop[cut])
+        return load
+
     @cached_property
     def tokens(self) -> Ints:
         """[documents] The tokens of each document, without its prefix."""

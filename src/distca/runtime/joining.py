@@ -25,7 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from distca.dispatch.hub_address import HubAddress
 from distca.dispatch.peers import Members, Peers
 from distca.pipeline.mesh import MeshShape
-from distca.runtime.lost_ranks import spare, watch
+from distca.runtime.lost_ranks import name_them_here, spare, watch
 from distca.runtime.mesh import RankContext
 from distca.runtime.new_groups import Groups, make_groups, root_store
 
@@ -107,6 +107,7 @@ class Run:
         parallel: the mesh of the run at its start.
         wish: the global rank that it would like to have.
         """
+        name_them_here()
         deadline, tried = time.monotonic() + ANSWER_S, ""
         while not is_stopped():
             hub = self._get(_HUB)

@@ -182,6 +182,7 @@ class _Watch:
     ) -> None:
         self._ranks, self._received, self._rejoin, self._tell = ranks, received, rejoin, tell
         self.has_started = False  # whether spare ranks may be lost
+        self._working: set[RankProcess] = set()
 
     def run(self) -> Stop | None:
         """Returns when all ranks have ended, or raises the first failure."""
@@ -210,6 +211,7 @@ class _Watch:
     def _handle(self, rank: RankProcess, report: Mapping[str, Any]) -> None:
         if "started" in report:
             self.has_started = True
+            self._working.add(rank)
         elif "lost" in report:
             self._end_lost(report["lost"], report["noticed_at"])
         elif rank.joins:
@@ -223,9 +225,11 @@ class _Watch:
 
     def _end_lost(self, number: int, noticed_at: float) -> None:
         """Kills a rank that the others have given up, but that may live, and hold a device."""
-        lost = self._ranks[number] if number < len(self._ranks) else None
-        if lost is not None and lost.is_spare and lost.started_at < noticed_at:
-            lost.kill()
+        for rank in self._working:
+            # The rank may be dead, and its number that of one that was started again.
+            is_meant = rank.number == number and rank.started_at < noticed_at
+            if is_meant and rank.is_spare and rank.process.poll() is None:
+                rank.kill()
 
 
 def _killed(ranks: Sequence[RankProcess]) -> RankProcess | None:

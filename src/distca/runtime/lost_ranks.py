@@ -30,13 +30,18 @@ def watch_ranks() -> None:
     """Watches all ranks of the world; every one of them calls it after it has joined."""
     assert dist.group.WORLD is not None
     watch(Peers.of(dist.group.WORLD))
-    logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)  # it is said here
+    name_them_here()
 
 
 def watch(peers: Peers) -> None:
     """Watches these ranks from now on, instead of those before."""
     _world[:] = [peers]
     peers.on_loss(_end_soon)
+
+
+def name_them_here() -> None:
+    """Leaves it to this module to tell who is lost."""
+    logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)
 
 
 def spare(ranks: Collection[int]) -> None:

@@ -15,7 +15,6 @@ import json
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from threading import Thread
@@ -127,7 +126,7 @@ def make_groups(
     while True:
         if _is_cancelled(members, before) or time.monotonic() > deadline:
             break
-        with suppress(FutureTimeoutError):
+        with suppress(TimeoutError):
             try:
                 groups = attempt.result(_LOOK_S)
             except RuntimeError:  # a connection has failed
@@ -194,7 +193,7 @@ def _all_have_come(groups: Groups, members: Members, before: Peers) -> bool:
         try:
             answer.result(_LOOK_S)
             return True
-        except FutureTimeoutError:
+        except TimeoutError:
             for rank in _absent(groups.roster, members, before):
                 peers.tell_lost(rank)
         except ExchangeError:
