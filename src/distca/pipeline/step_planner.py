@@ -163,7 +163,7 @@ class StepPlanner:
         stages, and the mask is the widest of all layers.
         """
         p = self.parallel
-        widest = max(self.masks, key=lambda mask: mask.reach)
+        widest = max(self.masks, key=lambda mask: abs(mask.reach))
         workers, servers = np.split(self.speed, [p.pp * p.workers_per_stage])
         speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
         return replace(self.plan_options, mask=widest, speed=speed)

@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning import masks
+from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
-from distca.planning.problem import CostFunction, DocumentLoads, DoesNotFitError, Grain, Problem
+from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
@@ -61,15 +61,15 @@ def balanced_placement(problem: Problem) -> Placement:
     document dealt over all workers.
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
-    prefixes = problem.placement.prefixes
+    prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes)]
+        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes, two_way)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return candidates[0]
-    in_order = Placement.in_order(lengths, num_workers, prefixes)
+    in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
         return min([*candidates, in_order], key=lambda candidate: _quality(candidate, problem))
     few = in_order.num_documents <= FEW_DOCUMENTS
@@ -184,8 +184,7 @@ class _Measure:
         problem, shape = self.problem, self.problem.shape
         workers = problem.devices.workers_only()
         worker, document, start, stop = table.T
-        length, reach = problem.placement.lengths[document], problem.reach[document]
-        keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach) - (stop - start)
+        keys = problem.masks.num_keys(document, start, stop) - (stop - start)
         # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
         q, kv = 2 * shape.q_bytes, shape.kv_bytes
         c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))

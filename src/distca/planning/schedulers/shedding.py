@@ -11,7 +11,6 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
@@ -135,7 +134,7 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     placement, documents = shards.problem.placement, shards.problem.placement.document[heaviest]
     if (
         shards.is_document[heaviest].all()
-        and (shards.problem.reach[documents] == masks.CAUSAL).all()
+        and shards.problem.masks.is_causal[documents].all()
         and (placement.lengths[documents] >= MANY_TILES * shards.problem.grain.spacing).all()
     ):
         heaviest = heaviest[:1]
