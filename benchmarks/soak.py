@@ -81,8 +81,9 @@ def main() -> None:
     result = compared(options, faults, disturbed, undisturbed)
     text = report(result)
     print(text)
-    options.out.joinpath("soak.md").write_text(text)
-    options.out.joinpath("soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    name = "soak_servers" if options.servers else "soak"
+    options.out.joinpath(f"{name}.md").write_text(text)
+    options.out.joinpath(f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(result["failures"]))
 
 
