@@ -1,0 +1,131 @@
+"""Pages in a real browser: they load, draw and answer to mouse and keyboard, and load nothing.
+
+Run with ``-m browser`` where a Chromium is installed, such as that of Debian's package.
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from report_records import steps, write_run
+
+from distca.cli.live import LiveServer
+from distca.cli.report_inputs import read_page, run_state, runs_page
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+DRAWN = "() => document.querySelectorAll('.js-plotly-plot .main-svg').length"
+Open = Callable[..., Any]
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if CHROMIUM is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
+    """Opens the page of what is given; fails at the end if the browser has complained."""
+    complaints: list[str] = []
+    pages = []
+
+    def open_page(*paths: Path, url: str = "", **context: Any) -> Any:
+        if not url:
+            file = tmp_path / "page.html"
+            file.write_text(read_page(paths)[1].to_html())
+            url = file.as_uri()
+        page = browser.new_page(**{"viewport": {"width": 1200, "height": 900}} | context)
+        page.set_default_timeout(60_000)
+        pages.append(page)
+        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("request", lambda request: loaded(request.url, url))
+        page.goto(url)
+        page.wait_for_function(DRAWN)
+        return page
+
+    def loaded(what: str, url: str) -> None:
+        allowed = (url, f"{url}page.json", "data:", "blob:")
+        if not what.startswith(allowed):
+            complaints.append(f"loads {what}")
+
+    yield open_page
+    for page in pages:
+        page.close()
+    assert not complaints
+
+
+def hover(page: Any, place: Any, across: float, down: float, shows: str) -> Any:
+    """Moves the mouse at a place, in shares of its size, until what it shows is visible."""
+    place.scroll_into_view_if_needed()
+    box = place.bounding_box()
+    x, y = box["x"] + across * box["width"], box["y"] + down * box["height"]
+    for attempt in range(100):  # plotly answers to a mouse that moves, and not at once
+        page.mouse.move(x + attempt % 2, y)
+        page.wait_for_timeout(200)
+        if page.locator(shows).is_visible():
+            return page.locator(shows)
+    pytest.fail(f"{shows} is not shown")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_run_is_drawn_in_both_themes(show: Open, tmp_path: Path, scheme: str) -> None:
+    page = show(write_run(tmp_path / "a", 10), color_scheme=scheme)
+    assert page.title().endswith("a")
+    paper = page.evaluate("() => getComputedStyle(document.body).backgroundColor")
+    assert (paper == "rgb(255, 255, 255)") == (scheme == "light")
+    assert page.locator("#curves .scatterlayer .trace").count() > 10
+    assert page.locator("#ranks-0 .heatmaplayer image").count() == 2
+    other = "dark" if scheme == "light" else "light"
+    page.emulate_media(color_scheme=other)
+    page.wait_for_function(
+        "old => getComputedStyle(document.body).backgroundColor !== old", arg=paper
+    )
+
+
+def test_hovering_a_step_shows_its_values(show: Open, tmp_path: Path) -> None:
+    page = show(write_run(tmp_path / "a", 10))
+    place = page.locator("#curves .nsewdrag").first
+    text = hover(page, place, 0.5, 0.5, "#curves .hoverlayer .legend").text_content()
+    assert "training" in text
+    assert "measured" in text  # of another panel over the same axis
+
+
+def test_tables_open_by_keyboard(show: Open, tmp_path: Path) -> None:
+    page = show(write_run(tmp_path / "a", 10))
+    page.locator("#curves summary").focus()
+    page.keyboard.press("Enter")
+    assert page.locator("#curves tbody tr").count() == 10
+    assert page.locator("#curves tbody tr").first.is_visible()
+
+
+def test_a_narrow_page_does_not_scroll_sideways(show: Open, tmp_path: Path) -> None:
+    page = show(write_run(tmp_path / "a", 10), viewport={"width": 420, "height": 800})
+    assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+def test_a_live_page_follows_its_run_and_outlives_its_server(show: Open, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "a", 3)
+    server = LiveServer(partial(runs_page, [folder]), partial(run_state, [folder]))
+    thread = Thread(target=server.serve_until_interrupted)
+    thread.start()
+    page = show(url=server.url)
+    page.wait_for_function("() => document.body.innerText.includes('3 of 12')")
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write("".join(json.dumps(one) + "\n" for one in steps(5)[3:]) + '{"step": 5, "lo')
+    page.wait_for_function("() => document.body.innerText.includes('5 of 12')")
+    assert page.evaluate("() => document.querySelector('#curves .plot').data[0].x.length") == 5
+    server.stop()
+    thread.join()
+    page.wait_for_function("() => document.body.innerText.includes('not live any more')")
