@@ -70,6 +70,27 @@ def test_two_runs_and_the_sides_of_a_comparison(run: Any) -> None:
     assert records_in(Path("sides/report.html"))["title"] == "colocated and disaggregated"
 
 
+def test_a_plan_becomes_a_page_beside_it(run: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("ranks.json").write_text('{"ranks": [[65536], [8192, 8192], [4096]]}')
+    with pytest.raises(SystemExit):
+        main(["plan", "ranks.json", "--placement", "balanced", "--out", "plan.json"])
+    capsys.readouterr()
+    assert run("plan.json")[0] == "written: plan.html\n"
+    assert_is_self_contained(Path("plan.html"))
+    pieces, load, *_ = records_in(Path("plan.html"))["sections"]
+    assert pieces["view"]["lengths"] == [65536, 8192, 8192, 4096]
+    before = load["figure"]["data"][0]["y"]
+    assert max(before) > 2  # as given, and not as placed
+    plan = json.loads(Path("plan.json").read_text())
+    plan["tasks"][0]["q"] = "x"
+    Path("plan.json").write_text(json.dumps(plan))
+    assert "distca: plan.json: tasks has entries" in run("plan.json", status=2)[1]
+    plan["tasks"].clear()
+    del plan["devices"]
+    Path("plan.json").write_text(json.dumps(plan))
+    assert "not a plan" in run("plan.json", status=2)[1]
+
+
 def test_json_says_what_was_written(run: Any) -> None:
     write_run(Path("a"), 4)
     out, _ = run("a", "--json")

@@ -16,6 +16,8 @@ from report_records import steps, write_run
 
 from distca.cli.live import LiveServer
 from distca.cli.report_inputs import read_page, run_state, runs_page
+from distca.planning.api import plan
+from distca.planning.options import PlanOptions
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,12 +50,16 @@ def show(browser: Any, tmp_path: Path) -> Iterator[Open]:
         page = browser.new_page(**{"viewport": {"width": 1200, "height": 900}} | context)
         page.set_default_timeout(60_000)
         pages.append(page)
-        page.on("console", lambda message: complaints.append(f"{message.type}: {message.text}"))
+        page.on("console", lambda message: said(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))
         page.on("request", lambda request: loaded(request.url, url))
         page.goto(url)
         page.wait_for_function(DRAWN)
         return page
+
+    def said(text: str) -> None:
+        if "ERR_CONNECTION_REFUSED" not in text:  # the server of a live page has ended
+            complaints.append(text)
 
     def loaded(what: str, url: str) -> None:
         allowed = (url, f"{url}page.json", "data:", "blob:")
@@ -113,6 +119,51 @@ def test_tables_open_by_keyboard(show: Open, tmp_path: Path) -> None:
 def test_a_narrow_page_does_not_scroll_sideways(show: Open, tmp_path: Path) -> None:
     page = show(write_run(tmp_path / "a", 10), viewport={"width": 420, "height": 800})
     assert page.evaluate("() => document.documentElement.scrollWidth <= innerWidth")
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("plan") / "plan.json"
+    ranks = [[65536], [8192, 8192], [4096] * 3]
+    plan(ranks, PlanOptions(model="llama3-8b", servers=1, workers_serve=True)).save(path)
+    return path
+
+
+def test_pointing_at_a_piece_names_it_and_a_click_follows_its_document(
+    show: Open, plan_file: Path
+) -> None:
+    page = show(plan_file)
+    held, computed = (page.locator("#pieces .nsewdrag").nth(side) for side in (0, 1))
+    words = hover(page, held, 0.3, 0.08, ".tip").inner_text()
+    assert "document 0 of 65,536 tokens" in words
+    assert "[0, 65,536) held by rank 0" in words
+    words = hover(page, computed, 0.3, 0.92, ".tip").inner_text()  # the server in the last row
+    assert "on rank 3 (server 0), for rank 0" in words
+    page.mouse.down()
+    page.mouse.up()
+    page.wait_for_selector("#pieces .about h2")
+    assert "Document 0: 65,536 tokens, causal" in page.locator("#pieces .about").inner_text()
+    assert page.locator("#pieces .about tbody tr").count() > 1
+    assert page.locator("#document").input_value() == "0"
+    page.keyboard.press("Tab")
+    page.locator("#documents").focus()
+    page.keyboard.press("Escape")
+    assert page.locator("#pieces .about h2").count() == 0
+
+
+def test_documents_are_followed_by_keyboard(show: Open, plan_file: Path) -> None:
+    page = show(plan_file)
+    page.locator("#documents").focus()
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("ArrowDown")
+    first = page.locator("#pieces .about h2").inner_text()
+    page.keyboard.press("ArrowDown")
+    page.wait_for_function(
+        "old => document.querySelector('.about h2').innerText !== old", arg=first
+    )
+    page.locator("#way").focus()
+    page.keyboard.press("ArrowDown")
+    assert page.locator("#way").input_value() == "backward"
 
 
 def test_a_live_page_follows_its_run_and_outlives_its_server(show: Open, tmp_path: Path) -> None:

@@ -2,12 +2,14 @@
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distca.cli.compare import SIDES
 from distca.data.readers import read_json
 from distca.report.pages.page import Page
+from distca.report.pages.plan import plan_page
 from distca.report.pages.run import Run, run_page
 from distca.train.metrics import read
 
@@ -109,7 +111,7 @@ def _read_file(path: Path) -> tuple[str, Page]:
     data = _parse(path)
     for kind, keys, command, make in _KINDS:
         if isinstance(data, dict) and keys <= data.keys():
-            return kind, _made_of(str(path), command, make, data)
+            return kind, _made_of(str(path), command, partial(make, str(path)), data)
     raise ValueError(f"{path} is neither a run, a plan, a simulation nor a replay: {KNOWN}")
 
 
@@ -129,14 +131,25 @@ def _parse(path: Path) -> Any:
             ) from None
 
 
-def _made_of(where: str, command: str, make: Callable[..., Page], data: Any) -> Page:
+def _made_of(where: str, command: str, make: Callable[[Any], Page], data: Any) -> Page:
     """Returns a page of values that may have been edited, so nothing about them is assumed."""
     try:
         return make(data)
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
     except (LookupError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{where} is damaged ({type(error).__name__}: {error}): make it again with {command}"
         ) from error
 
 
-_KINDS: Sequence[tuple[str, set[str], str, Callable[[Any], Page]]] = ()
+def _plan(name: str, data: Any) -> Page:
+    from distca.cli.plan_pieces import pieces_record
+
+    return plan_page(name, pieces_record(data))
+
+
+# What a file holds, by the keys of its JSON: its kind, the command that makes it, and its page.
+_KINDS: Sequence[tuple[str, set[str], str, Callable[[str, Any], Page]]] = (
+    ("plan", {"placement", "tasks"}, "distca plan --out", _plan),
+)

@@ -39,6 +39,7 @@ class Section:
 
     name: under which it is found again when a live page changes; a link can lead to it.
     note: a sentence on how to read it.
+    half: whether it stands beside another one where the screen is wide enough.
     view: records for the function of the page's scripts that is called ``draws``.
     """
 
@@ -47,6 +48,7 @@ class Section:
     note: str = ""
     figure: Figure | None = None
     table: Table | None = None
+    half: bool = False
     draws: str = ""
     view: Mapping[str, Any] = field(default_factory=dict)
 

@@ -80,6 +80,7 @@ def draw_panels(
         "height": inner + EDGE,
         "margin": {"l": 64, "r": 16, "t": 8, "b": EDGE - 8},
         "hovermode": "x unified",
+        "hoverdistance": -1,  # the nearest step, however far
         "hoversubplots": "axis",
         "xaxis": {"title": {"text": "step"}, "anchor": f"y{len(panels)}", "tickformat": ",d"}
         | _whole_steps(panels),

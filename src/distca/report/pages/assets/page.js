@@ -67,7 +67,8 @@ function newSection(section) {
     plot: element("div", { className: "plot" }), view: element("div"),
     table: element("details", {}, element("summary", { textContent: "as a table" }), element("div")),
   };
-  const whole = element("section", { id: section.name }, ...Object.values(parts));
+  const className = section.half ? "half" : "";
+  const whole = element("section", { id: section.name, className }, ...Object.values(parts));
   parts.whole = whole;
   drawn.set(section.name, parts);
   return parts;
