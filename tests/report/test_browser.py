@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from report_records import steps, write_run
 
+from distca.cli import main
 from distca.cli.live import LiveServer
 from distca.cli.report_inputs import read_page, run_state, runs_page
 from distca.planning.api import plan
@@ -164,6 +165,21 @@ def test_documents_are_followed_by_keyboard(show: Open, plan_file: Path) -> None
     page.locator("#way").focus()
     page.keyboard.press("ArrowDown")
     assert page.locator("#way").input_value() == "backward"
+
+
+def test_a_simulation_has_a_timeline_that_can_be_pointed_at(
+    show: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ["--gpus=4", "--gpus-per-node=2", "--tp=1", "--layers=2", "--batches=1"]
+    small += ["--context=64K", "--sequences=2", "--policy=distca", "--placement=given"]
+    with pytest.raises(SystemExit):
+        main(["simulate", *small, "--json", "--trace=trace.json"])
+    Path("simulation.json").write_text(capsys.readouterr().out)
+    page = show(Path("simulation.json"))
+    words = hover(page, page.locator("#timeline .nsewdrag"), 0.5, 0.02, "#timeline .tip")
+    assert "rank 0, compute" in words.inner_text()
+    assert page.locator("#step .bars path").count() == 1
 
 
 def test_a_live_page_follows_its_run_and_outlives_its_server(show: Open, tmp_path: Path) -> None:

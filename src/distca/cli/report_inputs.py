@@ -10,7 +10,10 @@ from distca.cli.compare import SIDES
 from distca.data.readers import read_json
 from distca.report.pages.page import Page
 from distca.report.pages.plan import plan_page
+from distca.report.pages.replay import replay_page
 from distca.report.pages.run import Run, run_page
+from distca.report.pages.simulation import simulation_page
+from distca.report.pages.timeline import timeline_record
 from distca.train.metrics import read
 
 METRICS, FAULTS, CONFIG, TRACE = RUN_FILES = (
@@ -121,14 +124,17 @@ def _parse(path: Path) -> Any:
     if not text:
         raise ValueError(f"{path} is empty: {KNOWN}")
     try:
-        return json.loads(text)
-    except ValueError as error:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
         try:
-            return {"cases": [json.loads(line) for line in text.splitlines()]}
-        except ValueError:
+            data = [json.loads(line) for line in text.splitlines()]
+        except (ValueError, RecursionError):
             raise ValueError(
                 f"{path} is damaged or not JSON ({error}): make it again, or {KNOWN}"
             ) from None
+        return {"cases": data}
+    is_case = isinstance(data, dict) and {"rows", "factors"} <= data.keys()
+    return {"cases": [data]} if is_case else data
 
 
 def _made_of(where: str, command: str, make: Callable[[Any], Page], data: Any) -> Page:
@@ -149,7 +155,21 @@ def _plan(name: str, data: Any) -> Page:
     return plan_page(name, pieces_record(data))
 
 
+def _simulation(name: str, data: Any) -> Page:
+    """Returns the page of a simulation, with its timeline if that is still where it was written."""
+    trace = Path(data.get("trace") or "")
+    found = [path for path in (trace, Path(name).parent / trace.name) if path.is_file()]
+    return simulation_page(name, data, timeline_record(read_json(found[0])) if found else None)
+
+
 # What a file holds, by the keys of its JSON: its kind, the command that makes it, and its page.
 _KINDS: Sequence[tuple[str, set[str], str, Callable[[str, Any], Page]]] = (
     ("plan", {"placement", "tasks"}, "distca plan --out", _plan),
+    ("simulation", {"runs", "cluster"}, "distca simulate --json", _simulation),
+    (
+        "replay",
+        {"cases"},
+        "distca bench replay --json",
+        lambda name, data: replay_page(name, data["cases"]),
+    ),
 )

@@ -24,6 +24,8 @@ _POLICY = (
     " img-src data: blob:; connect-src 'self'"
 )
 
+SCRIPTS = ("cells.js", "pieces.js", "timeline.js", "page.js")  # in the order in which they run
+
 Figure = dict[str, Any]  # ``data`` and ``layout`` of plotly
 
 
@@ -71,7 +73,7 @@ class Page:
 
     def to_html(self, *, live: bool = False) -> str:
         """Returns the page as a file; a live one asks its server for newer records."""
-        scripts = [_plotly(), _asset("pieces.js"), _asset("page.js")]
+        scripts = [_plotly(), *map(_asset, SCRIPTS)]
         return "\n".join(
             [
                 "<!doctype html>",

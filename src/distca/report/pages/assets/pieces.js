@@ -1,24 +1,15 @@
 "use strict";
-// The pieces of a plan: which rank holds each document, and which computes it. Maps of cells are drawn
-// instead of pieces, and again for each zoom, so that thousands of pieces cost no more than a few.
+// The pieces of a plan: which rank holds each document, and which computes it.
 
-const VIEWS = {};
-const CELLS = 600; // along one axis
 const GAPPED = 48; // ranks up to which there is space between rows
 const LISTED = 300; // documents in the list: those in most pieces
 const SHOWN = 200; // pieces in the table of a document
-const PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"];
 
 const count = (value) => value.toLocaleString("en-US");
 
 function size(bytes) {
   const power = Math.min(Math.floor(Math.log10(Math.max(bytes, 1)) / 3), 5);
   return `${(bytes / 1000 ** power).toPrecision(3)} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
-}
-
-function time(seconds) {
-  if (seconds >= 1) return `${seconds.toPrecision(3)} s`;
-  return seconds >= 1e-3 ? `${(seconds * 1e3).toPrecision(3)} ms` : `${(seconds * 1e6).toPrecision(3)} us`;
 }
 
 /** Returns the pieces of each rank, each with its place [from, to] on the rank's axis. */
@@ -31,32 +22,6 @@ function onRanks(numRanks, table, rankOf, widthOf, startOf) {
     ranks[rank].push({ index, document: table.document[index], rank, from, to: ends[rank] });
   }
   return { ranks, longest: Math.max(...ends) };
-}
-
-/** Returns the piece at a place of a rank, if there is one. */
-function pieceAt(pieces, place) {
-  let low = 0, high = pieces.length;
-  while (low < high) {
-    const middle = (low + high) >> 1;
-    if (pieces[middle].to <= place) low = middle + 1; else high = middle;
-  }
-  return low < pieces.length && pieces[low].from <= place ? pieces[low] : undefined;
-}
-
-/** Returns the colors of the cells of a rank between two places. */
-function rowOfCells(pieces, [from, to], chosen) {
-  const row = new Array(CELLS).fill(null), width = (to - from) / CELLS;
-  let last;
-  for (let cell = 0; cell < CELLS; cell++) {
-    const piece = pieceAt(pieces, from + (cell + 0.5) * width);
-    if (piece) {
-      const first = piece !== last && piece.to - piece.from > 4 * width; // leaves a line between two
-      const faded = chosen !== null && piece.document !== chosen;
-      row[cell] = first && cell ? null : faded ? PALETTE.length : piece.document % PALETTE.length;
-    }
-    last = piece;
-  }
-  return row;
 }
 
 class Pieces {
@@ -131,19 +96,17 @@ class Pieces {
     const narrow = innerWidth < NARROW, sub = num_ranks <= GAPPED ? 4 : 1;
     const rows = this.row(num_ranks - 1) + 1;
     const sides = [this.held, this.computed[this.way]];
+    const colorOf = ({ document }) => (
+      this.chosen !== null && document !== this.chosen ? PALETTE.length : document % PALETTE.length);
     const data = sides.map(({ ranks, longest }, side) => {
       const range = this.zoom[side] ?? [0, longest * 1.02 || 1];
-      const z = new Array(rows * sub).fill(null).map(() => new Array(CELLS).fill(null));
+      const lines = new Array(rows * sub).fill(null);
       ranks.forEach((pieces, rank) => {
-        const cells = rowOfCells(pieces, range, this.chosen), first = this.row(rank) * sub;
-        for (let line = 0; line < Math.max(sub - 1, 1); line++) z[first + line] = cells;
+        const cells = rowOfCells(pieces, range, colorOf), first = this.row(rank) * sub;
+        lines.fill(cells, first, first + Math.max(sub - 1, 1));
       });
-      const dx = (range[1] - range[0]) / CELLS;
-      return {
-        type: "heatmap", z, x0: range[0] + dx / 2, dx, y0: -0.5 + 0.5 / sub, dy: 1 / sub, zmin: -0.5,
-        zmax: PALETTE.length + 0.5, colorscale: this.colors(), showscale: false, hoverongaps: false,
-        hoverinfo: "none", xaxis: side ? "x2" : "x", yaxis: side ? "y2" : "y",
-      };
+      const axes = { xaxis: side ? "x2" : "x", yaxis: side ? "y2" : "y" };
+      return { ...cellMap(lines, sub, range, [...PALETTE, color("faded")]), ...axes };
     });
     const shown = Array.from({ length: num_ranks }, (_, rank) => rank)
       .filter((rank) => rank % 2 ** Math.max(Math.ceil(Math.log2(num_ranks / 24)), 0) === 0 || rank === num_workers);
@@ -166,11 +129,6 @@ class Pieces {
     if (!this.listens) this.listen();
   }
 
-  colors() {
-    const all = [...PALETTE, color("faded")];
-    return all.flatMap((one, index) => [[index / all.length, one], [(index + 1) / all.length, one]]);
-  }
-
   listen() {
     this.listens = true;
     const found = ({ points: [{ curveNumber, x, y }] }) => {
@@ -180,12 +138,7 @@ class Pieces {
     };
     this.figure.on("plotly_hover", (event) => {
       const [side, piece] = found(event);
-      if (!piece) return;
-      this.tip.textContent = side ? this.taskWords(piece) : this.shardWords(piece);
-      this.tip.hidden = false;
-      const { clientX, clientY } = event.event;
-      this.tip.style.left = `${Math.min(clientX + 14, innerWidth - this.tip.offsetWidth - 8)}px`;
-      this.tip.style.top = `${Math.min(clientY + 14, innerHeight - this.tip.offsetHeight - 8)}px`;
+      if (piece) tellAt(this.tip, event.event, side ? this.taskWords(piece) : this.shardWords(piece));
     });
     this.figure.on("plotly_unhover", () => { this.tip.hidden = true; });
     this.figure.on("plotly_click", (event) => {
@@ -193,17 +146,10 @@ class Pieces {
       if (piece) this.choose(piece.document === this.chosen ? null : piece.document);
     });
     this.figure.on("plotly_relayout", (event) => {
-      let changed = false;
-      ["xaxis", "xaxis2"].forEach((axis, side) => {
-        if (`${axis}.range[0]` in event) {
-          this.zoom[side] = [event[`${axis}.range[0]`], event[`${axis}.range[1]`]];
-          changed = true;
-        } else if (event[`${axis}.autorange`]) {
-          this.zoom[side] = null;
-          changed = true;
-        }
-      });
-      if (changed) this.draw();
+      const ranges = ["xaxis", "xaxis2"].map((axis) => newRange(event, axis));
+      if (ranges.every((range) => range === undefined)) return;
+      this.zoom = ranges.map((range, side) => (range === undefined ? this.zoom[side] : range));
+      this.draw();
     });
   }
 
