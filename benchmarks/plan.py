@@ -2,6 +2,7 @@
 
     python benchmarks/plan.py            all cases, about ten minutes on one core
     python benchmarks/plan.py --quick    a few of them
+    python benchmarks/plan.py --short    short documents only; the other results are kept
 
 Writes benchmarks/results/plan.md and plan.json. Every case is one global batch of documents in
 order of arrival, K tokens per rank, with the bytes of Llama-3-8B. Documents are packed in two ways.
@@ -282,11 +283,13 @@ def short(quick: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def short_report(rows: list[dict[str, Any]]) -> list[str]:
+def short_report(rows: list[dict[str, Any]], run: str) -> list[str]:
     """One line for each batch and placement; seconds and imbalance are the largest of all costs."""
     lines = [
         "",
         "## Short documents (largest figures of the costs pairs, analytic and h200; one core)",
+        "",
+        run,
         "",
         "| data | tokens a rank | servers | documents | placement | imbalance before | imbalance"
         " | MB a rank | seconds | allowed |",
@@ -316,17 +319,20 @@ def geometric_mean(values: list[float]) -> float:
     return float(np.exp(np.mean(np.log(np.maximum(values, 0.01)))))
 
 
-def report(
-    rows: list[dict[str, Any]],
-    times: list[dict[str, Any]],
-    step_rows: list[dict[str, Any]],
-    short_rows: list[dict[str, Any]],
-) -> str:
+def this_run() -> str:
+    """When, where and with which command results are measured."""
+    return (
+        f"{date.today().isoformat()}, {platform.machine()}, Python {platform.python_version()},"
+        f" numpy {np.__version__}, one core: `python {' '.join(sys.argv)}`"
+    )
+
+
+def report(results: dict[str, Any]) -> str:
+    rows, times = results["cases"], results["seconds"]
     lines = [
         "# Plans against the head-tail greedy",
         "",
-        f"{date.today().isoformat()}, {platform.machine()}, Python {platform.python_version()},"
-        f" numpy {np.__version__}, one core: `python {' '.join(sys.argv)}`",
+        results["run"],
         "",
         f"{len(rows) // 2} batches: pretrain and prolong, contexts"
         f" {', '.join(f'{context // 1024}K' for context in sorted({r['context'] for r in rows}))},"
@@ -408,8 +414,8 @@ def report(
             f" | {t['given_pairs_s']:.3f} | {t['given_analytic_s']:.3f}"
             f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
         )
-    lines += slowest_report(rows, step_rows)
-    return "\n".join([*lines, *short_report(short_rows)]) + "\n"
+    lines += slowest_report(rows, results["steps"])
+    return "\n".join([*lines, *short_report(results["short"], results["short_run"])]) + "\n"
 
 
 def main() -> None:
@@ -418,23 +424,30 @@ def main() -> None:
     )
     parser.add_argument("--quick", action="store_true", help="a few cases")
     parser.add_argument(
+        "--short", action="store_true", help="short documents only; the other results are kept"
+    )
+    parser.add_argument(
         "--out", type=Path, default=RESULTS, help="where to write plan.md and plan.json"
     )
     arguments = parser.parse_args()
     from rich.progress import track
 
-    todo = list(cases(arguments.quick))
-    rows = [row for case in track(todo, "planning") for row in run_case(*case)]
-    times = growth(arguments.quick)
-    step_rows = steps(arguments.quick)
-    arguments.out.mkdir(parents=True, exist_ok=True)
-    short_rows = short(arguments.quick)
-    text = report(rows, times, step_rows, short_rows)
-    (arguments.out / "plan.md").write_text(text)
-    (arguments.out / "plan.json").write_text(
-        json.dumps({"cases": rows, "seconds": times, "steps": step_rows, "short": short_rows})
-        + "\n"
-    )
+    path = arguments.out / "plan.json"
+    if arguments.short:
+        results = json.loads(path.read_text())
+    else:
+        todo = list(cases(arguments.quick))
+        results = {
+            "run": this_run(),
+            "cases": [row for case in track(todo, "planning") for row in run_case(*case)],
+            "seconds": growth(arguments.quick),
+            "steps": steps(arguments.quick),
+        }
+    results |= {"short_run": this_run(), "short": short(arguments.quick)}
+    text = report(results)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(results) + "\n")
+    path.with_suffix(".md").write_text(text)
     sys.stdout.write(text)
 
 

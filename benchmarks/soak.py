@@ -2,11 +2,13 @@
 
     python benchmarks/soak.py               1,000 steps
     python benchmarks/soak.py --steps 60    a quick try
+    python benchmarks/soak.py --ranks 4 --servers 2     dedicated servers are lost and come back
 
 Ranks train on the CPU, over gloo, on documents whose lengths change from step to step. Every 20 to
 50 steps a fault comes (``distca train --inject``): a worker is killed in the attention of some
 layer and direction, and all ranks restart from the last checkpoint; a rank freezes for some
-seconds; the attention of a rank is slow for some steps. Afterwards the same steps are trained
+seconds; the attention of a rank is slow for some steps; a dedicated server is killed from outside,
+at whatever it does then, and joins again after its restart. Afterwards the same steps are trained
 without faults.
 
 *Survived*: the run went on to another step. *To the next good step*: seconds from the fault until a
@@ -23,6 +25,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import subprocess
 import sys
 import tempfile
@@ -48,7 +51,8 @@ SETTINGS = (
     "train.tokens_per_step=4096",
     "train.checkpoint_every=10",
 )
-KINDS = ("kill", "stop", "slow")
+LOSE = "lose server"  # by a SIGKILL of this script
+KINDS = ("kill", "stop", "slow", "lose")
 LOSS_TOLERANCE = 1e-5
 GROWTH = {"memory": 1.1, "files": 1.0, "threads": 1.0}  # that counts as flat
 POLL_S = 0.05
@@ -85,7 +89,8 @@ def main() -> None:
 def random_faults(options: argparse.Namespace) -> list[str]:
     """Draws faults that today's trainer survives, so many steps apart."""
     draw, faults, step = Random(options.seed), [], 0
-    workers, kinds = options.ranks - options.servers, list(options.kinds)
+    workers = options.ranks - options.servers
+    kinds = [kind for kind in options.kinds if kind != "lose" or options.servers]
     while (step := step + draw.randint(*options.every)) < options.steps - 1:
         kind = kinds[len(faults) % len(kinds)]  # in turns, so that a short run has each of them
         if kind == "kill":
@@ -95,6 +100,8 @@ def random_faults(options: argparse.Namespace) -> list[str]:
         elif kind == "stop":
             rank, seconds = draw.randrange(options.ranks), draw.randint(1, 3)
             faults.append(f"stop rank {rank} for {seconds}s step {step}")
+        elif kind == "lose":
+            faults.append(f"{LOSE} {draw.randrange(options.servers)} step {step}")
         else:  # with dedicated servers, workers compute no attention
             rank = draw.randrange(workers if options.servers else 0, options.ranks)
             last = min(step + draw.randint(3, 10), options.steps - 1)
@@ -125,9 +132,12 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
     command = [
         *(sys.executable, "-m", "distca", "train", f"--ranks={options.ranks}", f"--out={out}"),
         *("--fresh", "--json", f"--max-restarts={len(faults)}"),
+        *(f"--server-restarts={len(faults)}" for _ in parallel),
         *(f"--set={setting}" for setting in given),
-        *(f"--inject={fault}" for fault in faults),
+        *(f"--inject={fault}" for fault in faults if not fault.startswith(LOSE)),
     ]
+    to_lose = [fault for fault in faults if fault.startswith(LOSE)]
+    lost: Records = []
     began, over = time.monotonic(), Event()
     steps_at: list[float] = []
     samples: dict[int, list[dict[str, float]]] = defaultdict(list)
@@ -142,6 +152,11 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
                     started = starts.setdefault(pid, len(steps_at))
                     if len(steps_at) >= started + WARM_UP and (sample := _sample(pid)):
                         samples[pid].append(sample)
+                if to_lose and len(steps_at) > int(to_lose[0].split()[-1]):
+                    number = options.ranks - options.servers + int(to_lose[0].split()[2])
+                    if _kill(process.pid, number):  # otherwise it is being restarted
+                        now = {"time": time.time(), "step": len(steps_at)}
+                        lost.append({"fault": to_lose.pop(0)} | now)
                 time.sleep(SAMPLE_S)
         finally:  # also after a Ctrl-C
             over.set()
@@ -154,7 +169,7 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
         process.returncode,
         error,
         _lines(out / "metrics.jsonl"),
-        [line for line in _lines(out / "faults.jsonl") if "fault" in line],
+        [line for line in _lines(out / "faults.jsonl") if "fault" in line] + lost,
         steps_at,
         dict(samples),
         time.monotonic() - began,
@@ -179,6 +194,18 @@ def _children(pid: int) -> list[int]:
         return [int(one) for one in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     except OSError:
         return []
+
+
+def _kill(launcher: int, rank: int) -> bool:
+    """Kills a rank; returns whether it was there."""
+    for pid in _children(launcher):
+        try:
+            if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
+                os.kill(pid, signal.SIGKILL)
+                return True
+        except OSError:  # it has ended
+            continue
+    return False
 
 
 def _sample(pid: int) -> dict[str, float] | None:
@@ -252,6 +279,7 @@ def compared(
         "steps": options.steps,
         "ranks": options.ranks,
         "servers": options.servers,
+        "joined": sum(len(record.get("joined_servers", ())) for record in disturbed.records),
         "planned": len(faults),
         "faults": rows,
         "loss_difference": max(differences, default=None),
@@ -276,11 +304,15 @@ def report(result: dict[str, Any]) -> str:
     ]
     for kind in KINDS:
         mine = [row["good_s"] for row in rows if row["fault"].startswith(kind)]
+        if not mine:
+            continue
         good = [seconds for seconds in mine if seconds is not None]
         times = f"{median(good):.1f} | {max(good):.1f}" if good else "- | -"
         lines.append(f"| {kind} | {len(mine)} | {len(good)} | {times} |")
     survived = sum(row["good_s"] is not None for row in rows)
     lines += [f"| all {result['planned']} planned | {len(rows)} | {survived} | | |", ""]
+    if result["joined"]:
+        lines += [f"Servers have joined the run again {result['joined']} times.", ""]
     if result["loss_difference"] is not None:
         lines += [
             f"Losses of all steps differ by at most {result['loss_difference']:.1e} of their size"

@@ -27,7 +27,18 @@ SHAPE = ModelShape("tiny", heads=4, kv_heads=1, head_dim=4)
 Q_BYTES, KV_BYTES = 32, 16
 OWN_BYTES = 2 * Q_BYTES + KV_BYTES
 
-MASKS = ("causal", "full", "window:1", "window:7", "window:40", "window:1000")
+MASKS = (
+    "causal",
+    "full",
+    "window:1",
+    "window:7",
+    "window:40",
+    "window:1000",
+    "chunk:7",
+    "chunk:32",
+    "band:1",
+    "band:9",
+)
 COSTS = ("pairs", "analytic", "h200")
 
 
@@ -181,3 +192,12 @@ def long_and_short(draw: Draw, max_ranks: int = 6) -> Batch:
         held[index % count].append(length)
     tolerance = draw(st.sampled_from([0.02, 0.1]))
     return Batch(held, {"cost": "pairs", "tolerance": tolerance, "tile": tile, "min_shard": tile})
+
+
+@st.composite
+def two_way_spans(draw: Draw, length: int, first: int = 0) -> list[list[int]]:
+    """Disjoint spans of the tokens [first, length) of a document, which may touch."""
+    if length == first:
+        return []
+    cuts = sorted(draw(st.sets(st.integers(first, length), max_size=6)))
+    return [[a, b] for a, b in pairwise(cuts) if draw(st.booleans())]

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from attention.bodies import Model, attend
 from attention.test_exact import on_all_ranks
 from attention.tokens import SCALE, Tokens, errors
-from strategies import Batch
+from strategies import Batch, Entry
 from torch import Tensor
 
 from distca.attention.backends.base import Saved, Traits
@@ -45,11 +45,11 @@ def backend(request: pytest.FixtureRequest) -> str:
     return chosen.name
 
 
-def plan_of(documents: list[list[int]], **options: object) -> Plan:
+def plan_of(documents: list[list[Entry]], **options: object) -> Plan:
     return Batch(documents).plan(cost="pairs", **options)
 
 
-@pytest.mark.parametrize("mask", ["causal", "full", "window:300"])
+@pytest.mark.parametrize("mask", ["causal", "full", "window:300", "chunk:300", "band:150"])
 def test_bfloat16_is_within_the_error_of_one_device(backend: str, mask: str) -> None:
     alone = [[length for rank in DOCUMENTS for length in rank]]
     found, whole = (
@@ -62,6 +62,25 @@ def test_bfloat16_is_within_the_error_of_one_device(backend: str, mask: str) -> 
     for name, error in found.items():  # what travels is rounded once more
         assert error <= 1.25 * whole[name] + 1e-3, f"{name}: {error:.1e}, alone {whole[name]:.1e}"
         assert whole[name] < 1e-2
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:300"])
+def test_two_way_spans_are_near_the_error_of_one_causal_device(backend: str, mask: str) -> None:
+    """Images and a prefix, cut and moved; two kernels' results are rounded before the merge."""
+    two_way = [[{"length": 1500, "two_way": [[10, 700], [700, 956], [1100, 1400]]}], [300],
+               [{"length": 90, "two_way": [[0, 64]]}, 40]]  # fmt: skip
+    found, causal = (
+        errors(on_all_ranks(plan, tokens, backend, "steps", "cuda"), tokens.expected())
+        for plan, tokens in (
+            (plan, Tokens(plan, torch.bfloat16, HEADS))
+            for plan in (
+                plan_of(two_way, mask=mask),
+                plan_of([[1500, 300, 90, 40]], mask=mask),
+            )
+        )
+    )
+    for name, error in found.items():
+        assert error <= 1.6 * causal[name] + 1e-3, f"{name}: {error:.1e}, causal {causal[name]:.1e}"
 
 
 def test_sinks(backend: str) -> None:

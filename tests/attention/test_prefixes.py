@@ -47,7 +47,7 @@ def tree_plans(draw: st.DrawFn) -> Plan:
             lengths, document, prefixes.length[document], lengths[document], worker, workers,
             prefixes,
         )  # fmt: skip
-    mask = draw(st.sampled_from(["causal", "causal", "window:13"]))
+    mask = draw(st.sampled_from(["causal", "causal", "window:13", "chunk:13"]))
     options = SMALL | {"mask": mask, "servers": draw(st.integers(0, 2))}
     if draw(st.booleans()):
         placement = distca.place(placement, **options)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.planning.masks import FULL
+from distca.planning.masks import BAND, FULL
 from distca.planning.plan import Plan
 
 SCALE = 0.3
@@ -101,6 +101,17 @@ class Tokens:
             position = torch.arange(length)
             behind = position[int(self.prefix[document]) :, None] - position[None, :]
             visible = (behind >= 0) & (behind < reach) if reach != FULL else behind > -length
+            if reach > BAND:
+                visible = behind.abs() <= reach - BAND
+            if reach < 0:
+                chunk = position // -reach
+                visible = (behind >= 0) & (chunk[int(self.prefix[document]) :, None] == chunk)
+            for number, start, stop in self.plan.to_json()["two_way"]:
+                if number == document:
+                    first = int(self.prefix[document])
+                    visible[start - first : stop - first, start:stop] = True
+                    if reach < length:  # the window still hides what is too far back
+                        visible &= behind < reach
             rows = self.keys(document)
             keys, values = (t[rows].repeat_interleave(group, 1) for t in (k, v))
             scores = torch.einsum("nhd,mhd->hnm", q[span], keys) * SCALE

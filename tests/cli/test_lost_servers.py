@@ -28,7 +28,8 @@ def ended(command: list[str], *options: str) -> Iterator[subprocess.Popen[str]]:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 def test_the_run_goes_on_without_its_servers(tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
-    with ended(command(killed, *SETTINGS), "--ranks=4", "--json") as process:
+    options = "--ranks=4", "--server-restarts=0", "--json"
+    with ended(command(killed, *SETTINGS), *options) as process:
         for step, victim in ((2, 3), (5, 2)):
             kill_at(process, killed, step, victim)
         out, err = process.communicate(timeout=100)
@@ -48,7 +49,7 @@ def test_the_run_goes_on_without_its_servers(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 def test_a_worker_still_ends_it(tmp_path: Path) -> None:
     settings = ("train.steps=1000000", "parallel.servers=1")
-    with ended(command(tmp_path, *settings), "--ranks=3") as process:
+    with ended(command(tmp_path, *settings), "--ranks=3", "--server-restarts=0") as process:
         kill_at(process, tmp_path, 1, 2)
         kill_at(process, tmp_path, len(metrics(tmp_path)) + 1, 1)
         _, err = process.communicate(timeout=60)

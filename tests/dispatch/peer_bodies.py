@@ -93,6 +93,6 @@ def asks_who_is_left(peers: Peers, rank: int, victims: list[int]) -> Seen:
     if rank in victims:
         time.sleep(0.1 * rank)
         os.kill(os.getpid(), signal.SIGKILL)
-    left = peers.survivors()
+    left = peers.regroup().ranks
     assert peers.lost_within(5) is not None
     return [left, sorted(lost.rank for lost in peers.losses)]

@@ -4,12 +4,14 @@ The payload is who a token is, (document, position), so that every row shows whe
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 from hypothesis import given, settings
 from planning.oracles import (
+    Task,
     Token,
     homes_of,
     keys_needed,
@@ -77,20 +79,51 @@ def computed(call: Call, inbox: Inbox) -> list[tuple[list[Token], list[Token]]]:
     """Queries and keys of each task of a call, as tokens."""
     assert call.q_offsets[0] == call.kv_offsets[0] == 0
     assert call.q_offsets[-1] == len(call.q)
-    assert call.kv_offsets[-1] == len(call.kv)
+    assert call.behind is not None or call.kv_offsets[-1] == len(call.kv)
     q = np.split(taken(call.q, inbox.queries), call.q_offsets[1:-1])
-    kv = np.split(taken(call.kv, inbox.keys), call.kv_offsets[1:-1])
+    kv = np.split(taken(call.kv, inbox.keys)[: call.kv_offsets[-1]], call.kv_offsets[1:-1])
     return [
         ([(d, p) for d, p in queries.tolist()], [(d, p) for d, p in keys.tolist()])
         for queries, keys in zip(q, kv, strict=True)
     ]
 
 
+def seen_behind(call: Call, inbox: Inbox) -> dict[Token, set[Token]]:
+    """The keys that each query of a call sees behind its own, by its second kernel."""
+    seen: dict[Token, set[Token]] = {}
+    if (behind := call.behind) is None:
+        return seen
+    q = [(d, p) for d, p in taken(call.q, inbox.queries)[behind.rows].tolist()]
+    kv = taken(call.kv, inbox.keys)[call.kv_offsets[-1] :][::-1]
+    keys = [(d, p) for d, p in kv.tolist()]
+    assert (len(q), len(keys)) == (behind.q_offsets[-1], behind.kv_offsets[-1])
+    parts = zip(pairwise(behind.q_offsets), pairwise(behind.kv_offsets), strict=True)
+    for q_part, kv_part in parts:
+        queries, among = q[slice(*q_part)], keys[slice(*kv_part)]
+        for number, query in enumerate(queries):  # bottom-right aligned
+            last = len(among) - len(queries) + number + 1
+            seen[query] = set(among[max(last - behind.mask.reach, 0) : last])
+    return seen
+
+
+def sequences(task: Task, mask: str) -> list[tuple[list[Token], list[Token]]]:
+    """Queries and keys that a kernel sees by themselves: those of a task, or of each chunk."""
+    size = int(mask.removeprefix("chunk:")) if mask.startswith("chunk") else 1 << 40
+    if mask.startswith("band:"):
+        keys = [(task.document, key) for key in sorted(task.keys) if key < task.stop]
+        return [([(task.document, p) for p in range(task.start, task.stop)], keys)]
+    return [
+        ([(task.document, p) for p in range(task.start, task.stop) if p // size == chunk],
+         [(task.document, key) for key in sorted(task.keys) if key // size == chunk])
+        for chunk in range(task.start // size, (task.stop - 1) // size + 1)
+    ]  # fmt: skip
+
+
 def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
     """Every task of every rank finds exactly its rows, in order, and nothing is left over."""
     masks, ranks = mask_names(batch), plan.devices.num_ranks
     tasks = read_tasks(plan, masks, backward=backward)
-    homes = homes_of(placed_rows(plan))
+    homes, lengths = homes_of(placed_rows(plan)), plan.placement.lengths.tolist()
     layouts = [Layout.of(plan, rank, backward=backward) for rank in range(ranks)]
     inboxes = deliver(plan, layouts)
     for rank, (layout, inbox) in enumerate(zip(layouts, inboxes, strict=True)):
@@ -98,24 +131,35 @@ def check_layouts(batch: Batch, plan: Plan, *, backward: bool = False) -> None:
         assert (layout.rank, layout.num_ranks, layout.num_tokens) == (rank, ranks, len(own))
         # 1. Exactly the tasks of this rank, each with its own queries and keys, in order.
         expected = {
-            (task.document, task.start): (
-                [(task.document, position) for position in range(task.start, task.stop)],
-                [(task.document, key) for key in sorted(task.keys)],
-            )
+            queries[0]: (queries, keys)
             for task in tasks
             if task.server == rank
+            for queries, keys in sequences(task, masks[task.document])
+        }
+        at_home = {
+            (task.document, position)
+            for task in tasks
+            if all(
+                homes[task.document, p] == rank for p in (*range(task.start, task.stop), *task.keys)
+            )
+            for position in range(task.start, task.stop)
         }
         found = []
         for calls, local in ((layout.local, True), (layout.remote, False)):
-            kinds = [str(call.mask) for call in calls]
+            kinds = [(str(call.mask), str(call.behind and call.behind.mask)) for call in calls]
             assert len(set(kinds)) == len(kinds), "one call per side and mask kind"
             for call in calls:
                 for queries, keys in computed(call, inbox):
                     assert expected[queries[0]] == (queries, keys)
-                    assert str(call.mask) == masks[queries[0][0]]
+                    kind, _, size = masks[queries[0][0]].partition(":")
+                    kernel = {"chunk": "causal", "band": f"window:{int(size or 0) + 1}"}
+                    assert str(call.mask) == kernel.get(kind, masks[queries[0][0]])
                     found.append(queries[0])
-                    at_home = all(homes[token] == rank for token in (*queries, *keys))
-                    assert at_home == local
+                    assert (queries[0] in at_home) == local
+                for (document, query), keys in seen_behind(call, inbox).items():
+                    band = int(masks[document].removeprefix("band:"))
+                    last = min(query + band + 1, lengths[document])
+                    assert keys == {(document, key) for key in range(query + 1, last)}
                 if local:
                     assert {run.block for run in (*call.q.runs, *call.kv.runs)} == {0}
         assert sorted(found) == sorted(expected)

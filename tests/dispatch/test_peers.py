@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import socket
 import subprocess
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from dispatch import peer_bodies
 from ranks import PRELOADED
 
 from distca.dispatch.hub import Hub, encode
-from distca.dispatch.peers import _listener
+from distca.dispatch.hub_address import listen
 
 WITHOUT_A_WORD = "is lost (its process ended without a word)"
 
@@ -129,7 +133,7 @@ def test_the_hub_ignores_strangers() -> None:
                 stranger.settimeout(5)
                 assert stranger.recv(100) == b""
         with socket.create_connection(address) as rank:
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"], [0]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.settimeout(5)
             assert rank.recv(100) == b'["same", 0]\n'
     finally:
@@ -142,12 +146,12 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
     try:
         with socket.create_connection(listener.getsockname()) as rank, rank.makefile() as lines:
             rank.settimeout(5)
-            rank.sendall(encode("secret", 0) + encode("records", 0, ["here"], [0]))
+            rank.sendall(encode("secret", 0) + encode("records", ["here"], [0]))
             rank.sendall(encode("missing", 1) + encode("missing", 1))
             assert lines.readline() == '["lost", 1, "its process ended without a word"]\n'
             assert lines.readline() == '["records", 0, ["here", null], "rank 1 ended before"]\n'
-            rank.sendall(encode("survivors"))
-            assert lines.readline() == '["survivors", [0]]\n'
+            rank.sendall(encode("regroup", False))
+            assert json.loads(lines.readline())[:3] == ["members", [0], []]
             with socket.create_connection(listener.getsockname()) as late:
                 late.sendall(encode("secret", 1))
                 late.settimeout(5)
@@ -156,8 +160,82 @@ def test_a_rank_that_will_never_come_counts_as_lost() -> None:
         hub.wait()
 
 
+class Caller:
+    """A connection to a hub."""
+
+    def __init__(self, address: tuple[str, int], *who: object) -> None:
+        self._socket = socket.create_connection(address)
+        self._socket.settimeout(5)
+        self._lines = self._socket.makefile()
+        self.say("secret", *who)
+
+    def say(self, *message: object) -> None:
+        self._socket.sendall(encode(*message))
+
+    def hear(self) -> list[Any]:
+        return json.loads(self._lines.readline())
+
+    def close(self) -> None:
+        self._lines.close()
+        self._socket.close()
+
+
+@contextmanager
+def hub_of(num_ranks: int) -> Iterator[Callable[..., Caller]]:
+    """A hub, to which a rank or a candidate is connected by a call."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    address, hub = listener.getsockname(), Hub(num_ranks, listener, "secret")
+    callers = list[Caller]()
+
+    def connect(*who: object) -> Caller:
+        callers.append(Caller(address, *who))
+        return callers[-1]
+
+    try:
+        yield connect
+    finally:
+        for caller in callers:
+            caller.close()
+        hub.wait()
+
+
+def test_candidates_become_members_when_ranks_admit_them() -> None:
+    with hub_of(1) as connect:
+        rank, first, second = connect(0), connect("candidate", 7), connect("candidate", None)
+        assert sorted([*first.hear(), *second.hear()], key=str) == [1, 2, *["candidate"] * 2]
+        assert [rank.hear(), rank.hear()] == [["candidates", 1], ["candidates", 2]]
+        rank.say("regroup", False)
+        assert rank.hear()[:3] == ["members", [0], []]  # and candidates hear nothing
+        rank.say("regroup", True)
+        members = rank.hear()
+        assert first.hear() == second.hear() == members
+        assert members[:2] == ["members", [0]]
+        assert sorted(wish or 0 for _, wish in members[2]) == [0, 7]
+        second.close()  # after it was admitted
+        cancelled = rank.hear()
+        assert first.hear() == cancelled
+        assert cancelled[:2] == ["cancelled", members[3]]
+        assert rank.hear() == ["candidates", 0]
+        rank.say("cancel", "groups")
+        assert first.hear() == rank.hear() == ["cancelled", "groups", 0]
+        rank.say("bye")
+        rank.close()
+        assert first.hear() == ["bye"]
+
+
+def test_a_rank_that_does_not_answer_is_lost() -> None:
+    with hub_of(3) as connect:
+        ranks = [connect(number) for number in range(3)]
+        ranks[0].say("watch", [1, 2], 1)
+        assert ranks[1].hear() == ranks[2].hear() == ["ping"]
+        ranks[1].say("pong")
+        lost = ["lost", 2, "it has not answered for 1 s"]
+        assert ranks[0].hear() == lost
+        assert lost in (ranks[1].hear(), ranks[1].hear())  # beside one more ping
+
+
 def test_ranks_of_one_node_listen_on_the_loopback_address_only() -> None:
-    listener, address = _listener(local=True)
+    listener, address = listen(local=True)
     with listener:
         assert listener.getsockname()[0] == address == "127.0.0.1"
 
@@ -167,7 +245,7 @@ def test_the_master_of_several_nodes_is_reached_by_its_name(
     monkeypatch: pytest.MonkeyPatch, master: str
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", master)
-    listener, address = _listener(local=False)
+    listener, address = listen(local=False)
     with listener:
         assert address == master
         with socket.create_connection((address, listener.getsockname()[1]), timeout=5):

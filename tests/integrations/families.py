@@ -143,7 +143,7 @@ REASONS = {  # what is said, and its short form on the page
     "carries a state": "carry a state from token to token; refused with several documents in a row",
     "has not called": "never call the attention that they are given",
     "bias to its scores": "add a bias to their scores",
-    "neither causal": "have another kind of mask",
+    "none of those that distca supports": "have another kind of mask",
     "computes with its masks": "compute with their masks",
     "mask of its own": "give layers a mask of their own",
     "do not call distca's": "have layers that were not called (cross attention, without images)",

@@ -13,9 +13,9 @@ from integrations.tiny import by_sdpa, loss_of, model_of, packed
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 from distca.integrations.transformers import register
-from distca.integrations.transformers.masks import document_starts
+from distca.integrations.transformers.masks import read_mask, visibility
 from distca.integrations.transformers.packed_mask import ModelCall, PackedMask, PackedMaskFactory
-from distca.planning.masks import CAUSAL, Mask
+from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
 WAY_OUT = "attn_implementation"
 
@@ -97,11 +97,6 @@ def test_a_mask_of_the_users_own() -> None:
     with torch.no_grad():
         right, found = (loss_of(model_of("llama", a), batch).item() for a in ("sdpa", "distca"))
     assert found == pytest.approx(right, rel=1e-5)
-
-
-def test_a_bidirectional_model() -> None:
-    with pytest.raises(ValueError, match=r"layer 0 .*neither causal nor a sliding window"):
-        loss_of(model_of("gemma3", "distca", use_bidirectional_attention=True), packed([30, 4]))
 
 
 def test_a_model_that_handles_its_masks_itself() -> None:
@@ -219,32 +214,96 @@ def test_fsdp_passes_packed_masks_on_as_they_are() -> None:
 
 S = 24
 DOCUMENTS = torch.tensor([0] * 9 + [1] + [2] * 14)
-KINDS: dict[str, tuple[Callable[..., Any], int, bool]] = {
-    "causal": (lambda b, h, q, k: k <= q, CAUSAL, True),
-    "packed": (lambda b, h, q, k: (k <= q) & (DOCUMENTS[q] == DOCUMENTS[k]), CAUSAL, True),
-    "window": (lambda b, h, q, k: (k <= q) & (k > q - 5), 5, True),
+BLOCKS = torch.tensor([-1] * 3 + [0] * 4 + [-1] * 5 + [1] * 8 + [-1] * 4)
+
+
+def two_way(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    return (BLOCKS[q] == BLOCKS[k]) & (BLOCKS[q] >= 0)
+
+
+# The mask, its reach, and the queries that see the next key; None if it is not such a mask.
+KINDS: dict[str, tuple[Callable[..., Any], int, list[int] | None]] = {
+    "causal": (lambda b, h, q, k: k <= q, CAUSAL, []),
+    "packed": (lambda b, h, q, k: (k <= q) & (DOCUMENTS[q] == DOCUMENTS[k]), CAUSAL, []),
+    "window": (lambda b, h, q, k: (k <= q) & (k > q - 5), 5, []),
     "window, packed": (
         lambda b, h, q, k: (k <= q) & (k > q - 5) & (DOCUMENTS[q] == DOCUMENTS[k]),
         5,
-        True,
+        [],
     ),
-    "a window that is not told": (lambda b, h, q, k: (k <= q) & (k > q - 5), CAUSAL, False),
-    "full": (lambda b, h, q, k: k >= 0, CAUSAL, False),
-    "a prefix": (lambda b, h, q, k: (k <= q) | (k < 6), CAUSAL, False),
-    "strided": (lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), CAUSAL, False),
-    "not itself": (lambda b, h, q, k: k < q, CAUSAL, False),
-    "padding": (lambda b, h, q, k: (k <= q) & (k > 3), CAUSAL, False),
+    "a window that is not told": (lambda b, h, q, k: (k <= q) & (k > q - 5), CAUSAL, None),
+    "full": (lambda b, h, q, k: q + k >= 0, FULL, []),
+    "full as a span": (lambda b, h, q, k: q + k >= 0, CAUSAL, [*range(S - 1)]),
+    "chunks": (lambda b, h, q, k: (k <= q) & (k // 8 == q // 8), -8, []),
+    "chunks, packed": (
+        lambda b, h, q, k: (k <= q) & (k // 8 == q // 8) & (DOCUMENTS[q] == DOCUMENTS[k]),
+        -8,
+        [],
+    ),
+    "a prefix": (lambda b, h, q, k: (k <= q) | (k < 6) & (q < 6), CAUSAL, [*range(5)]),
+    "images": (
+        lambda b, h, q, k: (k <= q) | two_way(q, k),
+        CAUSAL,
+        [3, 4, 5, *range(12, 19)],
+    ),
+    "images in a window": (
+        lambda b, h, q, k: ((k <= q) | two_way(q, k)) & (k > q - 6),
+        6,
+        [3, 4, 5, *range(12, 19)],
+    ),
+    "images beyond a window": (
+        lambda b, h, q, k: ((k <= q) & (k > q - 5)) | two_way(q, k),
+        5,
+        None,
+    ),
+    "images that see each other": (
+        lambda b, h, q, k: (k <= q) | ((BLOCKS[q] >= 0) & (BLOCKS[k] >= 0)),
+        CAUSAL,
+        None,
+    ),
+    "strided": (lambda b, h, q, k: (k <= q) & ((q - k) % 2 == 0), CAUSAL, None),
+    "not itself": (lambda b, h, q, k: k < q, CAUSAL, None),
+    "padding": (lambda b, h, q, k: (k <= q) & (k > 3), CAUSAL, None),
+    "a band": (lambda b, h, q, k: (q - k).abs() <= 3, BAND + 3, []),
+    "a wider band": (lambda b, h, q, k: (q - k).abs() <= 4, BAND + 3, None),
+    "a band that is not told": (lambda b, h, q, k: (q - k).abs() <= 3, CAUSAL, None),
 }
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_masks_are_told_apart(kind: str) -> None:
     function, reach, known = KINDS[kind]
-    starts = document_starts(function, 1, S, reach, torch.device("cpu"))
-    assert (starts is not None) == known
-    if starts is not None:
-        packed_too = "packed" in kind
-        assert starts[0].nonzero().flatten().tolist() == ([0, 9, 10] if packed_too else [0])
+    for one_by_one in (False, True):
+        visible = visibility(function, (1, S), torch.device("cpu"), one_by_one=one_by_one)
+        read = read_mask(visible, Mask(reach), torch.zeros(1, S, dtype=torch.bool))
+        assert (read is not None) == (known is not None)
+        if read is not None:
+            packed_too = "packed" in kind
+            starts = read.starts[0].nonzero().flatten().tolist()
+            assert starts == ([0, 9, 10] if packed_too else [0])
+            assert reach in (FULL, BAND + 3) or read.ahead[0].nonzero().flatten().tolist() == known
+
+
+def test_documents_that_were_told_need_not_be_in_the_mask() -> None:
+    """As with a cache, in encoders, and in PaliGemma, whose blocks reach into other documents."""
+    told = torch.zeros(1, S, dtype=torch.bool)
+    told[0, [9, 10]] = True
+    causal, all_keys = (lambda b, h, q, k: k <= q), (lambda b, h, q, k: q + k >= 0)
+    one_block = torch.tensor([0] * 5 + [1] * 4 + [1] + [0] * 6 + [1] * 8) == 0
+
+    def leaking(b: Any, h: Any, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return ((k <= q) & (DOCUMENTS[q] == DOCUMENTS[k])) | (one_block[q] & one_block[k])
+
+    for function, reach, ahead in (
+        (causal, CAUSAL, []),
+        (all_keys, FULL, None),
+        (leaking, CAUSAL, [0, 1, 2, 3, 10, 11, 12, 13, 14]),
+    ):
+        visible = visibility(function, (1, S), torch.device("cpu"), one_by_one=False)
+        read = read_mask(visible, Mask(reach), told)
+        assert read is not None
+        assert ahead is None or read.ahead[0].nonzero().flatten().tolist() == ahead
+    assert read_mask(visible, Mask(CAUSAL), torch.zeros_like(told)) is None
 
 
 def test_chunks_look_like_documents_but_are_none() -> None:
@@ -254,11 +313,11 @@ def test_chunks_look_like_documents_but_are_none() -> None:
         return (k <= q) & (k // 8 == q // 8)
 
     asked = {"batch_size": 1, "q_length": S, "kv_length": S, "device": "cpu", "local_size": 8}
-    for size, words in ((8, "neither causal"), (None, "")):
+    for size, kind in ((8, "chunk:8"), (None, "window:8")):
         config = SimpleNamespace(attention_chunk_size=size)
         mask = PackedMaskFactory()(asked | {"mask_function": chunks, "config": config})
-        assert words in mask.error
-    with pytest.raises(ValueError, match="neither causal nor a sliding window of documents"):
+        assert (str(mask.mask), mask.error) == (kind, "")
+    with pytest.raises(ValueError, match="none of those that distca supports for whole documents"):
         mask.check([S])
 
 

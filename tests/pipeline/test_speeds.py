@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 
 import numpy as np
@@ -156,22 +157,28 @@ def test_plans_follow_a_slow_rank_within_ten_steps_and_back() -> None:
 def test_what_is_known_about_the_ranks_that_are_left() -> None:
     speeds = LearnedSpeeds(np.array([1.0, 2.0, 1.0, 1.0]))
     learn(speeds, SLOW * [1, 2, 1, 1], WINDOW)
-    kept = speeds.of_ranks([0, 2])
+    kept = speeds.of_ranks([0, 2], [1.0, 1.0])
     assert kept.speed == (1.0, 0.6)
     assert speeds.speed == (1.0, 2.0, 0.6, 1.0)
     kept.update(np.ones(2), np.array([1.0, 1 / 0.6]))
     assert kept.speed == (1.0, 0.6)  # its measurements are kept too
+    more = kept.of_ranks([0, 1, None], [1.0, 1.0, 3.0])
+    assert more.speed == (1.0, 0.6, 3.0)
+    same = LearnedSpeeds.of_state(json.loads(json.dumps(more.state())))
+    for one in (more, same):
+        one.update(np.ones(3), np.array([1.0, 1.0, 1 / 3]))
+    assert same.speed == more.speed
 
 
 def test_a_planner_for_the_ranks_that_are_left_plans_like_a_new_one() -> None:
     shape = ModelShape("layer", heads=8, kv_heads=2, head_dim=64)
     options = PlanOptions(model=shape, cost="cpu", speed=(1, 1, 1, 3, 2))
     mask, lengths = (Mask.parse("causal"),), np.array([900, 300, 2000, 1200])
-    left = StepPlanner(MeshShape(dp=2, servers=3), mask, options).with_ranks([0, 1, 3], 1)
+    left = StepPlanner(MeshShape(dp=2, servers=3), mask, options).with_servers(1, (1, 1, 3))
     new = StepPlanner(
         MeshShape(dp=2, servers=1), mask, dataclasses.replace(options, speed=(1, 1, 3))
     )
     assert left.plan(lengths).fingerprint == new.plan(lengths).fingerprint
-    alone = left.with_ranks([0, 1], 0)
+    alone = left.with_servers(0, (1, 1))
     assert alone.plan_options.servers == 0
     assert alone.plan(lengths).serves(0)

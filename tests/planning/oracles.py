@@ -34,6 +34,11 @@ def dense_mask(mask: str, length: int) -> npt.NDArray[np.bool_]:
                 cells[query, key] = True
             elif mask == "causal":
                 cells[query, key] = key <= query
+            elif mask.startswith("band:"):
+                cells[query, key] = abs(query - key) <= int(mask.removeprefix("band:"))
+            elif mask.startswith("chunk:"):
+                size = int(mask.removeprefix("chunk:"))
+                cells[query, key] = key <= query and key // size == query // size
             else:
                 cells[query, key] = query - int(mask.removeprefix("window:")) < key <= query
     return cells

@@ -108,7 +108,7 @@ def tiny_batches(draw: Draw) -> Batch:
         "tile": tile,
         "min_shard": 1,
         "tolerance": draw(st.sampled_from([0.1, 0.3, 0.5])),
-        "mask": draw(st.sampled_from(["causal", "causal", "causal", "full", "window:3"])),
+        "mask": draw(st.sampled_from(["causal", "full", "window:3", "chunk:3", "band:2"])),
     }
     if draw(st.integers(0, 4)) == 0:
         options["servers"] = 2

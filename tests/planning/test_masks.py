@@ -11,7 +11,11 @@ from distca.planning.masks import Mask, first_key, last_key, pairs, reach_of
 from distca.planning.spans import as_ints
 
 
-@given(st.data(), st.sampled_from([*MASKS, "window:2", "window:30"]), st.integers(1, 60))
+@given(
+    st.data(),
+    st.sampled_from([*MASKS, "window:2", "window:30", "chunk:1", "chunk:10", "band:2", "band:59"]),
+    st.integers(1, 60),
+)
 def test_pairs_and_keys_are_those_of_the_dense_mask(
     data: st.DataObject, mask: str, length: int
 ) -> None:
@@ -51,10 +55,24 @@ def test_a_mask_prints_what_it_parses(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "Causal", "window", "window:", "window:0", "window:-4", "window:4.5", "window:x"]
+    "text",
+    [
+        "",
+        "Causal",
+        "window",
+        "window:",
+        "window:0",
+        "window:-4",
+        "window:4.5",
+        "window:x",
+        "chunk:0",
+        "band:0",
+    ],
 )
 def test_an_unknown_mask_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"^mask .* is unknown: use causal, full, or window:N"):
+    with pytest.raises(
+        ValueError, match=r"^mask .* is unknown: use causal, full, window:N, chunk:N or band:N"
+    ):
         Mask.parse(text)
 
 

@@ -88,6 +88,15 @@ def test_ranks_may_be_numpy_and_masks_objects() -> None:
     assert plan.cost == "pairs"
 
 
+@pytest.mark.parametrize("cost", ["pairs", "analytic", "h200"])
+def test_chunks_cost_what_documents_of_their_size_do(cost: str) -> None:
+    options = {"cost": cost, "policy": "colocated"}
+    chunked = Batch([[1000, 300]], {**options, "mask": "chunk:300"}).plan()
+    apart = Batch([[300, 300, 300, 100, 300]], options).plan()
+    assert chunked.forward_load_ps.tolist() == apart.forward_load_ps.tolist()
+    assert chunked.backward_load_ps.tolist() == apart.backward_load_ps.tolist()
+
+
 def test_heads_are_a_model() -> None:
     plan = Batch(RANKS, {"model": None, "heads": 4, "kv_heads": 1, "head_dim": 4}).plan()
     assert (plan.shape.q_bytes, plan.shape.kv_bytes) == (32, 16)

@@ -138,3 +138,9 @@ def test_a_chain_of_any_depth(depth: int) -> None:
     assert plan.placement.tokens.tolist() == [depth]
     pairs = plan.forward.pairs(plan.placement, plan.reach)
     assert int(pairs.sum()) == depth * (depth + 1) // 2
+
+
+def test_documents_that_share_a_prefix_have_one_mask() -> None:
+    child = {"length": 9, "parent": 0, "prefix": 40}
+    with pytest.raises(ValueError, match="document 2 has mask window:30, but document 0, which"):
+        distca.plan([[40], [child, child]], mask=["causal", "causal", "window:30"], **SMALL)

@@ -32,7 +32,7 @@ class CountingLoader:
 def test_no_batch_is_lost_or_loaded_twice() -> None:
     options = PlanOptions(model=ModelShape("layer", heads=2, kv_heads=2, head_dim=16), cost="cpu")
     before = StepPlanner(MeshShape(dp=2, servers=2), (Mask.parse("causal"),), options)
-    after = before.with_ranks([0, 1, 3], 1)
+    after = before.with_servers(1, None)
     # What is prepared is the number of plan ranks, and who has prepared it.
     batches = Prefetcher(
         CountingLoader(), before, lambda plan: ("before", plan.slots[0][0][0].devices.num_ranks)

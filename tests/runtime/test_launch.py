@@ -143,6 +143,36 @@ def test_the_others_go_on_without_a_spare_rank(tmp_path: Path) -> None:
         launch(program(needed), 3, tmp_path, spares=[1])
 
 
+def test_a_spare_rank_is_started_again(tmp_path: Path) -> None:
+    """Rank 1 dies, and rank 2 hangs, which rank 0 tells; both are started again, rank 1 twice."""
+    body = (
+        "from distca.runtime.launched import report_lost, report_started\n"
+        "report_started()\n"
+        "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "if rank == 2: time.sleep(60)\n"
+        "time.sleep(0.5)\n"
+        "report_lost(2, time.time())\n"
+        f"while len([n for n in os.listdir({str(tmp_path)!r}) if 'joined' in n]) < 3:\n"
+        "    time.sleep(0.05)"
+    )
+    joins = (
+        f"open({str(tmp_path)!r} + f'/joined-{{rank}}-{{os.getpid()}}', 'w').write(sys.argv[1])\n"
+        f"files = ' '.join(os.listdir({str(tmp_path)!r}))\n"
+        "if rank == 1 and files.count('joined-1') == 1: raise ValueError('it does not fit')\n"
+        "time.sleep(60)"
+    )
+    told: list[str] = []
+    rejoining = launching.Rejoining(lambda store: [*program(joins), store], 3, told.append)
+    start = time.monotonic()
+    assert launch(program(body), 3, tmp_path, spares=[1, 2], rejoining=rejoining) is None
+    assert time.monotonic() - start < 30  # nobody waits for those that would join
+    assert all(":" in path.read_text() for path in tmp_path.glob("joined-*"))
+    assert sum("rank 1 was killed by SIGKILL; it is started again" in one for one in told) == 1
+    assert sum("rank 2 was killed by SIGKILL; it is started again" in one for one in told) == 1
+    assert "rank 1 has not joined: it does not fit" in told
+    assert len(told) == 4
+
+
 def test_a_message_that_is_far_too_long_is_reported_cut(tmp_path: Path) -> None:
     with pytest.raises(RankFailedError, match=r"xxxx"):
         launch(program("raise RuntimeError('x' * 100_000)"), 1, tmp_path)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from ranks import PRELOADED
 from train import dying_servers
-from train.dying_servers import Death
+from train.dying_servers import Death, Newcomer, Plan
 
 WORKERS, STEPS = 2, 5
 SETTINGS = [
@@ -27,39 +28,50 @@ SETTINGS = [
 
 
 def run(
-    out: Path, servers: int, *deaths: Death, settings: tuple[str, ...] = (), workers: int = WORKERS
-) -> list[dict[str, Any] | None]:
-    """What each rank has seen; None if it was killed."""
+    out: Path,
+    servers: int,
+    *deaths: Death,
+    settings: tuple[str, ...] = (),
+    workers: int = WORKERS,
+    newcomers: Sequence[Newcomer] = (),
+    plan: Plan | None = None,
+) -> list[Any]:
+    """What each rank and then each newcomer has seen; None if it was killed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     out.mkdir()
     all_settings = [*SETTINGS, f"out={out}", f"parallel.servers={servers}", *settings]
-    size, pipes, ranks = workers + servers, [], []
-    for rank in range(size):
+    size, pipes, processes = workers + servers, [], []
+
+    def start(body: Any, *args: Any) -> None:
         ours, theirs = context.Pipe(duplex=False)
-        where = (theirs, rank, size, out, all_settings, list(deaths))
-        ranks.append(context.Process(target=dying_servers.run, args=where))
-        ranks[-1].start()
+        processes.append(context.Process(target=body, args=(theirs, *args)))
+        processes[-1].start()
         theirs.close()
         pipes.append(ours)
-    seen: list[dict[str, Any] | None] = []
+
+    for rank in range(size):
+        where = rank, size, out, all_settings
+        start(dying_servers.run, *where, list(deaths), plan or Plan())
+    for newcomer in newcomers:
+        start(dying_servers.join, out, newcomer)
+    seen: list[Any] = []
+    hanging = {death.rank for death in deaths if death.how == "hangs"}
     try:
-        for pipe in pipes:
-            assert pipe.poll(60), "a rank hangs"
+        for number, pipe in enumerate(pipes):
+            if number in hanging:
+                seen.append(None)
+                continue
+            assert pipe.poll(60), f"rank {number} hangs"
             try:
                 seen.append(pipe.recv())
             except EOFError:
                 seen.append(None)
     finally:
-        for process in ranks:
-            process.join(5)
+        for number, process in enumerate(processes):
+            process.join(0 if number in hanging else 5)
             process.kill()
     return seen
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return records(run(tmp_path_factory.mktemp("whole") / "out", 2))
 
 
 def records(seen: list[dict[str, Any] | None]) -> list[dict[str, Any]]:
@@ -130,10 +142,16 @@ def test_one_of_two_dies(
 
 
 @pytest.mark.slow
-def test_one_of_two_fails_with_an_error(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
-    seen = run(tmp_path / "out", 2, Death(3, "backward", 5, raises=True))
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [("no memory", "no memory"), ("a mistake", "a mistake"), ("no disk", "input/output error")],
+)
+def test_one_of_two_fails_with_an_error(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], how: str, words: str
+) -> None:
+    seen = run(tmp_path / "out", 2, Death(3, "backward", 5, how))
     (loss,) = check(seen, undisturbed, 3)
-    assert loss["how"] == "it failed: no memory"
+    assert loss["how"].startswith(f"it failed: {words}")
 
 
 @pytest.mark.slow
@@ -166,20 +184,28 @@ def test_servers_of_other_tensor_parallel_indices_end_with_it(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_one_more_dies_when_the_others_have_regrouped(
-    tmp_path: Path, undisturbed: list[dict[str, Any]]
+@pytest.mark.parametrize("moment", ["regrouping", "regrouped"])
+def test_one_more_dies_while_the_others_regroup(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str
 ) -> None:
-    seen = run(tmp_path / "out", 3, Death(2, "forward", 3), Death(3, "regrouped", 1))
-    losses = check(seen, undisturbed, 2, 3)
+    """They abandon connections to it that never come."""
+    seen = run(tmp_path / "out", 3, Death(2, "forward", 3), Death(4, moment, 1))
+    losses = check(seen, undisturbed, 2, 4)
     assert [loss["servers"] for loss in losses] == [1, 1]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("second", [Death(3, "regrouping", 1), Death(1, "forward", 4)])
-def test_what_is_not_survived_ends_with_a_sentence(tmp_path: Path, second: Death) -> None:
-    """One more server while the others connect again, or a worker."""
-    seen = run(tmp_path / "out", 2, Death(2, "forward", 3), second)
+def test_one_that_hangs_is_lost(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
+    plan = Plan(silent_s=3)
+    seen = run(tmp_path / "out", 2, Death(3, "backward", 3, "hangs"), plan=plan)
+    (loss,) = check(seen, undisturbed, 3)
+    assert loss["how"] == "it has not answered for 3 s"
+
+
+@pytest.mark.slow
+def test_a_lost_worker_ends_it_with_a_sentence(tmp_path: Path) -> None:
+    seen = run(tmp_path / "out", 2, Death(2, "forward", 3), Death(1, "forward", 4))
     assert seen == [None] * len(seen)
-    for rank in {0, 1, 2, 3} - {2, second.rank}:
-        words = f"distca: rank {second.rank} is lost (its process ended without a word), so this"
+    for rank in (0, 3):
+        words = "distca: rank 1 is lost (its process ended without a word), so this"
         assert (tmp_path / "out" / f"err-{rank}").read_text().startswith(words)

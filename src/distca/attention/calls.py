@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import PackedCall
+from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
+from distca.attention.keys_behind import Backward, Forward, PreparedKeysBehind
 from distca.dispatch.layout import Call
 from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
@@ -32,6 +33,7 @@ class PreparedCall:
     packed: PackedCall
     gather: Gather
     scatter: Move
+    behind: PreparedKeysBehind | None = None
 
     @classmethod
     def of(
@@ -45,7 +47,20 @@ class PreparedCall:
             packed=PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, spec.device),
             gather=Gather(inputs, messages.dispatch.recv, spec.device),
             scatter=_sums([q, kv, kv], home, spec) if backward else _puts([q, lse], home, spec),
+            behind=PreparedKeysBehind.of(call.behind, spec.device) if call.behind else None,
         )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, forward: Forward) -> Attended:
+        """Returns the attention of packed queries. forward: of one kernel call."""
+        if self.behind is None:
+            return forward(q, k, v, self.packed)
+        return self.behind.forward(q, k, v, self.packed, forward)
+
+    def differentiate(self, grad_out: Tensor, saved: Saved, backward: Backward) -> Gradients:
+        """Returns the gradients of packed queries and keys. backward: of one kernel call."""
+        if self.behind is None:
+            return backward(grad_out, saved, self.packed)
+        return self.behind.backward(grad_out, saved, self.packed, backward)
 
 
 class Gather:

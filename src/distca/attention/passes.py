@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
 from distca.attention.calls import PreparedCall
 from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.tensors import wide
@@ -70,8 +70,12 @@ class ForwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Attended:
         q, k, v = call.gather(self._qkv, received)
         plan = self._plan
+
+        def forward(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> Attended:
+            return plan.backend.forward(q, k, v, call, plan.scale, plan.softcap)
+
         with plan.measured(self._prepared):
-            attended = plan.backend.forward(q, k, v, call.packed, plan.scale, plan.softcap)
+            attended = call.attend(q, k, v, forward)
         return Attended(*(each.contiguous() for each in attended))
 
 
@@ -136,15 +140,13 @@ class BackwardPass:
     def _call(self, call: PreparedCall, received: Tensor | None = None) -> Gradients:
         *saved, grad_out = call.gather(self._tensors, received)
         plan = self._plan
+        options = plan.scale, plan.deterministic, plan.softcap
+
+        def backward(grad_out: Tensor, saved: Saved, call: PackedCall) -> Gradients:
+            return plan.backend.backward(grad_out, saved, call, *options)
+
         with plan.measured(self._prepared):
-            grads = plan.backend.backward(
-                grad_out,
-                Saved(*saved),
-                call.packed,
-                plan.scale,
-                plan.deterministic,
-                plan.softcap,
-            )
+            grads = call.differentiate(grad_out, Saved(*saved), backward)
         return Gradients(*(each.contiguous() for each in grads))
 
 

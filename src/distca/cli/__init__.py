@@ -17,6 +17,7 @@ from distca.cli.plan import PlanCommand
 from distca.cli.profile import ProfileCommand
 from distca.cli.report import ReportCommand
 from distca.cli.selftest import SelftestCommand
+from distca.cli.serve import ServeCommand
 from distca.cli.simulate import SimulateCommand
 from distca.cli.train import TrainCommand
 from distca.runtime.launched import RankFailedError, is_repeated, sentence
@@ -58,8 +59,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 for _command in (
-    PlanCommand, TrainCommand, SimulateCommand, ReportCommand, ProfileCommand, SelftestCommand,
-    CheckCommand,
+    PlanCommand, TrainCommand, ServeCommand, SimulateCommand, ReportCommand, ProfileCommand,
+    SelftestCommand, CheckCommand,
 ):  # fmt: skip
     app.command(_command.__name__.removesuffix("Command").lower())(for_typer(_command))
 app.add_typer(bench, name="bench")

@@ -50,7 +50,7 @@ class PlanCommand:
     )
     seed: int = _batch("N", "Random seed of a distribution.", 0)
     end_of_document: int | None = _batch("ID", "Token id that ends each document in a .npy file.")
-    mask: str = _batch("MASK", "Attention mask: causal, full or window:N.", "causal")
+    mask: str = _batch("MASK", "causal, full, window:N, chunk:N or band:N.", "causal")
     model: str | None = _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")
     heads: int | None = _batch("N", "Number of query heads; replaces the name of a model.")
     kv_heads: int | None = _batch(

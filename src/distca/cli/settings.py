@@ -82,7 +82,7 @@ class DataOptions:
     batches: int = _data("N", "Batches to average over.", 5)
     seed: str = _data("N,...", "Random seeds of a distribution; each draws BATCHES steps.", "0")
     end_of_document: int | None = _data("ID", "Token id that ends each document in a .npy file.")
-    mask: str = _data("MASK", "Attention mask: causal, full or window:N.", "causal")
+    mask: str = _data("MASK", "causal, full, window:N, chunk:N or band:N.", "causal")
 
 
 @dataclass(frozen=True, kw_only=True)

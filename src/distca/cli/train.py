@@ -3,8 +3,7 @@
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli import compare, faults
+from distca.cli.attempts import Attempts, tell_what_is_saved
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -26,6 +26,7 @@ from distca.cli.command import (
     sharing,
     stop_before_first_step,
 )
+from distca.cli.serve import ServeCommand
 from distca.report import units
 from distca.report.progress import progress
 from distca.report.tables import facts
@@ -96,6 +97,17 @@ class TrainCommand:
         "Restart all ranks from the newest checkpoint if one was killed or failed, up to N times.",
         0,
     )
+    min_ranks: int | None = _run(
+        "N",
+        "With --max-restarts: leave out a rank that fails again before the first step, as long as"
+        " N are left and the mesh allows it.",
+    )
+    server_restarts: int = _run(
+        "N",
+        "Start dedicated servers that were lost again, up to N times in all; they join the run"
+        " between two steps.",
+        3,
+    )
     inject: list[str] | None = _run(
         "FAULT",
         "Inject a fault, as in 'kill rank 1 step 5 layer 3 backward'; may be repeated. See"
@@ -164,6 +176,12 @@ class TrainCommand:
                 f"--max-restarts {self.max_restarts}: give 0 or more, and leave it out with"
                 " --compare, which saves no checkpoints"
             )
+        if self.min_ranks is not None and (self.min_ranks < 1 or not self.max_restarts):
+            raise ValueError(
+                f"--min-ranks {self.min_ranks}: give 1 or more, together with --max-restarts"
+            )
+        if self.server_restarts < 0:
+            raise ValueError(f"--server-restarts {self.server_restarts}: give 0 or more")
         if self.compare and self.inject:
             raise ValueError("--compare with --inject: inject faults into one run, without it")
         if self.resume is False and self.from_step is not None:
@@ -188,61 +206,56 @@ class TrainCommand:
         from distca.train.run_lock import RunLock
 
         config, num_ranks = self.read(), launch.local_ranks(self.ranks, self.share_gpu)
-        sides, out = len(compare.SIDES) if self.compare else 1, Path(config.out)
+        out = Path(config.out)
         planned = faults.read(self.inject)
-        faults.check(planned, config, check(config, num_ranks, sides, self.share_gpu))
+        faults.check(planned, config, self._check(config, num_ranks))
         lock = RunLock(out)
         try:
             faults.begin(config, planned)
-            stop = self._run_ranks(config, num_ranks)
+            attempts = Attempts(
+                config, self.max_restarts, self.min_ranks, partial(self._check, config)
+            )
+            stop = attempts.run(num_ranks, partial(self._run_once, config))
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
         exit_if_stopped(stop)
 
-    def _run_ranks(self, config: "Config", num_ranks: int) -> launch.Stop | None:
-        """Starts ranks, again if some were killed; returns the signal that has ended them."""
-        for restart in range(self.max_restarts):
-            try:
-                return self._run_once(config, num_ranks, restart)
-            except launched.RankEndedError as error:
-                typer.echo(_restarting(error, restart + 1, self.max_restarts, config), err=True)
-        return self._run_once(config, num_ranks, self.max_restarts)
+    def _check(self, config: "Config", num_ranks: int) -> "Components":
+        sides = len(compare.SIDES) if self.compare else 1
+        return check(config, num_ranks, sides, self.share_gpu)
 
-    def _run_once(self, config: "Config", num_ranks: int, restart: int) -> launch.Stop | None:
-        out = Path(config.out)
+    def _run_once(
+        self, config: "Config", local_ranks: Sequence[int], restart: int
+    ) -> launch.Stop | None:
+        out, num_ranks = Path(config.out), len(local_ranks)
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
-        command = replace(self, resume=True, from_step=None) if restart else self
+        command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
         with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if not self.as_json and not restart:
                 _announce(config, num_ranks, self.compare, gpu)
-            with _tell_what_is_saved(out):
+            with tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
-                spares, what = range(num_ranks - servers, num_ranks), rank_command("train", command)
-                return launch.launch(what, num_ranks, logs, gpu, spares=spares, restart=restart)
+                return launch.launch(
+                    rank_command("train", command),
+                    num_ranks,
+                    logs,
+                    gpu,
+                    spares=range(num_ranks - servers, num_ranks),
+                    rejoining=launch.Rejoining(_rejoin, self.server_restarts, _tell),
+                    restart=restart,
+                    local_ranks=local_ranks,
+                )
 
 
-def _restarting(error: Exception, number: int, most: int, config: "Config") -> str:
-    from distca.train.step_folders import newest
-
-    found = newest(Path(config.out) / "checkpoints")
-    where = f"from {found}" if found else "from the beginning, since there is no checkpoint"
-    return f"distca: {launched.sentence(error)}; restart {number} of {most} {where}"
+def _rejoin(store: str) -> list[str]:
+    """Returns the command of a dedicated server that is started again."""
+    return rank_command("serve", ServeCommand(join=store))
 
 
-@contextmanager
-def _tell_what_is_saved(out: Path) -> Iterator[None]:
-    """Names the last checkpoint when a second signal has ended the ranks before they could save."""
-    from distca.train.step_folders import newest
-
-    try:
-        yield
-    except KeyboardInterrupt:
-        found = newest(out / "checkpoints")
-        last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-        typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
-        raise
+def _tell(sentence: str) -> None:
+    typer.echo(f"distca: {sentence}", err=True)
 
 
 def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":
@@ -323,7 +336,10 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
             notes.append(sentence)
             screen.print(sentence, soft_wrap=True)
 
-        records = faults.fit(Trainer(config, show, tell), planned)
+        trainer = Trainer(config, show, tell)
+        records = faults.fit(trainer, planned)
+    if not trainer.is_needed:
+        launched.end_to_be_started_again()
     if not first:
         return {}
     found = newest(Path(config.out) / "checkpoints")

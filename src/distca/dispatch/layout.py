@@ -14,12 +14,18 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.dispatch.kernel_sequences import (
+    KeysBehind,
+    mirrored,
+    queries_with_keys_behind,
+    sequences_of,
+)
 from distca.dispatch.rows import Rows
-from distca.planning.masks import Mask
+from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Ints, Spans, cumulative, overlaps
+from distca.planning.spans import Bools, Ints, Spans, cumulative, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, key_moves
 
@@ -38,13 +44,18 @@ class PeerRows:
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One fused varlen kernel call: packed tasks of one mask kind, bottom-right aligned."""
+    """One fused varlen kernel call: packed tasks of one mask kind, bottom-right aligned.
+
+    [Note: keys behind] If queries see keys behind them, a second kernel call attends to these, and
+    the two results are merged. Its keys are the last ones of ``kv``, in the order of positions.
+    """
 
     mask: Mask
     q: Rows
     kv: Rows
-    q_offsets: Ints  # [tasks + 1]
-    kv_offsets: Ints  # [tasks + 1]
+    q_offsets: Ints  # [sequences + 1]
+    kv_offsets: Ints  # [sequences + 1]
+    behind: KeysBehind | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +87,7 @@ class Layout:
         queries = _queries_here(tasks, placement, rank, arrived_q)
         keys = _keys_here(placement, rank, arrived_kv)
         # 3. The calls over them.
-        local, remote = _calls(tasks, plan.reach, placement.prefixes, queries, keys)
+        local, remote = _calls(tasks, plan.reach, placement, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
         return cls(rank, num_ranks, num_tokens, q, kv, local, remote)
 
@@ -86,6 +97,8 @@ class Layout:
         if len(self.local) != 1 or self.remote or self.q.send or self.kv.send:
             return False
         everything = ((0, 0, self.num_tokens),)
+        if self.local[0].behind is not None:
+            return False
         return self.local[0].q.runs == self.local[0].kv.runs == everything
 
 
@@ -105,6 +118,22 @@ class _Keys(NamedTuple):
     stop: Ints
     block: Ints
     row: Ints
+
+
+class _Found(NamedTuple):
+    """Rows [row, stop) of blocks in which the keys of a reader lie."""
+
+    reader: Ints
+    block: Ints
+    row: Ints
+    stop: Ints
+
+    @property
+    def rows(self) -> tuple[Ints, Ints, Ints]:
+        return self.block, self.row, self.stop
+
+    def only(self, chosen: Bools) -> _Found:
+        return _Found(*(column[chosen] for column in self))
 
 
 def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[PeerRows, _Queries]:
@@ -157,38 +186,49 @@ def _keys_here(placement: Placement, rank: int, received: _Keys) -> _Keys:
 
 
 def _calls(
-    tasks: Tasks, reach: Ints, prefixes: Prefixes, queries: _Queries, keys: _Keys
+    tasks: Tasks, reach: Ints, placement: Placement, queries: _Queries, keys: _Keys
 ) -> tuple[tuple[Call, ...], tuple[Call, ...]]:
-    """Returns the local and the remote calls: one for each mask kind."""
-    mine = queries.task
-    num_queries, num_keys = tasks.queries[mine], tasks.keys[mine]
-    task, needs = prefixes.owned(Spans(*(column[mine] for column in tasks.key_spans)))
-    # A task may read several spans of keys: ``reader`` is the task, ``found.right`` the span.
-    found = overlaps(needs, Spans(keys.document, keys.start, keys.stop))
-    reader = task[found.left]
-    block, skipped = keys.block[found.right], found.start - keys.start[found.right]
-    row = keys.row[found.right] + skipped
-    stop = row + found.stop - found.start
+    """Returns the local and the remote calls: one for each kind of kernel."""
+    here, masks = tasks.only(queries.task), placement.masks(reach)
+    sequence, behind = sequences_of(here, masks), queries_with_keys_behind(here, masks)
+    document, prefixes = here.document, placement.prefixes
+    last = masks.last_key_up_to_own(document, here.q_stop)
+    up_to_own = _find(prefixes, keys, Spans(document, here.kv_start, last))
+    own_span = Spans(document[behind.task], behind.start + 1, behind.last)
+    of_behind = _find(prefixes, keys, own_span)
     # A task is remote if its queries, or some of its keys, are in a block that was received.
     needs_peers = queries.block > 0
-    needs_peers[reader[block > 0]] = True
-    kinds = reach[tasks.document[mine]]
+    needs_peers[up_to_own.reader[up_to_own.block > 0]] = True
+    needs_peers[behind.task[of_behind.reader[of_behind.block > 0]]] = True
+    kinds = np.where(reach < 0, CAUSAL, reach)[document]
     calls: tuple[list[Call], list[Call]] = ([], [])
     for remote in (False, True):
         for kind in np.unique(kinds[needs_peers == remote]).tolist():
             chosen = (needs_peers == remote) & (kinds == kind)
-            spans = chosen[reader]
-            first, last = queries.row[chosen], queries.row[chosen] + num_queries[chosen]
+            packed, later = chosen[sequence.task], behind.only(chosen[behind.task])
+            read = [up_to_own.only(chosen[up_to_own.reader])]
+            read.append(of_behind.only(chosen[behind.task][of_behind.reader]))
+            first = queries.row[chosen]
             calls[remote].append(
                 Call(
-                    mask=Mask(kind),
-                    q=Rows.of(queries.block[chosen], first, last),
-                    kv=Rows.of(block[spans], row[spans], stop[spans]),
-                    q_offsets=cumulative(num_queries[chosen]),
-                    kv_offsets=cumulative(num_keys[chosen]),
+                    mask=Mask(kind - BAND + 1 if kind > BAND else kind),
+                    q=Rows.of(queries.block[chosen], first, first + here.queries[chosen]),
+                    kv=Rows.of(*map(np.concatenate, zip(*(r.rows for r in read), strict=True))),
+                    q_offsets=cumulative(sequence.queries[packed]),
+                    kv_offsets=cumulative(sequence.keys[packed]),
+                    behind=mirrored(later, here, chosen, kind) if len(later.task) else None,
                 )
             )
     return tuple(calls[0]), tuple(calls[1])
+
+
+def _find(prefixes: Prefixes, keys: _Keys, needs: Spans) -> _Found:
+    """Returns where spans of keys lie; one may lie in several places."""
+    span, owned = prefixes.owned(needs)
+    found = overlaps(owned, Spans(keys.document, keys.start, keys.stop))
+    row = keys.row[found.right] + found.start - keys.start[found.right]
+    stop = row + found.stop - found.start
+    return _Found(span[found.left], keys.block[found.right], row, stop)
 
 
 def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:

@@ -12,7 +12,6 @@ import atexit
 import json
 import logging
 import os
-import secrets
 import socket
 import sys
 import time
@@ -20,20 +19,33 @@ from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from threading import Condition, Lock, Thread, Timer, current_thread
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from distca.dispatch.announcement import Announcement
 from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
+from distca.dispatch.hub_address import HubAddress, start_hub
 from distca.dispatch.transports.base import ExchangeError, Records
 
-_LOOPBACK = "127.0.0.1"
-_CONNECT_S = 30.0
 _CLOSE_S = 1.0
 _TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
 _log = logging.getLogger(__name__)
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
+
+
+class Members(NamedTuple):
+    """The ranks that go on, and the candidates that join them, with new groups.
+
+    ranks: global ranks.
+    candidates: the number of each, and the global rank that it wishes to have or None.
+    name: a name for the groups that nothing else has.
+    """
+
+    ranks: list[int]
+    candidates: list[tuple[int, int | None]]
+    name: str
 
 
 class PeerLostError(ExchangeError):
@@ -55,22 +67,38 @@ class Peers:
     ranks: the global rank of every rank of the group, as errors name it.
     lost: set as soon as a rank is lost.
     losses: all ranks that are lost, in the order of the news.
+    address: that of the hub.
+    num_candidates: how many processes wait to become ranks; known to the first rank.
+    is_over: whether the hub has ended, since the first rank has left with a word.
+    number: that of a candidate.
+    cancelled: the names of groups that somebody has given up to make, and the global rank of that
+        one, or minus the number of the candidate.
     abandoned: collectives that a rank does not wait for any more, because another one is lost.
     """
 
     def __init__(
-        self, ranks: Sequence[int], hub: Hub | None, connection: socket.socket | None
+        self,
+        ranks: Sequence[int],
+        hub: Hub | None,
+        connection: socket.socket | None,
+        address: HubAddress | None = None,
     ) -> None:
+        self.address = address
+        self.num_candidates = 0
+        self.number: int | None = None
+        self.is_over = False
+        self.cancelled: set[tuple[str, int]] = set()
         self.lost: PeerLostError | None = None
         self.losses: list[PeerLostError] = []
         self.abandoned: list[dist.Work] = []
         self._ranks = ranks
         self._hub, self._connection = hub, connection
-        self._changed = Condition(Lock())
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._waiting: deque[Announcement] = deque()  # by index
         self._num_announced, self._unsent = 0, list[str]()
         self._callbacks: list[Callable[[PeerLostError], None]] = []
-        self._survivors: list[int] | None = None
+        self._members: Members | None = None
         self._closing = connection is None
         if connection is not None:
             keep_alive(connection)
@@ -79,11 +107,23 @@ class Peers:
             self._listener.start()
 
     @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Peers:
-        """Returns the peers of a group; at the first request all its ranks must ask."""
+    def of(cls, group: dist.ProcessGroup, *, alone: bool = False) -> Peers:
+        """Returns the peers of a group; at the first request all its ranks must ask.
+
+        alone: whether a single rank has a hub too, so that others can join it.
+        """
         if group not in _of_group:
-            _of_group[group] = _connect(group)
+            _of_group[group] = _connect(group, alone=alone)
         return _of_group[group]
+
+    @classmethod
+    def as_candidate(cls, ranks: Sequence[int], address: HubAddress, wish: int | None) -> Peers:
+        """Returns the peers of a process that is no rank yet (``members`` waits to become one).
+
+        ranks: those of the group.
+        wish: the number that it would like to have, if it is free.
+        """
+        return cls(ranks, None, address.connect("candidate", wish), address)
 
     def announce(self, record: str) -> Announcement:
         """Tells all ranks what this one is about to do; the result is what each of them does.
@@ -91,12 +131,12 @@ class Peers:
         It is ``[record]`` if all of them do the same. It raises ExchangeError if a rank has ended.
         Records are sent by ``flush``, several at once.
         """
-        with self._changed:
+        with self._lock:
             announcement = Announcement(self._num_announced, record, self._changed)
             if self._connection is None:
                 announcement.answer([record])
-            elif self.lost is not None:
-                announcement.answer(self.lost)
+            elif self.lost is not None or self.is_over:
+                announcement.answer(self.lost or self._left())
             else:
                 self._num_announced += 1
                 self._waiting.append(announcement)
@@ -106,12 +146,12 @@ class Peers:
     def flush(self) -> None:
         if not self._unsent:
             return
-        with self._changed:
+        with self._lock:
             unsent, self._unsent = self._unsent, []
             if unsent:  # layers announce the same few records again and again
                 texts = list(dict.fromkeys(unsent))
                 numbers = [texts.index(record) for record in unsent]
-                self._send("records", self._num_announced - len(unsent), texts, numbers)
+                self._send("records", texts, numbers)
 
     def ask(self, announcement: Announcement) -> None:
         """Asks the hub to answer now, with the records of those ranks that have come."""
@@ -127,19 +167,38 @@ class Peers:
         for lost in known:
             callback(lost)
 
-    def survivors(self) -> list[int]:
-        """Returns the global ranks that are left, once all of them have asked.
+    def regroup(self, *, admit: bool = False) -> Members:
+        """Returns who is left, once all of them have asked.
 
+        admit: whether candidates become members; all ranks ask for the same.
         All get the same answer. Raises PeerLostError if the first rank is lost, and the hub with
         it.
         """
         with self._changed:
-            self._survivors = None
-            self._send("survivors")
-            self._changed.wait_for(lambda: self._survivors is not None or self._has_lost(0))
-            if self._survivors is None:
-                raise self.losses[-1]
-            return self._survivors
+            self._members = None
+            self._send("regroup", admit)
+        members = self.members(None)
+        if members is None:
+            raise self.losses[-1] if self.losses else self._left()
+        return members
+
+    def members(self, timeout_s: float | None) -> Members | None:
+        """Waits until the ranks make their groups again; returns None if the hub ends before."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._members is not None or self._has_lost(0) or self.is_over, timeout_s
+            )
+            return self._members
+
+    def cancel(self, name: str) -> None:
+        """Tells all members that this rank does not make the groups of this name."""
+        with self._changed:
+            self._send("cancel", name)
+
+    def watch_answers(self, ranks: Collection[int], seconds: float) -> None:
+        """Lets the hub lose global ranks that live but do not answer for so many seconds."""
+        with self._changed:
+            self._send("watch", [list(self._ranks).index(rank) for rank in ranks], seconds)
 
     def tell_lost(self, number: int) -> None:
         """Tells the hub that a global rank is lost, which may not have connected to it yet."""
@@ -226,17 +285,46 @@ class Peers:
                         )
                     case ["lost", rank, how]:
                         self._lose(rank, how)
-                    case ["survivors", ranks]:
+                    case ["members", ranks, candidates, name]:
+                        left = [self._ranks[rank] for rank in ranks]
                         with self._changed:
-                            self._survivors = [self._ranks[rank] for rank in ranks]
+                            self._members = Members(left, candidates, name)
                             self._changed.notify_all()
+                    case ["candidate", number]:
+                        self.number = number
+                    case ["candidates", number]:
+                        self.num_candidates = number
+                    case ["cancelled", name, who]:
+                        known = who < len(self._ranks)
+                        self.cancelled.add((name, self._ranks[who] if known else -who))
+                    case ["ping"]:
+                        with self._changed:
+                            self._send("pong")
                     case ["failed", rank, sentence]:
                         timer = Timer(_TOGETHER_S, self._lose, (rank, f"it failed: {sentence}"))
                         timer.daemon = True
                         timer.start()
                     case ["bye"]:
+                        self._end()
                         return
         self._lose(0, LOST)
+
+    def _end(self) -> None:
+        """Raises where this rank still waits for an answer of the hub, which has ended."""
+        with self._changed:
+            self.is_over = True
+            self._fail_all(self._left())
+
+    def _left(self) -> ExchangeError:
+        return ExchangeError(f"rank {self._ranks[0]} has left")
+
+    def _fail_all(self, error: Exception) -> None:
+        """Answers all announcements that are under way; the caller holds the lock."""
+        while self._waiting:
+            announcement = self._waiting.popleft()
+            if not announcement.is_answered:
+                announcement.answer(error)
+        self._changed.notify_all()
 
     def _answer(self, index: int, answer: Records | Exception) -> None:
         with self._changed:
@@ -263,11 +351,7 @@ class Peers:
             self.lost = self.lost or error
             self.losses.append(error)
             callbacks = list(self._callbacks)
-            while self._waiting:
-                announcement = self._waiting.popleft()
-                if not announcement.is_answered:
-                    announcement.answer(error)
-            self._changed.notify_all()
+            self._fail_all(error)
         _log.error("%s: this run cannot go on", error)
         for callback in callbacks:
             callback(error)
@@ -279,10 +363,10 @@ def drop_connections() -> None:
         peers.drop()
 
 
-def _connect(group: dist.ProcessGroup) -> Peers:
+def _connect(group: dist.ProcessGroup, *, alone: bool) -> Peers:
     ranks = dist.get_process_group_ranks(group)
-    rank, size = dist.get_rank(group), len(ranks)
-    if size == 1:
+    rank, size = group.rank(), len(ranks)
+    if size == 1 and not alone:
         return Peers(ranks, None, None)
     # The store of torchrun outlives its ranks: those that it restarts must not find an earlier hub.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -291,37 +375,15 @@ def _connect(group: dist.ProcessGroup) -> Peers:
     hub = None
     if rank == 0:
         nodes = {store.get(f"node {other}") for other in range(size)}
-        listener, address = _listener(local=len(nodes) == 1)
-        token = secrets.token_hex(16)
-        hub = Hub(size, listener, token)
-        store.set("hub", json.dumps([address, listener.getsockname()[1], token]))
-    address, port, token = json.loads(store.get("hub"))
+        hub, address = start_hub(size, local=len(nodes) == 1)
+        store.set("hub", json.dumps(address))
+    address = HubAddress(*json.loads(store.get("hub")))
     try:
-        connection = socket.create_connection((address, port), _CONNECT_S)
+        connection = address.connect(rank)
     except OSError as error:
         raise PeerLostError(
-            f"rank {ranks[0]} does not answer at {address} port {port} ({error}): it has ended, or"
-            " this node cannot reach that one",
+            f"rank {ranks[0]} does not answer at {address.host} port {address.port} ({error}): it"
+            " has ended, or this node cannot reach that one",
             ranks[0],
         ) from error
-    connection.settimeout(None)
-    connection.sendall(encode(token, rank))
-    return Peers(ranks, hub, connection)
-
-
-def _listener(*, local: bool) -> tuple[socket.socket, str]:
-    """Returns a socket that listens where the other ranks can reach it, and its address.
-
-    On several nodes that is the interface from which this node reaches the master; if it is the
-    master itself, all interfaces, under the name by which the others have reached it already.
-    """
-    if local:
-        return socket.create_server((_LOOPBACK, 0)), _LOOPBACK
-    master = os.environ.get("MASTER_ADDR", socket.gethostname())
-    family, _, _, _, name = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(name)  # sends nothing
-        address = probe.getsockname()[0]
-    if address.startswith("127.") or address in ("::1", name[0]):
-        return socket.create_server(("", 0), family=family), master
-    return socket.create_server((address, 0), family=family), address
+    return Peers(ranks, hub, connection, address)

@@ -12,6 +12,7 @@ from distca.planning.masks import Mask
 from distca.planning.placement import Placement
 from distca.planning.prefixes import Prefixes
 from distca.planning.spans import Ints
+from distca.planning.two_way import TwoWaySpans
 
 
 def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placement:
@@ -21,7 +22,7 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
     stage. The rows of a worker keep their order, so tensors need not move.
     """
     columns: list[tuple[Ints, ...]] = [(np.zeros(0, np.int64),) * 5]
-    documents, prefixes = 0, Prefixes.none(0)
+    documents, prefixes, two_way = 0, Prefixes.none(0), TwoWaySpans.none()
     for stage, placement in enumerate(stages):
         if placement is None:
             continue
@@ -32,10 +33,12 @@ def pool_placements(stages: Sequence[Placement | None], workers: int) -> Placeme
             )
         p, worker = placement, placement.worker + stage * workers
         columns.append((p.lengths, p.document + documents, p.start, p.stop, worker))
+        two_way = p.two_way.behind(two_way, documents)
         documents += p.num_documents
         prefixes = p.prefixes.behind(prefixes)
     lengths, document, start, stop, worker = map(np.concatenate, zip(*columns, strict=True))
-    return Placement(lengths, document, start, stop, worker, workers * len(stages), prefixes)
+    workers *= len(stages)
+    return Placement(lengths, document, start, stop, worker, workers, prefixes, two_way)
 
 
 def pool_masks(stages: Sequence[Placement | None], masks: Sequence[Mask | None]) -> list[Mask]:

@@ -13,6 +13,7 @@ not change it: there is no feedback that could oscillate.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -34,14 +35,30 @@ class LearnedSpeeds:
     """
 
     def __init__(self, start: Floats) -> None:
-        self._start = np.asarray(start, np.float64)
+        self._start = np.array(start, np.float64)
         self._factor = np.ones(len(self._start))
         self._window = np.full((WINDOW, len(self._start)), np.nan)
 
-    def of_ranks(self, kept: Sequence[int]) -> LearnedSpeeds:
-        """Returns what is known about some of the ranks."""
-        speeds = LearnedSpeeds(self._start[list(kept)])
-        speeds._factor, speeds._window = self._factor[list(kept)], self._window[:, list(kept)]
+    def of_ranks(self, kept: Sequence[int | None], start: Sequence[float]) -> LearnedSpeeds:
+        """Returns what is known about some of the ranks, with new ones (None) among them.
+
+        start: the speeds that are assumed first of new ranks.
+        """
+        new = LearnedSpeeds(np.asarray(start))
+        for rank, before in enumerate(kept):
+            if before is not None:
+                new._start[rank], new._factor[rank] = self._start[before], self._factor[before]
+                new._window[:, rank] = self._window[:, before]
+        return new
+
+    def state(self) -> list[list[Any]]:
+        """Returns what is known as JSON."""
+        return [self._start.tolist(), self._factor.tolist(), self._window.tolist()]
+
+    @classmethod
+    def of_state(cls, state: list[list[Any]]) -> LearnedSpeeds:
+        speeds = cls(np.asarray(state[0]))
+        speeds._factor, speeds._window = np.asarray(state[1]), np.asarray(state[2])
         return speeds
 
     @property

@@ -80,13 +80,13 @@ class StepPlanner:
         """Returns a planner for the same mesh with one micro-batch of one half."""
         return replace(self, micro_batches=1, ping_pong=False)
 
-    def with_ranks(self, kept: Sequence[int], servers: int) -> StepPlanner:
-        """Returns a planner for some of the plan ranks: all workers, and fewer servers.
+    def with_servers(self, servers: int, speed: Sequence[float] | None) -> StepPlanner:
+        """Returns a planner for another number of servers, with the speed of each plan rank.
 
         servers: as in ``MeshShape``, those of all tensor-parallel indices.
         """
-        speed = None if self.options.speed is None else tuple(self.speed[list(kept)].tolist())
-        options = replace(self.options, speed=speed, cost=self.cost)
+        known = None if speed is None else tuple(float(one) for one in speed)
+        options = replace(self.options, speed=known, cost=self.cost)
         return replace(self, parallel=replace(self.parallel, servers=servers), options=options)
 
     def with_speed(self, speed: tuple[float, ...]) -> StepPlanner:
@@ -163,7 +163,7 @@ class StepPlanner:
         stages, and the mask is the widest of all layers.
         """
         p = self.parallel
-        widest = max(self.masks, key=lambda mask: mask.reach)
+        widest = max(self.masks, key=lambda mask: abs(mask.reach))
         workers, servers = np.split(self.speed, [p.pp * p.workers_per_stage])
         speed = np.append(workers.reshape(p.pp, p.workers_per_stage).mean(axis=0), servers)
         return replace(self.plan_options, mask=widest, speed=speed)

@@ -76,10 +76,12 @@ def place(
             raise ValueError("workers is missing: give the number of workers to place documents on")
         documents = Placement.in_order(as_ints(documents), workers)
     elif workers not in (None, documents.num_workers):
-        documents = Placement.in_order(documents.lengths, workers, documents.prefixes)
+        given = documents
+        documents = Placement.in_order(given.lengths, workers, given.prefixes, given.two_way)
     problem = PlanOptions.of(options, changes).problem(documents)
     check_representable(problem)
     check_prefixes(problem)
+    documents.two_way.check_masks(problem.reach)
     if documents.prefixes.exist and placer not in WITH_PREFIXES:
         raise ValueError(
             f"placer {placer} does not know documents that continue others: use one of"
@@ -104,7 +106,8 @@ def plan(
     plan that cannot meet this bound is returned all the same, and ``plan.shortfall`` says why.
 
     placement: a Placement; or for each rank its documents, as lengths or as shards
-        ``{"document": d, "start": s, "stop": e}`` of documents that span ranks.
+        ``{"document": d, "start": s, "stop": e}`` of documents that span ranks, or as documents
+        with prefixes or two-way spans (``Placement.from_ranks``).
     options, changes: a ``PlanOptions``, and options by name that replace its own.
     scheduler: ``distca``; or ``home``, ``all-gather`` or ``greedy``, as published policies do.
     given: the placement before ``place``, if there was one. The plan's ``imbalance_before`` then
@@ -117,6 +120,7 @@ def plan(
     problem = PlanOptions.of(options, changes).problem(placement)
     check_representable(problem)
     check_prefixes(problem)
+    placement.two_way.check_masks(problem.reach)
     check_own_memory(problem)
     assignment = assign_tasks(problem)
     check_memory(problem, assignment)

@@ -36,7 +36,7 @@ def _any_placement(problem: Problem, max_pairs: float) -> float:
     """
     prefix = problem.placement.prefixes.length
     lengths = problem.placement.lengths.astype(np.float64)
-    causal = problem.reach >= problem.placement.lengths
+    causal = masks.is_causal(problem.placement.lengths, problem.reach)
     full = problem.reach == masks.FULL
     other_servers = np.ceil(lengths[full] ** 2 / max_pairs) - 1
     keys = float(np.sum(np.maximum(other_servers, 0) * lengths[full]))
@@ -78,8 +78,7 @@ class _Shards:
         self.pairs = masks.pairs(p.start, p.stop, self.length, self.reach)
         # Whether other workers hold a part of the document.
         self.spanning = self.size < self.length - self.prefix
-        seen = np.minimum(self.reach, self.length)
-        self.keys_per_query = np.where(self.reach == masks.FULL, self.length, seen)  # at most
+        self.keys_per_query = masks.most_keys(self.length, self.reach)
 
     def total(self, values: Ints) -> Floats:
         """[workers] Returns the sum of ``values`` over the shards of each worker."""
@@ -105,7 +104,7 @@ def _surplus(shards: _Shards, surplus: Floats, max_pairs: float) -> Floats:
     """
     q, kv = shards.q, shards.kv
     c = float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-    other = (shards.reach < shards.length) | (shards.prefix > 0)
+    other = ~masks.is_causal(shards.length, shards.reach) | (shards.prefix > 0)
     causal = shards.total(other.astype(np.int64)) == 0
     # Documents that live whole on the worker, causal: the chord of c sqrt(P) from 0 to H pairs lies
     # below the curve. Other masks, and documents whose prefix a server may have: a query sees at

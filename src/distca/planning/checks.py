@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import PS
 from distca.planning.devices import UNLIMITED, Devices
+from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.problem import Assignment, DoesNotFitError, Problem
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 def verify(plan: Plan) -> None:
     """Raises ``ValueError`` if a plan is wrong, such as one that was edited in its file."""
+    if len(plan.reach) == plan.placement.num_documents:
+        plan.placement.two_way.check_masks(plan.reach)
     for name, tasks in (("forward", plan.forward), ("backward", plan.backward)):
         wrong = _wrong_tasks(plan, tasks)
         if not wrong and plan.meets_bound:
@@ -46,13 +48,13 @@ def _wrong_tasks(plan: Plan, tasks: Tasks) -> str:
     ):
         if np.any((values < 0) | (values >= count)):
             return f"a task has a {what} that is not one of 0 to {count - 1}"
-    length, reach = placement.lengths[tasks.document], plan.reach[tasks.document]
+    masks = placement.masks(plan.reach)
     spans = Spans(tasks.document, tasks.q_start, tasks.q_stop)
     in_order = np.all(np.diff(tasks.document) >= 0) and np.all(tasks.queries > 0)
     if not in_order or cover_error(spans, placement.prefixes.length, placement.lengths):
         return "the tasks do not cover every query token exactly once, in order"
-    if np.any(tasks.kv_start != masks.first_key(tasks.q_start, reach)) or np.any(
-        tasks.kv_stop != masks.last_key(tasks.q_stop, length, reach)
+    if np.any(tasks.kv_start != masks.first_key(tasks.document, tasks.q_start)) or np.any(
+        tasks.kv_stop != masks.last_key(tasks.document, tasks.q_stop)
     ):
         return "the keys of a task are not those that its mask needs"
     if np.any(tasks.home != placement.home(tasks.document, tasks.q_start)) or np.any(
@@ -78,12 +80,24 @@ def _missing_memory(tasks: Tasks, placement: Placement, shape: ModelShape, devic
 
 
 def check_prefixes(problem: Problem) -> None:
-    """Raises ``ValueError`` if a document continues another one under a mask that has no order."""
-    wrong = np.flatnonzero((problem.placement.prefixes.length > 0) & (problem.reach == masks.FULL))
+    """Raises ``ValueError`` if a document continues another one under a mask that it may not have.
+
+    The keys of a prefix belong to one kernel call of a server, so all its documents have one mask.
+    """
+    prefixes, reach = problem.placement.prefixes, problem.reach
+    no_order = (reach == FULL) | (reach > CAUSAL)
+    wrong = np.flatnonzero((prefixes.length > 0) & no_order)
     if len(wrong):
         raise ValueError(
-            f"document {wrong[0]} has a prefix and mask full: a document can continue another one"
-            " only under masks causal and window:N"
+            f"document {wrong[0]} has a prefix and mask {Mask(int(problem.reach[wrong[0]]))}:"
+            " a document can continue another one only under masks causal, window:N and chunk:N"
+        )
+    wrong = np.flatnonzero((prefixes.length > 0) & (reach != reach[prefixes.parent]))
+    if len(wrong):
+        parent = int(prefixes.parent[wrong[0]])
+        raise ValueError(
+            f"document {wrong[0]} has mask {Mask(int(reach[wrong[0]]))}, but document {parent},"
+            f" which it continues, has mask {Mask(int(reach[parent]))}: give them the same mask"
         )
 
 
@@ -116,6 +130,8 @@ def check_own_memory(problem: Problem) -> None:
 
 def check_memory(problem: Problem, assignment: Assignment) -> None:
     """Raises ``DoesNotFitError`` if tasks and fetched keys need more memory than a rank has."""
+    if np.all(problem.devices.memory_bytes == UNLIMITED):
+        return
     for tasks in (assignment.forward, assignment.backward):
         missing = _missing_memory(tasks, problem.placement, problem.shape, problem.devices)
         if missing:

@@ -38,7 +38,8 @@ class PlanOptions:
     """Options of ``distca.place`` and ``distca.plan``.
 
     model: a name from ``distca.planning.models`` or a shape; or heads, kv_heads and head_dim.
-    mask: ``causal``, ``full`` or ``window:N``, one for all documents or one for each.
+    mask: ``causal``, ``full``, ``window:N``, ``chunk:N`` or ``band:N``, one for all documents or
+        one for each.
     cost: the cost model: the name or the file of a profile, ``analytic``, ``cpu``, ``pairs``, or a
         CostModel. ``auto`` is the profile of an H200 (see ``for_device``).
     tolerance: the slowest rank may finish at most this far above the mean, relative to the mean.

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
+from distca.planning.document_masks import DocumentMasks
 from distca.planning.prefixes import NO_PARENT, Prefixes
-from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
+from distca.planning.spans import Ints, Span, Spans, as_ints, cover_error, cumulative
+from distca.planning.two_way import TwoWaySpans
 
-Entry = int | Mapping[str, int]  # the length of a document, or a document or shard by its fields
+Entry = int | Mapping[str, Any]  # the length of a document, or a document or shard by its fields
 
 
 class Shard(NamedTuple):
@@ -39,6 +41,7 @@ class Placement:
     worker: Ints  # [shards]
     num_workers: int
     prefixes: Prefixes = None  # type: ignore[assignment]  # none by default
+    two_way: TwoWaySpans = field(default_factory=TwoWaySpans.none)
     row: Ints = field(init=False)  # [shards] first row of the shard in its worker's tensors
     tokens: Ints = field(init=False)  # [workers]
 
@@ -61,6 +64,7 @@ class Placement:
         shards: Sequence[Shard] | Ints,
         num_workers: int,
         prefixes: Prefixes | None = None,
+        two_way: TwoWaySpans | None = None,
     ) -> Placement:
         """Builds a placement from shards, whose order on each worker is kept.
 
@@ -73,7 +77,8 @@ class Placement:
         worker, document, start, stop = table[np.argsort(table[:, 0], kind="stable")].T
         document, start, stop, worker = (one.copy() for one in (document, start, stop, worker))
         prefixes = prefixes or Prefixes.none(len(lengths))
-        return cls(lengths, document, start, stop, worker, num_workers, prefixes)
+        two_way = two_way or TwoWaySpans.none()
+        return cls(lengths, document, start, stop, worker, num_workers, prefixes, two_way)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Iterable[Entry]]) -> Placement:
@@ -83,13 +88,14 @@ class Placement:
         shard; shards with the same ``d`` belong to the same document. Documents are numbered in
         order of appearance. ``{"length": n, "parent": p, "prefix": m}`` is a whole document of n
         tokens that continues the first m tokens of document number p; a shard may have a parent,
-        too, and then its positions count from the beginning of the prefix.
+        too, and then its positions count from the beginning of the prefix. Documents and shards may
+        have two-way spans, ``"two_way": [[a, b], ...]``, as positions of the document.
         """
         if len(ranks) == 0:
             raise ValueError("there are no ranks at all: give one list of documents for each rank")
         tables: list[Ints] = []
         numbers: dict[int, int] = {}  # of documents that are given as shards
-        prefixes: dict[int, tuple[int, int]] = {}  # parent and prefix by document
+        facts: dict[int, _Facts] = {}  # by document
         count = 0  # documents so far
         for worker, given in enumerate(ranks):
             if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
@@ -102,23 +108,30 @@ class Placement:
             else:
                 for index, entry in enumerate(entries):
                     where = f"entry {index} of rank {worker}"
-                    name, start, stop, prefix = _read_entry(entry, where)
+                    name, start, stop, found = _read_entry(entry, where)
                     document = count if name is None else numbers.setdefault(name, count)
                     count = max(count, document + 1)
                     table[index, 1:] = document, start, stop
-                    if prefixes.setdefault(document, prefix) != prefix:
+                    if facts.setdefault(document, found) != found:
                         raise ValueError(
-                            f"{where} has parent and prefix {prefix}, and another shard of the same"
-                            f" document {prefixes[document]}: give all of its shards the same ones"
+                            f"{where} has {found}, and another shard of the same document has"
+                            f" {facts[document]}: give all of its shards the same ones"
                         )
             table[:, 0] = worker
             tables.append(table)
-        columns = as_ints([prefixes.get(d, (NO_PARENT, 0)) for d in range(count)]).reshape(-1, 2).T
-        return cls.from_shards(None, np.concatenate(tables), len(ranks), Prefixes(*columns))
+        prefixes = Prefixes.none(count)
+        for document, found in facts.items():
+            prefixes.parent[document], prefixes.length[document] = found.parent, found.prefix
+        two_way = TwoWaySpans.of({d: found.two_way for d, found in facts.items() if found.two_way})
+        return cls.from_shards(None, np.concatenate(tables), len(ranks), prefixes, two_way)
 
     @classmethod
     def in_order(
-        cls, lengths: Ints, num_workers: int, prefixes: Prefixes | None = None
+        cls,
+        lengths: Ints,
+        num_workers: int,
+        prefixes: Prefixes | None = None,
+        two_way: TwoWaySpans | None = None,
     ) -> Placement:
         """Packs documents in order of arrival; the tokens of two workers differ by one at most.
 
@@ -141,6 +154,7 @@ class Placement:
             np.searchsorted(worker_ends, first, side="right"),
             num_workers,
             prefixes,
+            two_way or TwoWaySpans.none(),
         )
 
     @property
@@ -162,6 +176,10 @@ class Placement:
         """Shards in the order of ``by_document``, grouped by document; they cover each document."""
         order = self.by_document
         return Spans(self.document[order], self.start[order], self.stop[order])
+
+    def masks(self, reach: Ints) -> DocumentMasks:
+        """Returns which keys the queries of each document see. reach: [documents]"""
+        return DocumentMasks(self.lengths, reach, self.two_way)
 
     def home(self, document: Ints, position: Ints) -> Ints:
         """Returns the worker that holds each token."""
@@ -202,6 +220,7 @@ class Placement:
                 f" {len(self.lengths)}: documents are numbered from 0"
             )
         self.prefixes.validate(self.lengths)
+        self.two_way.validate(self.lengths, self.prefixes)
         wrong = cover_error(self.spans, self.prefixes.length, self.lengths)
         if wrong:
             raise ValueError(f"{wrong}: every token must be placed exactly once")
@@ -213,25 +232,51 @@ def _are_lengths(entries: Sequence[Entry]) -> bool:
     return integers and bool(entries) and min(cast("Sequence[int]", entries)) >= 1
 
 
-def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int, tuple[int, int]]:
-    """Returns the name of a document, None if it is whole, its span, and its parent and prefix."""
+class _Facts(NamedTuple):
+    """What all shards of a document say about it."""
+
+    parent: int = NO_PARENT
+    prefix: int = 0
+    two_way: tuple[Span, ...] = ()
+
+    def __str__(self) -> str:
+        spans = [list(span) for span in self.two_way]
+        return f"parent {self.parent}, prefix {self.prefix} and two_way {spans}"
+
+
+def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int, _Facts]:
+    """Returns the name of a document, None if it is whole, its span, and what is said about it."""
     if not isinstance(entry, Mapping):
-        return None, 0, _read_length(entry, where), (NO_PARENT, 0)
-    fields = {key: _read_int(value, f"{key} in {where}") for key, value in entry.items()}
-    prefix = fields.pop("parent", NO_PARENT), fields.pop("prefix", 0)
+        return None, 0, _read_length(entry, where), _Facts()
+    two_way = _read_spans(entry.get("two_way", ()), f"two_way in {where}")
+    fields = {
+        key: _read_int(value, f"{key} in {where}")
+        for key, value in entry.items()
+        if key != "two_way"
+    }
+    found = _Facts(fields.pop("parent", NO_PARENT), fields.pop("prefix", 0), two_way)
     if fields.keys() == {"length"}:
         length = _read_length(fields["length"], where)
-        return None, prefix[1], prefix[1] + length, prefix
+        return None, found.prefix, found.prefix + length, found
     if fields.keys() != {"document", "start", "stop"}:
         raise ValueError(
-            f"{where} is {dict(entry)}: a shard has document, start and stop, and a document that"
-            " continues another one has length, parent and prefix"
+            f"{where} is {dict(entry)}: a shard has document, start and stop, and a document has"
+            " length; both may have two_way, and parent and prefix if it continues another one"
         )
     if not 0 <= fields["start"] < fields["stop"]:
         raise ValueError(
             f"{where} spans [{fields['start']}, {fields['stop']}): it needs 0 <= start < stop"
         )
-    return fields["document"], fields["start"], fields["stop"], prefix
+    return fields["document"], fields["start"], fields["stop"], found
+
+
+def _read_spans(value: object, where: str) -> tuple[Span, ...]:
+    spans = []
+    for span in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(span, list | tuple) or len(span) != 2:
+            raise ValueError(f"{where} is {value!r}: it must be a list of spans [start, stop]")
+        spans.append((_read_int(span[0], where), _read_int(span[1], where)))
+    return tuple(sorted(spans))
 
 
 def _read_length(value: object, where: str) -> int:

@@ -86,6 +86,8 @@ class Plan:
         arrays = [p.lengths, p.document, p.start, p.stop, p.worker, self.reach]
         if p.prefixes.exist:
             arrays += [p.prefixes.parent, p.prefixes.length]
+        if p.two_way.exist:
+            arrays += [p.two_way.document, p.two_way.start, p.two_way.stop]
         for tasks in (self.forward, self.backward):
             arrays += vars(tasks).values()
         for array in arrays:
@@ -126,6 +128,7 @@ class Plan:
             "placement": plan_json.of_placement(self.placement),
             "tasks": plan_json.of_tasks(self.forward),
             "backward_tasks": None if same else plan_json.of_tasks(self.backward),
+            "two_way": plan_json.of_two_way(self.placement),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
             "devices": {name: np.asarray(v).tolist() for name, v in vars(self.devices).items()},

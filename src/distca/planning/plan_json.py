@@ -16,6 +16,7 @@ from distca.planning.placement import Placement
 from distca.planning.prefixes import NO_PARENT, Prefixes
 from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
+from distca.planning.two_way import TwoWaySpans
 
 _SUMMARY: dict[str, type] = {
     "policy": str,
@@ -40,6 +41,13 @@ def of_placement(placement: Placement) -> list[list[dict[str, int]]]:
     return ranks
 
 
+def of_two_way(placement: Placement) -> list[list[int]]:
+    """Returns document, start and stop of each two-way span."""
+    two_way = placement.two_way
+    rows: list[list[int]] = np.stack([two_way.document, two_way.start, two_way.stop], 1).tolist()
+    return rows
+
+
 def of_tasks(tasks: Tasks) -> list[dict[str, Any]]:
     columns = (tasks.document, tasks.q_start, tasks.q_stop, tasks.kv_start, tasks.kv_stop)
     rows = np.stack([*columns, tasks.server], 1).tolist()
@@ -59,7 +67,9 @@ def read(data: Mapping[str, Any]) -> dict[str, Any]:
 
 def _read(data: Mapping[str, Any]) -> dict[str, Any]:
     masks = [Mask.parse(_value(mask, str, "a mask")) for mask in _list(data["masks"], "masks")]
-    placement = _placement(_list(data["placement"], "placement"), len(masks))
+    two_way = _list(data["two_way"], "two_way")
+    spans = TwoWaySpans.from_rows(_ints(two_way, (len(two_way), 3), "two_way"))
+    placement = _placement(_list(data["placement"], "placement"), len(masks), spans)
     forward, backward = _tasks(data["tasks"], placement), data["backward_tasks"]
     devices = _devices(data["devices"], placement.num_workers)
     summary = {name: data["summary"][name] for name in _SUMMARY}
@@ -86,7 +96,7 @@ def _read(data: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _placement(ranks: Sequence[Any], num_documents: int) -> Placement:
+def _placement(ranks: Sequence[Any], num_documents: int, two_way: TwoWaySpans) -> Placement:
     rows = [
         (
             worker,
@@ -108,7 +118,7 @@ def _placement(ranks: Sequence[Any], num_documents: int) -> Placement:
         )
     prefixes = Prefixes.none(num_documents)
     prefixes.parent[table[:, 1]], prefixes.length[table[:, 1]] = parents.T
-    return Placement.from_shards(None, table, len(ranks), prefixes)
+    return Placement.from_shards(None, table, len(ranks), prefixes, two_way)
 
 
 def _tasks(rows: Any, placement: Placement) -> Tasks:

@@ -1,20 +1,17 @@
 """The input of placers and schedulers, and the output of schedulers."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import CostModel
 from distca.planning.devices import Devices
+from distca.planning.document_masks import CostFunction, DocumentMasks
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
 from distca.planning.spans import IntOrInts, Ints
 from distca.planning.tasks import Tasks
-
-CostFunction = Callable[[Ints, Ints, Ints], Ints]  # (queries, keys, pairs) -> picoseconds
 
 
 class DoesNotFitError(ValueError):
@@ -52,17 +49,25 @@ class Grain:
 class DocumentLoads:
     """The loads of spans of documents, in one direction or in both together."""
 
-    lengths: Ints  # [documents] with prefixes
+    masks: DocumentMasks
     prefix: Ints  # [documents] tokens that belong to another document
-    reach: Ints
     cost_ps: CostFunction
 
     def load(self, document: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns the load of queries [start, stop) of each document; empty spans have load 0."""
-        length, reach = self.lengths[document], self.reach[document]
-        keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach)
-        pairs = masks.pairs(start, stop, length, reach)
-        return self.cost_ps(stop - start, keys, pairs) * (stop > start)
+        return self.masks.load(document, start, stop, self.cost_ps)
+
+    @property
+    def lengths(self) -> Ints:
+        """[documents] With prefixes."""
+        return self.masks.lengths
+
+    def load_of_shards(self, document: Ints, start: Ints, stop: Ints) -> Ints:
+        """Returns the same for shards, of which most are whole documents."""
+        load = self.whole[document]
+        cut = np.flatnonzero((start > self.prefix[document]) | (stop < self.lengths[document]))
+        load[cut] = self.load(document[cut], start[cut], stop[cut])
+        return load
 
     @cached_property
     def tokens(self) -> Ints:
@@ -90,9 +95,12 @@ class Problem:
     cp: int  # workers in a context-parallel group, for the context-parallel policies
     search_orders: int = 8  # how many orders the scheduler tries if there are few ranks
 
+    @cached_property
+    def masks(self) -> DocumentMasks:
+        return self.placement.masks(self.reach)
+
     def document_loads(self, cost_ps: CostFunction) -> DocumentLoads:
-        placement = self.placement
-        return DocumentLoads(placement.lengths, placement.prefixes.length, self.reach, cost_ps)
+        return DocumentLoads(self.masks, self.placement.prefixes.length, cost_ps)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import TaskCost
 from distca.planning.placement import Placement
 from distca.planning.spans import Bools, Ints, Spans
@@ -41,13 +40,13 @@ class Tasks:
         shard, server = shard[first], server[first]
         q_start, q_stop = q_start[first], q_stop[last]
         document = placement.document[shard]
-        length, doc_reach = placement.lengths[document], reach[document]
+        masks = placement.masks(reach)
         return cls(
             document=document,
             q_start=q_start,
             q_stop=q_stop,
-            kv_start=masks.first_key(q_start, doc_reach),
-            kv_stop=masks.last_key(q_stop, length, doc_reach),
+            kv_start=masks.first_key(document, q_start),
+            kv_stop=masks.last_key(document, q_stop),
             home=placement.worker[shard],
             server=server,
         )
@@ -62,7 +61,7 @@ class Tasks:
     def __len__(self) -> int:
         return len(self.document)
 
-    def only(self, chosen: Bools) -> Tasks:
+    def only(self, chosen: Bools | Ints) -> Tasks:
         """Returns the chosen tasks."""
         return Tasks(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
@@ -86,13 +85,14 @@ class Tasks:
 
     def pairs(self, placement: Placement, reach: Ints) -> Ints:
         """[tasks] Returns the query-key pairs of each task."""
-        return masks.pairs(
-            self.q_start, self.q_stop, placement.lengths[self.document], reach[self.document]
-        )
+        return placement.masks(reach).pairs(self.document, self.q_start, self.q_stop)
+
+    def ps(self, placement: Placement, reach: Ints, cost: TaskCost) -> Ints:
+        """[tasks] Returns what each task costs."""
+        return placement.masks(reach).load(self.document, self.q_start, self.q_stop, cost.ps)
 
     def load_ps(self, placement: Placement, reach: Ints, cost: TaskCost, num_ranks: int) -> Ints:
         """[ranks] Returns the load of each rank."""
         total = np.zeros(num_ranks, np.int64)
-        pairs = self.pairs(placement, reach)
-        np.add.at(total, self.server, cost.ps(self.queries, self.keys, pairs))
+        np.add.at(total, self.server, self.ps(placement, reach, cost))
         return total

@@ -48,7 +48,10 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         },
         "bytes_per_step": fmean(record["bytes"] for record in records),
         "exposed_s": fmean(record["exposed_s"] for record in steady),
-        "lost_servers": [loss for record in records for loss in record.get("lost_servers", ())],
+        **{
+            name: [change for record in records for change in record.get(name, ())]
+            for name in ("lost_servers", "joined_servers", "left_servers")
+        },
         "stopped": records[-1]["stopped"],
     }
 
@@ -68,7 +71,9 @@ def outcome(result: Record) -> str:
         where = f"saved in {found}; the same command continues from there" if found else "not saved"
         return f"stopped after step {result['step']} of {steps}: {where}"
     lost = len(result["lost_servers"])
+    joined = len(result["joined_servers"])
     places = [f"went on without {units.several(lost, 'lost server')}"] if lost else []
+    places += [f"{units.several(joined, 'server')} joined"] if joined else []
     places += [f"records in {result['metrics']}"]
     places += [f"saved in {found}"] if found else []
     places += [f"timeline in {result['trace']}"] if "trace" in result else []

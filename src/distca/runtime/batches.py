@@ -100,10 +100,13 @@ class Prefetcher:
         self.current = replace(batch, waited_s=waited_s)
         return self.current
 
-    def plan_again(self, planner: StepPlanner, prepare: Prepare) -> None:
-        """Plans the current batch and those ahead for other ranks, with the same documents."""
+    def plan_again(self, planner: StepPlanner, prepare: Prepare, *, repeats: bool = True) -> None:
+        """Plans batches that are loaded for other ranks, with the same documents.
+
+        repeats: whether the current batch is needed again.
+        """
         self._prepare = prepare
-        if self.current is not None:
+        if self.current is not None and repeats:
             self.current = _plan_again(self.current, planner, prepare)
         self._queue = deque(self._submit_again(before, planner) for before in self._queue)
 

@@ -12,35 +12,27 @@ Each rank has a session of its own, so a Ctrl-C reaches only the launcher. The l
 all ranks by SIGTERM to save and stop, as it does when it receives SIGTERM itself.
 """
 
-import json
-import os
 import selectors
 import signal
 import socket
 import subprocess
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from distca.runtime.launched import (
-    CHANNEL,
-    ERROR_BYTES,
-    RESTART,
-    RankEndedError,
-    RankFailedError,
-)
+from distca.runtime.launched import RESTART, RankEndedError, RankFailedError
+from distca.runtime.rank_process import GRACE_S, LOOPBACK, RankProcess
 from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 SHARING_RANKS = 2  # on the CPU or on one GPU, ranks are only for trying things out
-LOOPBACK = "127.0.0.1"
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-GRACE_S = 3.0  # between SIGTERM and SIGKILL
 DEATH_S = 0.5  # how long a killed rank may take to be reported as dead
 
 
@@ -77,6 +69,20 @@ def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
     return wanted
 
 
+@dataclass(frozen=True)
+class Rejoining:
+    """How a spare rank that was lost is started again, while the others go on.
+
+    command: what to start, given the address of the store.
+    times: how often, over all ranks.
+    tell: called with a sentence for each of them.
+    """
+
+    command: Callable[[str], Sequence[str]]
+    times: int
+    tell: Callable[[str], None]
+
+
 def launch(
     command: Sequence[str],
     num_ranks: int,
@@ -84,13 +90,17 @@ def launch(
     shared_gpu: SharedGpu | None = None,
     *,
     spares: Collection[int] = (),
+    rejoining: Rejoining | None = None,
     restart: int = 0,
+    local_ranks: Sequence[int] | None = None,
 ) -> Stop | None:
     """Runs ``command`` as ranks 0..n-1 until all are done or a signal has stopped them.
 
     shared_gpu: the GPU that all ranks use; None if each has its own, or if they use the CPU.
     spares: ranks without which the others can go on. If they cannot, they say so themselves.
+    rejoining: starts spare ranks again.
     restart: how often the same run was started before.
+    local_ranks: what chooses the GPU of each rank; its number by default.
 
     The standard output of rank 0 is that of this process; all other output goes to ``logs``. Raises
     a rank's ValueError with its own message, RankFailedError for a failure that a rank explains,
@@ -99,19 +109,44 @@ def launch(
     """
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        ranks: list[_Rank] = []
+        ranks: list[RankProcess] = []
         received: list[signal.Signals] = []
         stack.enter_context(_forward_signals(ranks, received))
         stack.callback(_end, ranks, received)
         store = _store(num_ranks)
         variables = {RESTART: str(restart)}
         variables |= {} if shared_gpu is None else shared_gpu.variables
+        local = range(num_ranks) if local_ranks is None else local_ranks
+        again = count(1)
+
+        def start(what: Sequence[str], number: int, log: Path, joins: bool = False) -> RankProcess:
+            place = number, local[number], num_ranks, store.port
+            spare = number in spares
+            return RankProcess.start(what, *place, log, variables, is_spare=spare, joins=joins)
+
+        def rejoin(number: int) -> RankProcess | None:
+            """Starts a lost rank again, if that may be."""
+            if rejoining is None or received or (attempt := next(again)) > rejoining.times:
+                return None
+            what, log = (
+                rejoining.command(f"{LOOPBACK}:{store.port}"),
+                f"rank-{number}.{attempt}.log",
+            )
+            ranks[number] = start(what, number, logs / log, joins=True)
+            return ranks[number]
+
         for number in range(num_ranks):
-            rank = _start(command, number, num_ranks, store.port, logs, variables)
-            ranks.append(replace(rank, is_spare=number in spares))
+            rank = start(command, number, logs / f"rank-{number}.log")
+            ranks.append(rank)
             if received:  # before this rank was there to be told
-                ranks[-1].process.terminate()
-        return _watch(ranks, received)
+                rank.process.terminate()
+        tell = None if rejoining is None else rejoining.tell
+        watch = _Watch(ranks, received, rejoin, tell or (lambda _: None))
+        try:
+            return watch.run()
+        except RankEndedError as error:
+            error.had_started = watch.has_started
+            raise
 
 
 def _store(num_ranks: int) -> "TCPStore":
@@ -132,84 +167,72 @@ def _store(num_ranks: int) -> "TCPStore":
     )
 
 
-@dataclass(frozen=True, eq=False)
-class _Rank:
-    number: int
-    process: subprocess.Popen[bytes]
-    channel: socket.socket
-    log: Path
-    is_spare: bool = False
+class _Watch:
+    """Waits for the end of ranks.
 
-    def kill(self) -> None:
-        """Kills the rank and all processes that it has started."""
-        with suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+    rejoin: starts a spare rank again; returns None if that may not be.
+    """
 
+    def __init__(
+        self,
+        ranks: Sequence[RankProcess],
+        received: Sequence[signal.Signals],
+        rejoin: Callable[[int], RankProcess | None],
+        tell: Callable[[str], None],
+    ) -> None:
+        self._ranks, self._received, self._rejoin, self._tell = ranks, received, rejoin, tell
+        self.has_started = False  # whether spare ranks may be lost
+        self._working: set[RankProcess] = set()
 
-def _start(
-    command: Sequence[str],
-    number: int,
-    num_ranks: int,
-    port: int,
-    logs: Path,
-    variables: Mapping[str, str],
-) -> _Rank:
-    ours, theirs = socket.socketpair()
-    path = logs / f"rank-{number}.log"
-    environment = os.environ | {
-        **variables,
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(num_ranks),
-        "LOCAL_WORLD_SIZE": str(num_ranks),
-        "MASTER_ADDR": LOOPBACK,
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": str(True),  # as under torchrun: the store exists already
-        CHANNEL: str(theirs.fileno()),
-    }
-    # Ranks that each use all cores slow each other down.
-    environment.setdefault("OMP_NUM_THREADS", "1")
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        environment.setdefault(name, _loopback_interface())
-    with theirs, path.open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            stdout=log if number else None,
-            stderr=log,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-    return _Rank(number, process, ours, path)
+    def run(self) -> Stop | None:
+        """Returns when all ranks have ended, or raises the first failure."""
+        with selectors.DefaultSelector() as selector:
+            for rank in self._ranks:
+                selector.register(rank.channel, selectors.EVENT_READ, rank)
+            while any(not key.data.joins for key in selector.get_map().values()):
+                events = [(key.data, key.data.reports()) for key, _ in selector.select()]
+                # Deaths before errors: a death may be the cause of errors that arrive with it.
+                for rank, reports in sorted(events, key=lambda event: bool(event[1])):
+                    for report in reports:
+                        self._handle(rank, report)
+                    if reports:
+                        continue
+                    selector.unregister(rank.channel)
+                    code = rank.exit_code()
+                    if self._received and code == -signal.SIGTERM and not rank.joins:
+                        return Stop(self._received[0], early=True)
+                    if code and not rank.is_spare:
+                        _raise_ended(rank, code)
+                    if code and self.has_started and (again := self._rejoin(rank.number)):
+                        self._tell(f"{rank.ended(code)}; it is started again ({again.log})")
+                        selector.register(again.channel, selectors.EVENT_READ, again)
+        return Stop(self._received[0], early=False) if self._received else None
 
+    def _handle(self, rank: RankProcess, report: Mapping[str, Any]) -> None:
+        if "started" in report:
+            self.has_started = True
+            self._working.add(rank)
+        elif "lost" in report:
+            self._end_lost(report["lost"], report["noticed_at"])
+        elif rank.joins:
+            self._tell(f"rank {rank.number} has not joined: {report['message']}")
+        elif rank.is_spare and (self.has_started or not report["mistake"]):
+            pass  # it ends, and the others know
+        else:
+            if not report["mistake"] and (killed := _killed(self._ranks)):
+                _raise_ended(killed, killed.process.returncode)
+            _raise_reported(rank, report)
 
-def _watch(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> Stop | None:
-    """Waits until all ranks have ended, or raises the first failure."""
-    with selectors.DefaultSelector() as selector:
-        for rank in ranks:
-            selector.register(rank.channel, selectors.EVENT_READ, rank)
-        while selector.get_map():
-            events = [(key.data, _receive(key.data)) for key, _ in selector.select()]
-            # Deaths before errors: a death may be the cause of errors that arrive with it.
-            for rank, report in sorted(events, key=lambda event: event[1] is not None):
-                if report is not None:
-                    if rank.is_spare and not report["mistake"]:
-                        continue  # it ends, and the others know
-                    if not report["mistake"] and (killed := _killed(ranks)):
-                        _raise_ended(killed, killed.process.returncode)
-                    _raise_reported(rank, report)
-                selector.unregister(rank.channel)
-                code = _exit_code(rank)
-                if received and code == -signal.SIGTERM:
-                    return Stop(received[0], early=True)
-                if code and not rank.is_spare:
-                    _raise_ended(rank, code)
-    return Stop(received[0], early=False) if received else None
+    def _end_lost(self, number: int, noticed_at: float) -> None:
+        """Kills a rank that the others have given up, but that may live, and hold a device."""
+        for rank in self._working:
+            # The rank may be dead, and its number that of one that was started again.
+            is_meant = rank.number == number and rank.started_at < noticed_at
+            if is_meant and rank.is_spare and rank.process.poll() is None:
+                rank.kill()
 
 
-def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
+def _killed(ranks: Sequence[RankProcess]) -> RankProcess | None:
     """Returns a rank that a signal has killed, if there is one, and that the others needed.
 
     Other ranks may report its absence a moment before its death can be seen.
@@ -223,49 +246,27 @@ def _killed(ranks: Sequence[_Rank]) -> _Rank | None:
     return None
 
 
-def _receive(rank: _Rank) -> Mapping[str, Any] | None:
-    """Returns a rank's report of its error, or None if the rank is gone."""
-    try:
-        data = rank.channel.recv(ERROR_BYTES)
-    except ConnectionError:
-        return None
-    if not data:
-        return None
-    try:
-        report: Mapping[str, Any] = json.loads(data)
-    except ValueError:  # a very long message was cut
-        text = data.decode(errors="replace")
-        return {"kind": "an error", "message": text, "mistake": False, "explained": False}
-    return report
-
-
-def _exit_code(rank: _Rank) -> int:
-    """Returns the exit code of a rank whose socket is closed, so that it ends in a moment."""
-    try:
-        return rank.process.wait(GRACE_S)
-    except subprocess.TimeoutExpired:
-        rank.kill()
-        return rank.process.wait()
-
-
-def _raise_reported(rank: _Rank, report: Mapping[str, Any]) -> NoReturn:
+def _raise_reported(rank: RankProcess, report: Mapping[str, Any]) -> NoReturn:
     if report["mistake"]:
         raise ValueError(report["message"])
     if report["explained"]:
         ended = report["kind"] == RankEndedError.__name__
         raise (RankEndedError if ended else RankFailedError)(report["message"])
     why = ": ".join(filter(None, (report["kind"], report["message"])))
-    raise RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
+    error = RankEndedError(f"rank {rank.number} failed with {why}; its output is in {rank.log}")
+    error.rank = rank.number
+    raise error
 
 
-def _raise_ended(rank: _Rank, code: int) -> NoReturn:
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
-    raise RankEndedError(
-        f"rank {rank.number} {how}, so all ranks were ended; its output is in {rank.log}"
+def _raise_ended(rank: RankProcess, code: int) -> NoReturn:
+    error = RankEndedError(
+        f"{rank.ended(code)}, so all ranks were ended; its output is in {rank.log}"
     )
+    error.rank = rank.number
+    raise error
 
 
-def _end(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> None:
+def _end(ranks: Sequence[RankProcess], received: Sequence[signal.Signals]) -> None:
     """Ends all ranks: by SIGTERM, and by SIGKILL after a grace period or a second signal."""
     for rank in ranks:
         rank.process.terminate()
@@ -279,7 +280,9 @@ def _end(ranks: Sequence[_Rank], received: Sequence[signal.Signals]) -> None:
 
 
 @contextmanager
-def _forward_signals(ranks: Sequence[_Rank], received: list[signal.Signals]) -> Iterator[None]:
+def _forward_signals(
+    ranks: Sequence[RankProcess], received: list[signal.Signals]
+) -> Iterator[None]:
     """Forwards the first signal to all ranks, so that they save; a second one ends everything."""
 
     def handle(number: int, _: object) -> None:
@@ -295,8 +298,3 @@ def _forward_signals(ranks: Sequence[_Rank], received: list[signal.Signals]) -> 
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _loopback_interface() -> str:
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -12,10 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from typing import Any, NoReturn
 
 CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # the variable of torchrun, which ``launch`` sets too
 ERROR_BYTES = 1 << 16
+AGAIN = 75  # the exit status of a rank that may join again
 
 
 class RankFailedError(RuntimeError):
@@ -23,7 +25,14 @@ class RankFailedError(RuntimeError):
 
 
 class RankEndedError(RankFailedError):
-    """A rank was killed or failed unexpectedly, which need not happen again."""
+    """A rank was killed or failed unexpectedly, which need not happen again.
+
+    rank: the one that was the first to end; None if that is not known.
+    had_started: whether all ranks had begun to work together before.
+    """
+
+    rank: int | None = None
+    had_started: bool = True
 
 
 def is_rank() -> bool:
@@ -69,12 +78,35 @@ def report(error: Exception) -> None:
             "mistake": mistake,
             "explained": explained,
         }
-        with suppress(OSError):  # the launcher may be gone
-            data = json.dumps(told).encode()[: ERROR_BYTES - 1] + b"\n"
-            os.write(int(os.environ[CHANNEL]), data)
+        _write(told)
     elif (mistake or explained) and (file := os.environ.get("TORCHELASTIC_ERROR_FILE")):
         told = {"message": sentence(error), "timestamp": int(time.time())}
         Path(file).write_text(json.dumps(told))
+
+
+def report_started() -> None:
+    """Tells the launcher that ranks work together; from now on they go on without spare ones."""
+    _write({"started": True})
+
+
+def report_lost(rank: int, noticed_at: float) -> None:
+    """Tells the launcher that the others go on without a rank, which may live but not answer.
+
+    noticed_at: in seconds since 1970.
+    """
+    _write({"lost": rank, "noticed_at": noticed_at})
+
+
+def end_to_be_started_again() -> NoReturn:
+    """Ends a rank that the others do not need as it is, but which may join them again."""
+    raise SystemExit(AGAIN if is_launched() else 0)
+
+
+def _write(told: dict[str, Any]) -> None:
+    if is_launched():
+        with suppress(OSError):  # the launcher may be gone
+            data = json.dumps(told).encode()[: ERROR_BYTES - 1] + b"\n"
+            os.write(int(os.environ[CHANNEL]), data)
 
 
 def sentence(error: Exception) -> str:

@@ -3,8 +3,7 @@
 Collectives raise late or never when a rank is lost: those of NCCL wait until their timeout, and the
 main thread waits with them. So another thread ends the process if the main thread does not.
 
-A run can do without its dedicated servers (``distca.runtime.regroup``). Their loss ends a rank only
-if it comes while the others connect again after an earlier one, and they do not succeed.
+A run can do without its dedicated servers (``distca.runtime.regroup``), so their loss ends no rank.
 """
 
 import logging
@@ -20,20 +19,18 @@ from distca.dispatch.peers import PeerLostError, Peers
 from distca.runtime.launched import RankEndedError, report, sentence
 
 GRACE_S = 2.0  # for the main thread to raise by itself
-REGROUP_S = 10.0  # for ranks that connect again to do so although another one is lost
 _NEWS_S = 1.0  # how long the news may take after a collective has failed
 
 _over = Event()  # the run of this rank, with success or without
 _world: list[Peers] = []
 _spares: set[int] = set()
-_regrouping: list[Event] = []  # the attempt to connect again, while it lasts
 
 
 def watch_ranks() -> None:
     """Watches all ranks of the world; every one of them calls it after it has joined."""
     assert dist.group.WORLD is not None
     watch(Peers.of(dist.group.WORLD))
-    logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)  # it is said here
+    name_them_here()
 
 
 def watch(peers: Peers) -> None:
@@ -42,20 +39,15 @@ def watch(peers: Peers) -> None:
     peers.on_loss(_end_soon)
 
 
+def name_them_here() -> None:
+    """Leaves it to this module to tell who is lost."""
+    logging.getLogger("distca.dispatch").setLevel(logging.CRITICAL)
+
+
 def spare(ranks: Collection[int]) -> None:
     """Lets this rank go on if these are lost, from now on."""
     _spares.clear()
     _spares.update(ranks)
-
-
-@contextmanager
-def regrouping() -> Iterator[None]:
-    """Ends this rank if the ``with`` block does not end soon after the loss of a spare rank."""
-    _regrouping[:] = [Event()]
-    try:
-        yield
-    finally:
-        _regrouping.pop().set()
 
 
 @contextmanager
@@ -80,17 +72,14 @@ def naming_lost_ranks() -> Iterator[None]:
 
 
 def _end_soon(lost: PeerLostError) -> None:
-    ended, grace_s = _over, GRACE_S
     if lost.rank in _spares:
-        if not (attempts := list(_regrouping)):
-            return
-        ended, grace_s = attempts[0], REGROUP_S
+        return
 
     def end() -> None:
-        if not ended.is_set() and not _over.is_set():
+        if not _over.is_set():
             _end(lost)
 
-    timer = Timer(grace_s, end)
+    timer = Timer(GRACE_S, end)
     timer.daemon = True
     timer.start()
 

@@ -54,7 +54,7 @@ class RankContext:
 
     @property
     def plan_rank(self) -> int:
-        return dist.get_rank(self.attention_group)
+        return self.attention_group.rank()
 
     @property
     def stage(self) -> int | None:
@@ -107,7 +107,7 @@ def join_mesh(parallel: MeshShape, device: torch.device, *, survives: bool = Fal
     ranks = torch.arange(workers).view(parallel.pp, parallel.workers_per_stage, parallel.tp)
     mesh = DeviceMesh(device.type, ranks, mesh_dim_names=("pp", "shard", "tp"))
     servers = tuple(range(workers, parallel.num_ranks))
-    attention_group = new_attention_group(parallel, servers)
+    attention_group = _attention_group(parallel)
     tied_group = None
     for position in range(parallel.workers_per_stage * parallel.tp if parallel.pp > 1 else 0):
         members = ranks.view(parallel.pp, -1)[[0, -1], position].tolist()
@@ -131,23 +131,22 @@ def join_mesh(parallel: MeshShape, device: torch.device, *, survives: bool = Fal
     groups = [attention_group, tied_group]
     if context.mesh is not None:
         groups += [context.mesh.get_group(axis) for axis in ("pp", "shard", "tp")]
-    connect(groups, device)
+    _connect(groups, device)
     return context
 
 
-def new_attention_group(parallel: MeshShape, servers: Sequence[int]) -> dist.ProcessGroup:
-    """Returns the ranks of this rank's tp index; all workers and servers create all such groups."""
-    workers, tp = range(parallel.num_workers), parallel.tp
+def _attention_group(parallel: MeshShape) -> dist.ProcessGroup:
+    """Returns the ranks of this rank's tp index; all ranks create all such groups."""
     mine: dist.ProcessGroup | None = None
-    for index in range(tp):
-        members = [*workers[index::tp], *servers[index::tp]]
+    for index in range(parallel.tp):
+        members = list(range(index, parallel.num_ranks, parallel.tp))
         group = dist.new_group(members)
         mine = group if dist.get_rank() in members else mine
     assert mine is not None
     return mine
 
 
-def connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
+def _connect(groups: Sequence[dist.ProcessGroup | None], device: torch.device) -> None:
     """Creates the NCCL communicators of groups, each by a first collective.
 
     NCCL creates a communicator at its first use, in which all its ranks must take part. The first

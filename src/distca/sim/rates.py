@@ -147,8 +147,7 @@ class Rates:
     def attention(self, plan: Plan, *, backward: bool) -> Attention:
         """Returns the attention of one layer and half on every rank."""
         tasks = plan.backward if backward else plan.forward
-        pairs = tasks.pairs(plan.placement, plan.reach)
-        seconds = self.cost.of(backward=backward).ps(tasks.queries, tasks.keys, pairs) / PS
+        seconds = tasks.ps(plan.placement, plan.reach, self.cost.of(backward=backward)) / PS
         if plan.gather:
             dispatch, combine = self._all_gather(plan, backward)
             remote = np.ones(len(tasks), bool)

@@ -24,8 +24,11 @@ _LISTED = 3  # differences in an error
 def config_of(config: Config) -> dict[str, Any]:
     """Returns the config by key, and the versions of what executes it."""
     values = _flat("", config.to_json())
-    versions = {"version of distca": __version__, "version of torch": str(torch.__version__)}
-    return {key: value for key, value in values.items() if key not in MAY_DIFFER} | versions
+    return {key: value for key, value in values.items() if key not in MAY_DIFFER} | versions()
+
+
+def versions() -> dict[str, str]:
+    return {"version of distca": __version__, "version of torch": str(torch.__version__)}
 
 
 def components_of(
@@ -40,18 +43,24 @@ def agree(mine: Mapping[str, Any]) -> None:
     """Raises ValueError on all ranks unless all were given the same, with keys and values."""
     first, *others = from_all_ranks(dict(mine))
     for rank, other in enumerate(others, 1):
-        differing = [
-            f"{key} is {first.get(key, 'missing')} on rank 0 and {other.get(key, 'missing')} on"
-            f" rank {rank}"
-            for key in first | other
-            if first.get(key) != other.get(key)
-        ]
-        if differing:
-            more = f", and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
-            raise ValueError(
-                f"{', '.join(differing[:_LISTED])}{more}: start all ranks with the same config,"
-                " versions and files"
-            )
+        check_equal(first, other, "on rank 0", f"on rank {rank}", "start all ranks")
+
+
+def check_equal(
+    first: Mapping[str, Any], other: Mapping[str, Any], here: str, there: str, remedy: str
+) -> None:
+    """Raises ValueError unless both are the same; here and there are where, in words."""
+    differing = [
+        f"{key} is {first.get(key, 'missing')} {here} and {other.get(key, 'missing')} {there}"
+        for key in {**first, **other}
+        if first.get(key) != other.get(key)
+    ]
+    if differing:
+        more = f", and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
+        raise ValueError(
+            f"{', '.join(differing[:_LISTED])}{more}: {remedy} with the same config, versions and"
+            " files"
+        )
 
 
 def _flat(where: str, value: Any) -> dict[str, Any]:

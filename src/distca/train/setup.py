@@ -1,5 +1,6 @@
 """Builds the components of a rank from a config: device, mesh, data, model and planner."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,6 +38,7 @@ from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
 from distca.runtime.rank_device import local_device, rank_bytes, shares_gpu
+from distca.train import agreement
 from distca.train.config import Config
 from distca.train.optimizer import freeze
 
@@ -103,6 +105,14 @@ def join_world() -> torch.device:
             dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         watch_ranks()
     return device
+
+
+def facts_of(config: Config, own: Components, device: torch.device) -> dict[str, Any]:
+    """Returns what a process that joins a run must have in common with its ranks, as JSON."""
+    plan = own.planner.plan(_full_documents(config)).fingerprint
+    facts = agreement.components_of(own.model, own.loader.fingerprints, own.weights)
+    facts |= agreement.versions() | {"kind of device": device.type, "plan of a full batch": plan}
+    return json.loads(json.dumps(facts))  # type: ignore[no-any-return]
 
 
 def parallel_of(config: Config, world_size: int) -> MeshShape:

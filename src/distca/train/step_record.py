@@ -23,6 +23,8 @@ class Measured:
     serves: whether the plan lets this rank compute attention.
     exposed_s: seconds in which this rank waited for exchanges.
     waited_s: seconds in which this rank waited for its next batch.
+    stop, leaves: whether this rank wants to end the run, or only to leave it, as a server can.
+    admits: whether processes wait to join the run; known to the first rank.
     """
 
     loss: float | Tensor
@@ -35,6 +37,8 @@ class Measured:
     waited_s: float | Tensor
     memory_bytes: int | Tensor
     stop: bool | Tensor
+    leaves: bool | Tensor
+    admits: bool | Tensor
 
     def tensor(self) -> Tensor:
         return torch.tensor(astuple(self), dtype=torch.float64)

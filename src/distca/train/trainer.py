@@ -7,11 +7,13 @@ A dedicated server has no weights. It runs the same steps with the same plans, a
 attention.
 """
 
+from __future__ import annotations
+
 import math
+import os
 import time
 from collections.abc import Callable, Generator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -25,6 +27,7 @@ from distca.model.checkpoints import load
 from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.runtime.host_ranks import HostRanks
+from distca.runtime.joining import Description, Joined
 from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.parallelize import parallelize
@@ -68,24 +71,13 @@ class Trainer:
         sides: int = 1,
         survives: bool = True,
     ) -> None:
-        self.config, self._show, self._tell = config, show, tell
-        self.stop = stop or StopRequest()
+        self._begin(config, show, tell, stop)
         self.device = setup.join_world()
         own = self._prepare(sides)
-        self.model_config, self.loader = own.model, own.loader
-        self.memory = own.memory
-        self.ranks = RunRanks(
-            join_mesh(own.parallel, self.device, survives=survives and config.parallel.servers > 0),
-            own.planner,
-            setup.runner_options(config, self.device),
-            learn_speed=setup.learns_speed(config),
-            tell=self._tell_user,
-        )
+        survives = survives and config.parallel.servers > 0
+        self._take_place(own, join_mesh(own.parallel, self.device, survives=survives))
         self.folder = Path(from_all_ranks(config.out)[0])
         self._lock = self._lock_folder()
-        self.first_step, self._skipped = 0, 0
-        self.before_step: Callable[[int], None] | None = None  # also if it is taken again
-        self.model: Llama | None = None
         try:
             if not self.context.only_serves:
                 self._build()
@@ -93,6 +85,42 @@ class Trainer:
         except BaseException:
             self._unlock()
             raise
+
+    @classmethod
+    def of_new_server(
+        cls, config: Config, own: setup.Components, joined: Joined, stop: StopRequest
+    ) -> Trainer:
+        """Returns the trainer of a dedicated server that has joined a run between two steps."""
+        trainer = cls.__new__(cls)
+        trainer._begin(config, None, None, stop)
+        trainer.device = joined.context.device
+        trainer._take_place(own, joined.context)
+        trainer._skipped = joined.state["skipped"]
+        trainer._restore(joined.state)
+        trainer.ranks.restore(joined.state)
+        return trainer
+
+    def _begin(
+        self, config: Config, show: Show | None, tell: Tell | None, stop: StopRequest | None
+    ) -> None:
+        self.config, self._show, self._tell = config, show, tell
+        self.stop = stop or StopRequest()
+        self.folder, self._lock = Path(config.out), None
+        self.first_step, self._skipped = 0, 0
+        self.before_step: Callable[[int], None] | None = None  # also if it is taken again
+        self.model: Llama | None = None
+        self.is_needed = True  # until a server of the same set is lost
+
+    def _take_place(self, own: setup.Components, context: RankContext) -> None:
+        self.own, self.model_config, self.loader = own, own.model, own.loader
+        self.memory = own.memory
+        self.ranks = RunRanks(
+            context,
+            own.planner,
+            setup.runner_options(self.config, self.device),
+            learn_speed=setup.learns_speed(self.config),
+            tell=self._tell_user,
+        )
 
     @property
     def context(self) -> RankContext:
@@ -111,10 +139,15 @@ class Trainer:
     def steps(self) -> Generator[Record]:
         """Trains, and yields the record of each step; saves and ends on a request to stop."""
         train = self.config.train
-        batches, records = self.ranks.start(self.loader), None
+        batches, records = self.ranks.start(self.loader, self._description()), None
+        if self._host.peers is not None and "MASTER_PORT" in os.environ:
+            store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+            self._tell_user(f"servers can join: distca serve --join {store}")
         try:
             records = self._open_records()
             for step in range(self.first_step, train.steps):
+                if step > self.first_step:
+                    self._change_servers(step)
                 batches.next(self.ranks.planner)
                 with self._tracing(step):
                     record = self._step(step)
@@ -125,8 +158,7 @@ class Trainer:
                     record["stopped"] = self.ranks.survive("a request to stop", self._stop_now)
                 if record["stopped"] and train.save_at_end and not saved:
                     self._save(step + 1)
-                if losses := self.ranks.take_losses():
-                    record["lost_servers"] = [asdict(loss) for loss in losses]
+                record |= self.ranks.take_changes()
                 if records is not None:
                     records.write(record)
                 if self._show is not None and self.context.rank == 0:
@@ -135,11 +167,12 @@ class Trainer:
                 if record["stopped"]:
                     break
         except NotNeededError:
-            return
+            self.is_needed = self.stop.requested  # otherwise it has not left by itself
         else:
             if self.model is not None:
                 self.checkpoints.wait()
         finally:
+            self.ranks.end()
             batches.close()
             if records is not None:
                 records.close()
@@ -166,6 +199,22 @@ class Trainer:
             own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
         agreement.agree(agreement.components_of(own.model, own.loader.fingerprints, own.weights))
         return own
+
+    def _description(self) -> Description | None:
+        """Returns what a process has to know that wants to join; the first rank publishes it."""
+        if self._host.peers is None or self.context.rank:
+            return None
+        return Description(
+            config=self.config.to_json(),
+            num_ranks=self.own.parallel.num_ranks,
+            ranks_per_node=self.own.planner.options.ranks_per_node,
+            facts=setup.facts_of(self.config, self.own, self.device),
+        )
+
+    def _change_servers(self, step: int) -> None:
+        """Lets servers leave and join before a step."""
+        state = {"step": step, "loader": self._loader_state, "skipped": self._skipped}
+        self.ranks.change_servers(f"step {step + 1}", state)
 
     def _lock_folder(self) -> RunLock | None:
         """Locks the folder on rank 0, unless the launcher has done so."""
@@ -304,7 +353,12 @@ class Trainer:
         return self.context.host
 
     def _stop_now(self) -> bool:
-        return self._host.any(self.stop.requested)
+        return self._host.any(self.stop.requested and not self._leaves)
+
+    @property
+    def _leaves(self) -> bool:
+        """Whether a request to stop concerns this rank alone: a server that others can replace."""
+        return self.stop.requested and self.context.only_serves and self._host.peers is not None
 
     def _record(self, loss: float, norm: float, taken: float) -> Record:
         spent = [attention.meter.take() for attention in self.runner.attentions]
@@ -323,11 +377,14 @@ class Trainer:
             exposed_s=exposed,
             waited_s=fetched.waited_s,
             memory_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0,
-            stop=self.stop.requested,
+            stop=self.stop.requested and not self._leaves,
+            leaves=self._leaves,
+            admits=self.ranks.admits,
         ).tensor()
         everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(mine))
         ranks = Measured.of_ranks(everyone)
         self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"])
+        self.ranks.plan_change(ranks["leaves"], ranks["admits"])
         return step_record(ranks, fetched, self.model_config, self.device)
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:

@@ -97,6 +97,12 @@ class Attended(NamedTuple):
     def empty(cls, q: Tensor) -> Attended:
         return cls(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
 
+    def merge(self, other: Attended) -> Attended:
+        """Returns attention to the keys of both, from attention to each of them."""
+        lse = torch.logaddexp(self.lse, other.lse)
+        mine, others = ((one.lse - lse).exp_()[..., None] for one in (self, other))
+        return Attended((self.out * mine + other.out * others).to(self.out.dtype), lse)
+
 
 class Saved(NamedTuple):
     """What a backward needs besides the gradient: the inputs of the forward, and its results."""
@@ -171,6 +177,11 @@ class Traits:
 
 
 def kind_of(mask: Mask) -> str:
+    """Returns the kernel that a mask needs; a chunk is causal by itself (``dispatch.layout``)."""
+    if mask.reach < 0:
+        return "causal"
+    if mask.reach > CAUSAL:  # two windows, of which one is read backwards
+        return "window"
     return {CAUSAL: "causal", FULL: "full"}.get(mask.reach, "window")
 
 

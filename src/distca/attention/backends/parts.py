@@ -85,7 +85,7 @@ class PartsBackend(Backend):
                 inputs = queries[rows], keys[columns], values[columns]
                 here = self._part_forward(*inputs, part.mask, scoring)
                 before = merged.get(part.queries.start)
-                merged[part.queries.start] = here if before is None else _merge(before, here)
+                merged[part.queries.start] = here if before is None else before.merge(here)
             for start, block in merged.items():
                 where = slice(start, start + block.lse.shape[1])
                 out[:, where], lse[:, where] = block.out, block.lse
@@ -169,10 +169,3 @@ def _batches(call: PackedCall, max_keys: int) -> Iterator[_Batch]:
             if queries:
                 yield _Batch(size, call.q_bounds[task], call.kv_bounds[task], queries, keys)
             task, left = task + size, left - size
-
-
-def _merge(a: Attended, b: Attended) -> Attended:
-    """Returns attention to the keys of both parts, from attention to each of them."""
-    lse = torch.logaddexp(a.lse, b.lse)
-    share_a, share_b = (a.lse - lse).exp_()[..., None], (b.lse - lse).exp_()[..., None]
-    return Attended(a.out * share_a + b.out * share_b, lse)

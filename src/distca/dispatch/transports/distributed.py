@@ -49,7 +49,8 @@ class DistributedTransport:
             raise ValueError(
                 "there is no process group yet: call torch.distributed.init_process_group first"
             )
-        self.rank = dist.get_rank(self.group)
+        # Not by ``dist.get_rank``: the group may have ranks that the default group does not have.
+        self.rank = self.group.rank() if isinstance(self.group, dist.ProcessGroup) else -1
         if self.rank < 0:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the group: only its ranks can attend"

@@ -6,7 +6,7 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable
-from threading import Condition
+from threading import Condition, Lock
 
 from distca.dispatch.background import DaemonExecutor
 from distca.dispatch.transports.base import Check
@@ -25,7 +25,8 @@ class LateChecks:
     def __init__(self, on_failure: Callable[[], None]) -> None:
         self._on_failure = on_failure
         self._thread = DaemonExecutor()
-        self._changed = Condition()
+        self._lock = Lock()
+        self._changed = Condition(self._lock)
         self._checks: deque[Check] = deque()
         self._is_running = False
         self._failure: Exception | None = None
@@ -33,7 +34,7 @@ class LateChecks:
         atexit.register(self._end)  # runs after the thread has ended
 
     def add(self, check: Check) -> None:
-        with self._changed:
+        with self._lock:
             self._checks.append(check)
             if not self._is_running:
                 self._is_running = True

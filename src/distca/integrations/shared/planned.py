@@ -33,17 +33,23 @@ from distca.dispatch.agreement import gather_or_raise
 from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
-from distca.integrations.shared.documents import Documents, num_tokens, numbered
+from distca.integrations.shared.documents import (
+    Documents,
+    num_tokens,
+    numbered,
+    two_way_masks,
+)
 from distca.integrations.shared.groups import PlanGroups
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.api import plan
 from distca.planning.devices import Devices
-from distca.planning.masks import CAUSAL, Mask
+from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
+from distca.planning.two_way import TwoWaySpans
 
 _WARN_AFTER_S = 30.0
 
@@ -79,23 +85,29 @@ class PlannedBatch:
     ) -> None:
         self.ranks = tuple(tuple(documents) for documents in ranks)
         self.is_local = local  # it has the documents of this rank only
-        self.lengths = tuple(num_tokens(entry) for entry in self.ranks[rank])  # on this rank
+        self.documents = self.ranks[rank]
+        self.lengths = tuple(map(num_tokens, self.documents))  # on this rank
         self._options, self._scheduler = options, scheduler
-        self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
+        self._plans, self._lock = dict[tuple[AttentionSpec, bool], Plan](), Lock()
         self._placement = Placement.from_ranks(numbered(self.ranks))
+        self._two_way_masks = two_way_masks(self.ranks)
 
     def plan(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
-        longest = int(self._placement.lengths.max(initial=0))
-        if spec.mask.reach >= longest:  # a window that no document exceeds
-            spec = replace(spec, mask=Mask(CAUSAL))
+        placement, named = self._placement, self._two_way_masks
+        two_way = placement.two_way.exist and (named is None or str(spec.mask) in named)
+        if not two_way:
+            placement = replace(placement, two_way=TwoWaySpans.none())
+        longest = int(placement.lengths.max(initial=0))
+        spec = replace(spec, mask=spec.mask.within(longest))
         with self._lock:
-            if spec not in self._plans:
+            if (spec, two_way) not in self._plans:
                 shape = ModelShape("layer", spec.heads, spec.kv_heads, spec.head_dim)
                 options = self._options.for_device(spec.device)
                 options = replace(options, model=shape, mask=spec.mask)
-                self._plans[spec] = plan(self._placement, options, scheduler=self._scheduler)
-            return self._plans[spec]
+                planned = plan(placement, options, scheduler=self._scheduler)
+                self._plans[spec, two_way] = planned
+            return self._plans[spec, two_way]
 
 
 BatchFuture = Future[PlannedBatch | None]

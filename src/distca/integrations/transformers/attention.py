@@ -33,13 +33,13 @@ except ImportError as error:
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.documents import num_tokens
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
+from distca.planning.masks import BAND
 from distca.planning.placement import Entry
 
 
@@ -114,7 +114,7 @@ class Registered:
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")
         # sdpa uses the mask and flash attention uses the window: they must agree.
-        if window not in (None, mask.reach) and not attention_mask.error:
+        if window not in (None, mask.reach, mask.reach - BAND + 1) and not attention_mask.error:
             raise ValueError(
                 f"{where} has a window of {window} keys, but its mask is {mask}: {WAY_OUT}"
             )
@@ -140,7 +140,7 @@ class Registered:
                 raise ValueError(packed.error)
             if call.batch is None:
                 documents = call.documents(given, packed.starts)
-            packed.check(call.batch.lengths if call.batch else [*map(num_tokens, documents)])
+            packed.check(call.batch.documents if call.batch else documents)
             if first:  # the same on all ranks if they share the batch
                 call.check_packed(max(map(len, call.batch.ranks if call.batch else [documents])))
         except ValueError as raised:

@@ -6,13 +6,14 @@ A batch is packed into one row whose ``position_ids`` restart with each document
 Legend: B rows, S tokens in a row.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distca.integrations.shared.documents import num_tokens
+from distca.integrations.shared.documents import TWO_WAY_MASKS, num_tokens
 from distca.integrations.shared.lengths import (
     lengths_of_offsets,
     lengths_of_starts,
@@ -82,6 +83,48 @@ def documents(
     if starts is None:
         return [row_tokens] * num_rows
     return [*lengths_of_starts(starts)]
+
+
+def tell_two_way(
+    batch: Mapping[str, Any], inside: Tensor, masks: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns a batch that tells its two-way spans, such as images, before it is planned ahead.
+
+    inside: [B, S] true for tokens of spans. Neighbours inside a document are one span, as in
+        transformers' models: ``batch["token_type_ids"] == 1`` for Gemma 3.
+    masks: those whose layers have the spans, such as ``["window:512"]``; by default all.
+    """
+    following = torch.cat([inside[:, 1:], torch.zeros_like(inside[:, :1])], 1)
+    named = {} if masks is None else {TWO_WAY_MASKS: tuple(masks)}
+    return {**batch, DOCUMENTS: with_two_way(documents_of(batch), inside & following, named)}
+
+
+def with_two_way(
+    found: Sequence[Entry], ahead: Tensor, named: Mapping[str, Any]
+) -> tuple[Entry, ...]:
+    """Returns documents with their two-way spans.
+
+    ahead: [B, S] queries that see the next key; whether the last one of a document does is ignored
+    named: what to tell besides about documents that have spans
+    """
+    sees = ahead.flatten().cpu().clone()
+    ends = torch.tensor([*accumulate(map(num_tokens, found))])
+    sees[ends - 1] = False
+    edges = sees.int().diff(prepend=torch.zeros(1), append=torch.zeros(1))
+    first, last = ((edges == edge).nonzero().flatten() for edge in (1, -1))
+    spans: dict[int, list[tuple[int, int]]] = {}
+    rows = (torch.searchsorted(ends, first, right=True), first, last + 1)
+    for number, start, stop in zip(*(row.tolist() for row in rows), strict=True):
+        entry = found[number]
+        begin = int(ends[number]) - num_tokens(entry)
+        begin -= 0 if isinstance(entry, int) else entry.get("prefix", 0)
+        spans.setdefault(number, []).append((start - begin, stop - begin))
+    return tuple(
+        {**({"length": entry} if isinstance(entry, int) else entry), "two_way": of, **named}
+        if (of := spans.get(number))
+        else entry
+        for number, entry in enumerate(found)
+    )
 
 
 def attach(batch: Mapping[str, Any], future: BatchFuture) -> dict[str, Any]:

@@ -25,6 +25,10 @@ from distca.integrations.transformers import refusals
 from distca.integrations.transformers.batches import DOCUMENTS, PLANNED
 
 
+class PreparedMask:
+    """A mask of ours, which a model may pass on to a model inside it."""
+
+
 @dataclass(eq=False)
 class CallInProgress:
     """A call of a model that has not returned yet."""
@@ -33,6 +37,8 @@ class CallInProgress:
     given: dict[str, Any]  # arguments by name
     attended: set[nn.Module] = field(default_factory=set)  # modules that called our attention
     packed: bool = False  # some row holds several documents
+    prepared: PreparedMask | None = None  # a mask that the model outside has made for it
+    took_prepared: bool = False
 
     @property
     def uses_positions(self) -> bool:
@@ -87,11 +93,17 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(name, None)
     if not outer:
         refusals.refuse_arguments(call)
+    elif isinstance(prepared := kwargs.get("attention_mask"), PreparedMask):
+        # transformers recognizes prepared masks as tensors; without one it asks us for a mask.
+        call.prepared = prepared
+        kwargs["attention_mask"] = call.given["attention_mask"] = None
     token = _calls.set((*outer, call))
     try:
         result = nn.Module.__call__(self, *args, **kwargs)
     finally:
         _calls.reset(token)
+    if call.prepared is not None and not call.took_prepared:
+        refusals.refuse_own_mask(call)
     if learns and not outer:
         refusals.check_use(call)
     return result

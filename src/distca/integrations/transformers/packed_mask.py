@@ -12,22 +12,34 @@ Legend: B rows, S tokens in a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
+from distca.integrations.shared.documents import TWO_WAY_MASKS, num_tokens, two_way_spans
 from distca.integrations.shared.planned import BatchFuture, PlannedBatch
-from distca.integrations.transformers.batches import PADDED, PLANNED, documents, tells_documents
-from distca.integrations.transformers.calls import Calls, in_progress
-from distca.integrations.transformers.masks import document_starts
+from distca.integrations.transformers.batches import (
+    DOCUMENTS,
+    PADDED,
+    PLANNED,
+    documents,
+    tells_documents,
+    with_two_way,
+)
+from distca.integrations.transformers.calls import Calls, PreparedMask, in_progress
+from distca.integrations.transformers.masks import read_mask, visibility
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
-from distca.planning.masks import CAUSAL, Mask
+from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 from distca.planning.placement import Entry
 
-_UNSUPPORTED = "has a mask that is neither causal nor a sliding window of documents"
+_UNSUPPORTED = (
+    "has a mask that is none of those that distca supports for whole documents: causal, a sliding"
+    " window, chunks, full, a band, or two-way spans"
+)
 
 
 class ForeignMaskError(AttributeError, TypeError, ValueError):
@@ -44,6 +56,8 @@ class ModelCall:
     num_tokens: int  # in a row
     models: Calls = ()  # the model and those that contain it
     batch: PlannedBatch | None = None  # set by the first layer
+    ahead: Tensor | None = None  # [B, S] queries in two-way spans that see the next key
+    two_way_masks: set[str] = field(default_factory=set)  # masks that show these spans
 
     def has_same_masks(self, other: ModelCall) -> bool:
         sizes = (self.grad_enabled, self.num_rows, self.num_tokens, self.models)
@@ -75,16 +89,33 @@ class ModelCall:
                 "cannot tell where documents begin: call the layers by their model, wrap the"
                 " loader with plan_ahead, or give cu_seq_lens_q"
             )
-        return found
+        if self.ahead is None or told.get(DOCUMENTS) is not None:
+            return found
+        named = {TWO_WAY_MASKS: tuple(sorted(self.two_way_masks))}
+        return list(with_two_way(found, self.ahead, named))
+
+    def told_starts(self, device: torch.device) -> Tensor:
+        """[B, S] Returns where the callers of models start documents; rows start one anyway."""
+        starts = torch.zeros(self.num_rows * self.num_tokens, dtype=torch.bool, device=device)
+        told = next(filter(tells_documents, self._sources({})), None)
+        if told is not None:
+            with suppress(ValueError):  # which is raised where documents are planned
+                found = documents(self.num_rows, self.num_tokens, told)
+                begins = list(accumulate(map(num_tokens, found), initial=0))[:-1]
+                starts[torch.tensor(begins, device=device)] = True
+        return starts.view(self.num_rows, self.num_tokens)
+
+    def is_of_tokens(self, models: Calls) -> bool:
+        """Tells whether some of the models are given the tokens that the mask is for."""
+        size = (self.num_rows, self.num_tokens)
+        return any(m.tokens is not None and m.tokens.shape[:2] == size for m in models)
 
     def _sources(self, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Returns what tells about these tokens: the arguments of models, then of the layer."""
-        size = (self.num_rows, self.num_tokens)
-        models = [m for m in self.models if m.tokens is not None and m.tokens.shape[:2] == size]
-        return [*(model.given for model in models), given]
+        return [*(m.given for m in self.models if self.is_of_tokens((m,))), given]
 
 
-class PackedMask:
+class PackedMask(PreparedMask):
     """The mask of some layers in one call of a model, without its values.
 
     It is not a dataclass, since FSDP1 copies dataclasses for every layer.
@@ -93,24 +124,46 @@ class PackedMask:
     def __init__(self, call: ModelCall, mask: Mask) -> None:
         self.call, self.mask = call, mask
         self.starts: Tensor | None = None  # [B, S], where transformers' mask starts a document
+        self.ahead: Tensor | None = None  # [B, S], where it shows a query the next key
         self.error = ""  # why distca cannot compute these layers
 
-    def check(self, lengths: Sequence[int]) -> None:
-        """Raises if transformers' mask is not that of documents of these lengths."""
+    @property
+    def is_both_ways(self) -> bool:
+        """Whether all queries see keys behind them, as in encoders."""
+        return self.mask.reach == FULL or self.mask.reach > BAND
+
+    def check(self, documents: Sequence[Entry]) -> None:
+        """Raises if transformers' mask is not that of these documents."""
         if self.starts is None:
             return
         starts, self.starts = self.starts.flatten().cpu(), None
-        begins = list(accumulate(lengths, initial=0))
-        if begins.pop() != len(starts):
+        begins = list(accumulate(map(num_tokens, documents), initial=0))
+        if (total := begins.pop()) != len(starts):
             raise ValueError(
-                f"is given {len(starts)} tokens, but documents of {sum(lengths)} were planned:"
+                f"is given {len(starts)} tokens, but documents of {total} were planned:"
                 " leave a batch as it is after plan_ahead"
             )
+        self._check_two_way(documents, begins)
         starts[begins] = False
         if starts.any():  # the mask hides more than other documents
             raise ValueError(
                 f"{_UNSUPPORTED}, or its position_ids restart where neither cu_seq_lens_q nor the"
                 f" plan starts a document: give a consistent batch, or {WAY_OUT}"
+            )
+
+    def _check_two_way(self, documents: Sequence[Entry], begins: Sequence[int]) -> None:
+        if self.ahead is None:
+            return
+        ahead, self.ahead = self.ahead.flatten().cpu(), None
+        planned = torch.zeros_like(ahead)
+        for begin, entry in zip(begins, documents, strict=True):
+            for start, stop in two_way_spans(entry, self.mask):
+                planned[begin + start : begin + stop - 1] = True
+        ahead[[begin - 1 for begin in begins[1:]]] = False
+        if not torch.equal(ahead, planned):
+            raise ValueError(
+                "has a mask with other two-way spans than the batch was planned with: add them by"
+                " tell_two_way before plan_ahead, or do not plan ahead"
             )
 
     def __getattr__(self, name: str) -> NoReturn:
@@ -143,8 +196,14 @@ class PackedMaskFactory:
         Returns None without gradients if distca does not support the mask, or if it is not one of
         whole documents; with gradients the error is kept for the layers to raise.
         """
-        call, window = self._call(asked), asked.get("local_size")
-        packed = PackedMask(call, Mask(CAUSAL if window is None else window))
+        models = in_progress()
+        if models and isinstance(prepared := models[-1].prepared, PackedMask):
+            models[-1].took_prepared = True
+            return prepared
+        call = self._call(asked)
+        packed = PackedMask(call, _kind(asked))
+        if packed.is_both_ways and models and not call.is_of_tokens(models):
+            return None  # of an encoder of images or sounds
         num_keys, padding = asked["kv_length"], asked.get("attention_mask")
         if num_keys != call.num_tokens or asked.get("q_offset"):
             packed.error = (
@@ -153,8 +212,7 @@ class PackedMaskFactory:
         elif padding is not None and not bool(padding.all()):
             packed.error = PADDED
         else:
-            packed.starts = _starts(asked, call, packed.mask)
-            packed.error = f"{_UNSUPPORTED}: {WAY_OUT}" if packed.starts is None else ""
+            packed.error = _read(packed, asked)
         return None if packed.error and not call.grad_enabled else packed
 
     def _call(self, asked: Mapping[str, Any]) -> ModelCall:
@@ -170,11 +228,46 @@ class PackedMaskFactory:
         return latest
 
 
-def _starts(asked: Mapping[str, Any], call: ModelCall, mask: Mask) -> Tensor | None:
-    if asked.get("use_vmap"):  # the model's own function, which takes one index at a time
-        return None
-    if mask.reach == getattr(call.config, "attention_chunk_size", None):
-        return None
-    device = asked["device"] if "device" in asked else asked["cache_position"].device
-    size = (call.num_rows, call.num_tokens)
-    return document_starts(asked["mask_function"], *size, mask.reach, torch.device(device))
+def _kind(asked: Mapping[str, Any]) -> Mask:
+    """Returns the mask by what transformers says, which is the same on all ranks."""
+    config, size = asked.get("config"), asked.get("local_size")
+    if "allow_is_bidirectional_skip" in asked:
+        return Mask(FULL if size is None else BAND + size)
+    if asked.get("use_vmap"):  # the model adds a function of its own, as Gemma 3 does
+        if getattr(config, "use_bidirectional_attention", None) is True:
+            return Mask(FULL if size is None else BAND + size - 1)  # counts the query's own key
+        if size is None:  # a window over two-way spans
+            size = getattr(config, "sliding_window", None)
+    if size is not None and size == getattr(config, "attention_chunk_size", None):
+        return Mask(-size)
+    return Mask(CAUSAL if size is None else size)
+
+
+def _read(packed: PackedMask, asked: Mapping[str, Any]) -> str:
+    """Reads the documents and two-way spans of a mask; returns why distca cannot compute it."""
+    call, mask = packed.call, packed.mask
+    if packed.is_both_ways and call.models and not call.is_of_tokens(call.models[-1:]):
+        return f"may attend to something else than the model's tokens: {WAY_OUT}"
+    if packed.is_both_ways and any(
+        model.given.get("encoder_hidden_states") is not None for model in call.models
+    ):
+        return f"attends to an encoder, which distca does not support: {WAY_OUT}"
+    device = torch.device(asked["device"] if "device" in asked else asked["cache_position"].device)
+    size, one_by_one = (call.num_rows, call.num_tokens), bool(asked.get("use_vmap"))
+    visible = visibility(asked["mask_function"], size, device, one_by_one=one_by_one)
+    read = read_mask(visible, mask, call.told_starts(device))
+    if read is None:
+        return f"{_UNSUPPORTED}: {WAY_OUT}"
+    packed.starts = read.starts
+    if packed.is_both_ways:
+        return ""
+    packed.ahead = read.ahead
+    if not bool(read.ahead.any()):
+        return ""
+    if mask.reach < 0:
+        return f"has two-way spans in chunks, which distca does not support: {WAY_OUT}"
+    if call.ahead is not None and not torch.equal(call.ahead, read.ahead):
+        return f"has other two-way spans than layers before it: {WAY_OUT}"
+    call.ahead = read.ahead
+    call.two_way_masks.add(str(mask))
+    return ""

@@ -11,7 +11,7 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -121,6 +121,14 @@ def refuse_packed(calls: Calls) -> None:
         _refuse_model(model, f"carries a state from each to the next ({type(module).__name__})")
     for call in calls:
         call.packed = True
+
+
+def refuse_own_mask(call: CallInProgress) -> NoReturn:
+    """Raises because a model was given a mask of ours, and has made another."""
+    raise ValueError(
+        f"{type(call.model).__name__} is given a mask that it does not pass on to its layers as it"
+        f" is, which distca does not support: {WAY_OUT}"
+    )
 
 
 def check_use(call: CallInProgress) -> None:

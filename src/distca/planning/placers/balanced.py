@@ -18,17 +18,19 @@ A slice that ends at position m needs m keys, wherever they live, so a document 
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
 """
 
+from __future__ import annotations
+
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning import masks
+from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
-from distca.planning.problem import CostFunction, DocumentLoads, DoesNotFitError, Grain, Problem
+from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
@@ -40,8 +42,11 @@ NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
-CLOSER = 0.9  # share of the surplus to which the next density must lower it
+CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
+ALIKE = 0.02  # relative difference between surpluses that are about the same
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
+AHEAD = 0.5  # tolerances by which forward may exceed backward if backward weighs more
+FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
@@ -56,15 +61,15 @@ def balanced_placement(problem: Problem) -> Placement:
     document dealt over all workers.
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
-    prefixes = problem.placement.prefixes
+    prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes)]
+        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes, two_way)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return candidates[0]
-    in_order = Placement.in_order(lengths, num_workers, prefixes)
+    in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
         return min([*candidates, in_order], key=lambda candidate: _quality(candidate, problem))
     few = in_order.num_documents <= FEW_DOCUMENTS
@@ -92,10 +97,19 @@ class _Attempt(NamedTuple):
     def quality(self) -> tuple[bool, float]:
         return self.surplus > 0.0, self.moved_bytes
 
+    def is_like(self, other: _Attempt) -> bool:
+        """Returns whether the surplus is about the same."""
+        return abs(self.surplus - other.surplus) <= ALIKE * other.surplus
+
+    def is_closer(self, other: _Attempt) -> bool:
+        """Returns whether it moves fewer bytes, or has a much smaller surplus."""
+        return self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
+
 
 def _search(problem: Problem) -> _Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes."""
     workers = problem.devices.workers_only()
+    measure, most_ahead = _Measure(problem), AHEAD * problem.tolerance
     nearest: _Attempt | None = None
     for target in TARGETS:
         cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
@@ -105,18 +119,20 @@ def _search(problem: Problem) -> _Attempt | None:
         total = int(documents.whole.sum())
         capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
         if nearest is None:
-            found = _ascend(problem, documents, capacity, 0, problem.tolerance)
+            found = _ascend(measure, documents, capacity, 0, most_ahead)
         else:
-            found = _ascend(problem, documents, capacity, nearest.density, np.inf)
+            found = _ascend(measure, documents, capacity, nearest.density, np.inf)
         if nearest is None or (found is not None and found.quality < nearest.quality):
             nearest = found
-        if nearest is None or nearest.surplus == 0.0 or nearest.surplus > NEAR_MISS:
+        if nearest is None or nearest.surplus > NEAR_MISS:
+            break
+        if nearest.surplus <= FEW_TASKS and nearest.ahead <= most_ahead:
             break
     return nearest
 
 
 def _ascend(
-    problem: Problem, documents: DocumentLoads, capacity: Floats, index: int, most_ahead: float
+    measure: _Measure, documents: DocumentLoads, capacity: Floats, index: int, most_ahead: float
 ) -> _Attempt | None:
     """Tries densities from an index on, as long as the surplus falls; returns the best attempt.
 
@@ -126,17 +142,16 @@ def _ascend(
     attempts: list[_Attempt] = []
     steps = 1
     while index < len(densities):
-        dealt = _deal_long(documents, capacity, densities[index], problem.grain)
-        table = fill_up(documents, dealt, problem.grain)
-        here = _measure(problem, index, table)
-        before = attempts[-1].surplus if attempts else np.inf
+        dealt = _deal_long(documents, capacity, densities[index], measure.problem.grain)
+        here = measure(index, fill_up(documents, dealt, measure.problem.grain))
+        before = attempts[-1] if attempts else None
         attempts.append(here)
-        no_closer = CLOSER * before < here.surplus != before
+        # Where the cuts are about the same as before, only a larger step may change them.
+        same = before is not None and here.is_like(before)
+        no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
         if here.surplus == 0.0 or no_closer or no_use:
             break
-        # Where the cuts are the same as before, only a larger step may change them.
-        same = here.surplus == before
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps
     return min(attempts, key=lambda attempt: attempt.quality, default=None)
@@ -157,31 +172,38 @@ def _equal_weights(problem: Problem) -> CostFunction:
     return cost_ps
 
 
-def _measure(problem: Problem, index: int, table: Ints) -> _Attempt:
-    """Estimates the bytes that a placement moves: keys, and the tasks of workers with a surplus."""
-    workers, shape = problem.devices.workers_only(), problem.shape
-    worker, document, start, stop = table.T
-    length, reach = problem.placement.lengths[document], problem.reach[document]
-    keys = masks.last_key(stop, length, reach) - masks.first_key(start, reach) - (stop - start)
-    # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
-    q, kv = 2 * shape.q_bytes, shape.kv_bytes
-    c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-    surplus, task_bytes, imbalance = [], [], []
-    for cost in (problem.cost.forward, problem.cost.backward):
-        load = np.zeros(workers.num_ranks, np.int64)
-        np.add.at(load, worker, problem.document_loads(cost.ps).load(document, start, stop))
-        total = int(load.sum())
-        above = np.maximum(load - workers.capacity(total, problem.tolerance), 0)
-        surplus.append(int(above.sum()) / max(total, 1))
-        task_bytes.append(int(np.rint(c * np.sqrt(above / cost.min_ps_per_pair)).sum()))
-        imbalance.append(workers.imbalance(load))
-    return _Attempt(
-        moved_bytes=kv * int(keys.sum()) + max(task_bytes),
-        surplus=max(surplus),
-        ahead=imbalance[0] - imbalance[1],
-        density=index,
-        table=table,
-    )
+class _Measure:
+    """Estimates the bytes that placements move: keys, and the tasks of workers with a surplus."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        costs = (problem.cost.forward, problem.cost.backward)
+        self._directions = [(cost, problem.document_loads(cost.ps)) for cost in costs]
+
+    def __call__(self, index: int, table: Ints) -> _Attempt:
+        problem, shape = self.problem, self.problem.shape
+        workers = problem.devices.workers_only()
+        worker, document, start, stop = table.T
+        keys = problem.masks.num_keys(document, start, stop) - (stop - start)
+        # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
+        q, kv = 2 * shape.q_bytes, shape.kv_bytes
+        c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
+        surplus, task_bytes, imbalance = [], [], []
+        for cost, documents in self._directions:
+            load = np.zeros(workers.num_ranks, np.int64)
+            np.add.at(load, worker, documents.load_of_shards(document, start, stop))
+            total = int(load.sum())
+            above = np.maximum(load - workers.capacity(total, problem.tolerance), 0)
+            surplus.append(int(above.sum()) / max(total, 1))
+            task_bytes.append(int(np.rint(c * np.sqrt(above / cost.min_ps_per_pair)).sum()))
+            imbalance.append(workers.imbalance(load))
+        return _Attempt(
+            moved_bytes=kv * int(keys.sum()) + max(task_bytes),
+            surplus=max(surplus),
+            ahead=imbalance[0] - imbalance[1],
+            density=index,
+            table=table,
+        )
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:

@@ -9,12 +9,15 @@ import numpy as np
 
 from distca.planning.placers.slices import DealtShards
 from distca.planning.problem import DocumentLoads, Grain
-from distca.planning.spans import Floats, Ints, as_ints, cumulative
+from distca.planning.spans import Floats, Ints, as_ints, cumulative, expand
 
 # Documents much shorter than a worker's tokens are dealt in groups, so that the time does not
-# depend on their number. The last ones are dealt one by one, to fill up the workers evenly.
+# depend on their number. Then single documents follow, and the last ones are dealt one by one
+# instead of many at once, to fill up the workers evenly.
 GROUPS = 64  # of one worker, at most
 SINGLES = 32  # of one worker
+ONE_BY_ONE = 8  # of one worker
+SPREAD = 0.01  # the least net load that a document counts, as a share of its load
 
 
 def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
@@ -35,9 +38,8 @@ def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
 def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> Ints:
     """Puts short documents on the worker with the most net headroom; returns their workers.
 
-    The density is that of the documents still to come. It is computed again for each round of as
-    many groups as there are workers. Since it only falls, a document never leaves its worker with
-    more net headroom than before.
+    The density is that of the documents still to come, which is computed again for each round.
+    Since it only falls, a document never leaves its worker with more net headroom than before.
     """
     workers = len(dealt.headroom)
     first = _groups(documents.tokens[order], workers)
@@ -46,25 +48,57 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
         for values in (documents.tokens, documents.whole)
     )
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
+    num_at_once = max(len(first) - ONE_BY_ONE * workers, 0)
     chosen: list[int] = []
-    for begin in range(0, len(first), workers):
-        chunk = slice(begin, min(begin + workers, len(first)))
-        last = chunk.stop - 1
-        density = float(load_after[last] / tokens_after[last]) if tokens_after[last] > 0 else 0.0
-        chosen += _deal_round(dealt, lengths[chunk].tolist(), loads[chunk].tolist(), density)
+    while len(chosen) < len(first):
+        begin = len(chosen)
+        end = min(begin + workers, num_at_once if begin < num_at_once else len(first))
+        left = tokens_after[end - 1]
+        density = float(load_after[end - 1] / left) if left > 0 else 0.0
+        part = lengths[begin:end], loads[begin:end], density
+        at_once = _deal_at_once(dealt, *part) if begin < num_at_once else []
+        chosen += at_once or _deal_one_by_one(dealt, *part)
     return np.repeat(as_ints(chosen), np.diff(first, append=len(order)))
 
 
-def _deal_round(
-    dealt: DealtShards, lengths: list[int], loads: list[int], density: float
-) -> list[int]:
+def _deal_at_once(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> list[int]:
+    """Puts documents on workers such that the least net headroom remains as large as possible.
+
+    All documents count as equal, which later ones make up for. Only the first ones are put if there
+    are not enough tokens left for all, and none if there are not enough for the longest.
+    """
+    net_headroom = dealt.net_headroom(density)
+    net_load = float(np.maximum(loads - density * lengths, SPREAD * loads).mean())
+    # 1. The level down to which net headroom is filled.
+    falling = -np.sort(-net_headroom)
+    levels = (np.cumsum(falling) - len(lengths) * net_load) / np.arange(1, len(falling) + 1)
+    level = levels[np.flatnonzero(falling > levels)[-1]]
+    # 2. What each worker can take above that level.
+    count = np.minimum(
+        np.ceil(np.maximum(net_headroom - level, 0.0) / net_load),
+        dealt.tokens_left // lengths.max(),
+    )
+    count = np.maximum(count, 0.0).astype(np.int64)
+    worker = np.repeat(np.arange(len(count)), count)
+    before = expand(np.zeros_like(count), count)  # documents that the worker takes first
+    # 3. Each document goes where the most net headroom is left.
+    order = np.argsort(before * net_load - net_headroom[worker], kind="stable")
+    worker = worker[order[: len(lengths)]]
+    np.subtract.at(dealt.headroom, worker, loads[: len(worker)])
+    np.subtract.at(dealt.tokens_left, worker, lengths[: len(worker)])
+    chosen: list[int] = worker.tolist()
+    return chosen
+
+
+def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> list[int]:
     """Puts documents, one after the other, on the worker with the most net headroom."""
     headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
     net_headroom = dealt.net_headroom(density).tolist()
-    by_headroom = [(-net, worker) for worker, net in enumerate(net_headroom)]
+    has_tokens = np.flatnonzero(dealt.tokens_left >= lengths.min()).tolist()
+    by_headroom = [(-net_headroom[worker], worker) for worker in has_tokens]
     heapq.heapify(by_headroom)
     chosen = []
-    for length, load in zip(lengths, loads, strict=True):
+    for length, load in zip(lengths.tolist(), loads.tolist(), strict=True):
         while by_headroom and tokens_left[by_headroom[0][1]] < length:
             heapq.heappop(by_headroom)
         if by_headroom:
@@ -100,10 +134,11 @@ def _even_tokens(table: Ints, tokens_left: Floats, grain: Grain) -> Ints:
         at_tile = start % grain.tile == 0 if minimum == 1 else start == 0
         available = np.where(at_tile, (stop - start - minimum) // grain.tile, 0)
         givers = np.flatnonzero((surplus[worker] > 0) & (available > 0))
-        for index in givers[np.argsort((start - stop)[givers], kind="stable")].tolist():
-            home, document, position, _ = table[index].tolist()
-            count = int(min(surplus[home], available[index]))
-            surplus[home] -= count
+        givers = givers[np.argsort((start - stop)[givers], kind="stable")]  # the longest first
+        given = _shares(worker[givers], available[givers], surplus)
+        surplus -= np.bincount(worker[givers], given, minlength=len(surplus))
+        for index, count in zip(givers[given > 0].tolist(), given[given > 0].tolist(), strict=True):
+            _, document, position, _ = table[index].tolist()
             while count > 0:
                 taker = takers[-1]
                 moved = min(count, taker[0])
@@ -115,6 +150,16 @@ def _even_tokens(table: Ints, tokens_left: Floats, grain: Grain) -> Ints:
             table[index, 2] = position
     table = np.concatenate([table, as_ints(added).reshape(-1, 4)])
     return _move_single_tiles(table, len(surplus), grain.tile) if takers else table
+
+
+def _shares(worker: Ints, available: Ints, surplus: Floats) -> Ints:
+    """Returns how much of what is available gives away the surplus of each worker, in order."""
+    order = np.argsort(worker, kind="stable")
+    before = cumulative(available[order])[:-1]
+    first = np.searchsorted(worker[order], worker[order])
+    given = np.empty_like(available)
+    given[order] = surplus[worker[order]] - (before - before[first])
+    return np.minimum(np.maximum(given, 0), available)
 
 
 def _surplus_tiles(tokens_left: Floats, tile: int) -> Floats:

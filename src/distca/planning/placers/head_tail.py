@@ -70,4 +70,5 @@ def _deal(
         (met.stop + shift)[order],
         worker[order],
         placement.num_workers,
+        two_way=placement.two_way,
     )

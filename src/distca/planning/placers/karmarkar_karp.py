@@ -41,7 +41,15 @@ def karmarkar_karp(problem: Problem) -> Placement:
     token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
     _keep_limits(worker, lengths, cost, problem.devices.memory_bytes[:workers] // token_bytes)
     order = np.argsort(worker, kind="stable")
-    return Placement(lengths, order, np.zeros_like(order), lengths[order], worker[order], workers)
+    return Placement(
+        lengths,
+        order,
+        np.zeros_like(order),
+        lengths[order],
+        worker[order],
+        workers,
+        two_way=problem.placement.two_way,
+    )
 
 
 def _flops(problem: Problem) -> list[int]:

@@ -15,7 +15,7 @@ import numpy as np
 from distca.planning.placement import Shard
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Floats, Ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 
@@ -83,17 +83,20 @@ class Slicer:
         highest = grain.last_cut(whole.stop)
         if lowest > highest:
             return [whole]
-        cut = lowest
-        if whole.net > limits.net_load:  # otherwise the slice is only too long
-            # All cuts at once take less time than a search does.
-            cuts = np.arange(lowest, highest) * grain.spacing
-            stops = np.full_like(cuts, whole.stop)
-            net = self._net_load(np.full_like(cuts, whole.document), cuts, stops)
-            cut += int(np.append(net <= limits.net_load, True).argmax())
-        cut *= grain.spacing
-        document = as_ints([whole.document] * 2)
-        start, stop = as_ints([[cut, whole.start], [whole.stop, cut]])
-        return self._slices(document, start, stop, whole.num_above + np.arange(2))
+        if whole.net <= limits.net_load:  # the slice is only too long
+            highest = lowest
+        # Both ends for all cuts at once take less time than a search for the cut does.
+        cut = np.arange(lowest, highest + 1) * grain.spacing
+        start, stop = np.stack([cut, np.full_like(cut, whole.start)]), np.stack([cut, cut])
+        stop[0] = whole.stop
+        load = self.documents.load(np.full_like(cut, whole.document), start, stop)
+        net = load - self.density * (stop - start)
+        best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
+        ends = zip(*(column[:, best].tolist() for column in (net, start, stop, load)), strict=True)
+        return [
+            Slice(end_net, whole.document, end_start, end_stop, end_load, whole.num_above + number)
+            for number, (end_net, end_start, end_stop, end_load) in enumerate(ends)
+        ]
 
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
         """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
@@ -142,15 +145,12 @@ class DealtShards:
 
     headroom: Floats  # [workers]
     tokens_left: Floats  # [workers]
-    sent_keys: Floats  # [workers]
-    received_keys: Floats  # [workers]
     shards: list[Shard]
     short: Ints  # documents that are to fill up the workers, uncut
 
     @classmethod
     def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
-        none = np.zeros_like(capacity)
-        return cls(capacity.copy(), np.full_like(capacity, tokens), none, none.copy(), [], short)
+        return cls(capacity.copy(), np.full_like(capacity, tokens), [], short)
 
     def net_headroom(self, density: float) -> Floats:
         """[workers] Returns headroom less density x tokens left.
@@ -169,22 +169,20 @@ def deal_slices(
     """
     queue = [_heaviest_first(one) for one in slices]
     heapq.heapify(queue)
-    net_headroom = dealt.net_headroom(slicer.density)
-    smallest = WORTH_A_CUT * float(net_headroom.max())
+    workers = _Workers(dealt, slicer.density, traffic_limit)
+    smallest = WORTH_A_CUT * max(workers.net_headroom)
     while queue:
         *_, upper = heapq.heappop(queue)
-        worker = _best_worker(upper, dealt, net_headroom, traffic_limit)
-        headroom, tokens_left = float(net_headroom[worker]), float(dealt.tokens_left[worker])
+        worker = workers.best(upper)
+        headroom, tokens_left = workers.net_headroom[worker], workers.tokens_left[worker]
         if upper.size > tokens_left or (upper.net > headroom > smallest):
             upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
             for one in lower:
                 heapq.heappush(queue, _heaviest_first(one))
         dealt.shards.append(Shard(worker, upper.document, upper.start, upper.stop))
         dealt.headroom[worker] -= upper.load
-        dealt.tokens_left[worker] -= upper.size
-        dealt.sent_keys[worker] += upper.num_above * upper.size
-        dealt.received_keys[worker] += upper.start
-        net_headroom[worker] -= upper.net
+        workers.take(worker, upper)
+    dealt.tokens_left[:] = workers.tokens_left
 
 
 def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
@@ -192,27 +190,53 @@ def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:
     return -one.net, one.document, one.start, one
 
 
-def _best_worker(
-    taken: Slice, dealt: DealtShards, net_headroom: Floats, traffic_limit: float
-) -> int:
-    """Returns the worker with the most net headroom that can take a slice.
+class _Workers:
+    """What workers can still take while slices are dealt; one entry of a list changes at a time.
 
-    It has net headroom and tokens left for the slice, and stays within the traffic limit. If there
-    is none, the traffic limit is given up, then the tokens, then the headroom.
+    The worker with the most net headroom comes first in a heap. Entries of workers that have taken
+    a slice since then are out of date, and are dropped when they come first.
     """
-    best = int(net_headroom.argmax())
-    sent = traffic_limit - taken.num_above * taken.size
-    received = traffic_limit - taken.start
-    if taken.net > net_headroom[best] or (
-        dealt.tokens_left[best] >= taken.size
-        and dealt.sent_keys[best] <= sent
-        and dealt.received_keys[best] <= received
-    ):
-        return best
-    fits = net_headroom >= taken.net
-    has_tokens = fits & (dealt.tokens_left >= taken.size)
-    if not has_tokens.any():
-        return int(np.where(fits, dealt.tokens_left, -np.inf).argmax())
-    within_limit = has_tokens & (dealt.sent_keys <= sent) & (dealt.received_keys <= received)
-    chosen = within_limit if within_limit.any() else has_tokens
-    return int(np.where(chosen, net_headroom, -np.inf).argmax())
+
+    def __init__(self, dealt: DealtShards, density: float, traffic_limit: float) -> None:
+        self.net_headroom: list[float] = dealt.net_headroom(density).tolist()
+        self.tokens_left: list[float] = dealt.tokens_left.tolist()
+        self._sent_keys = [0.0] * len(self.tokens_left)
+        self._received_keys = [0.0] * len(self.tokens_left)
+        self._traffic_limit = traffic_limit
+        self._heap = [(-net, worker) for worker, net in enumerate(self.net_headroom)]
+        heapq.heapify(self._heap)
+
+    def take(self, worker: int, taken: Slice) -> None:
+        """Puts a slice on a worker."""
+        self.net_headroom[worker] -= taken.net
+        self.tokens_left[worker] -= taken.size
+        self._sent_keys[worker] += taken.num_above * taken.size
+        self._received_keys[worker] += taken.start
+        heapq.heappush(self._heap, (-self.net_headroom[worker], worker))
+
+    def best(self, taken: Slice) -> int:
+        """Returns the worker with the most net headroom that can take a slice.
+
+        It has net headroom and tokens left for the slice, and stays within the traffic limit. If
+        there is none, the traffic limit is given up, then the tokens, then the headroom.
+        """
+        while -self._heap[0][0] != self.net_headroom[self._heap[0][1]]:
+            heapq.heappop(self._heap)
+        best = self._heap[0][1]
+        sent = self._traffic_limit - taken.num_above * taken.size
+        received = self._traffic_limit - taken.start
+        if taken.net > self.net_headroom[best] or (
+            self.tokens_left[best] >= taken.size
+            and self._sent_keys[best] <= sent
+            and self._received_keys[best] <= received
+        ):
+            return best
+        net_headroom, tokens_left = np.array(self.net_headroom), np.array(self.tokens_left)
+        fits = net_headroom >= taken.net
+        has_tokens = fits & (tokens_left >= taken.size)
+        if not has_tokens.any():
+            return int(np.where(fits, tokens_left, -np.inf).argmax())
+        within_limit = np.array(self._sent_keys) <= sent
+        within_limit &= has_tokens & (np.array(self._received_keys) <= received)
+        chosen = within_limit if within_limit.any() else has_tokens
+        return int(np.where(chosen, net_headroom, -np.inf).argmax())

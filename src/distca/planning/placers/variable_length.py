@@ -30,6 +30,12 @@ def variable_length_packing(problem: Problem) -> Placement:
         work[least] += (length / BREAK_EVEN_TOKENS) ** 2 + length / BREAK_EVEN_TOKENS
     order = np.argsort(choice, kind="stable")
     packed = Placement(
-        lengths, order, np.zeros_like(order), lengths[order], choice[order] * cp, workers
+        lengths,
+        order,
+        np.zeros_like(order),
+        lengths[order],
+        choice[order] * cp,
+        workers,
+        two_way=problem.placement.two_way,
     )
     return packed if cp == 1 else deal_each_document(packed, cp)

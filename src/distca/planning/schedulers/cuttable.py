@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import TaskCost
+from distca.planning.document_masks import DocumentMasks
 from distca.planning.models import ModelShape
 from distca.planning.problem import Grain
 from distca.planning.search import first_fitting
@@ -27,9 +27,9 @@ class CuttableShards:
 
     start: Ints  # [shards, 1], as all the others
     stop: Ints
-    length: Ints  # of the whole document
-    reach: Ints
+    document: Ints
     total_load: Ints
+    masks: DocumentMasks
     cost: TaskCost
     grain: Grain
 
@@ -39,8 +39,7 @@ class CuttableShards:
             self,
             start=self.start[rows],
             stop=self.stop[rows],
-            length=self.length[rows],
-            reach=self.reach[rows],
+            document=self.document[rows],
             total_load=self.total_load[rows],
         )
 
@@ -51,14 +50,18 @@ class CuttableShards:
             parts[0],
             start=np.concatenate([part.start for part in parts]),
             stop=np.concatenate([part.stop for part in parts]),
-            length=np.concatenate([part.length for part in parts]),
-            reach=np.concatenate([part.reach for part in parts]),
+            document=np.concatenate([part.document for part in parts]),
             total_load=np.concatenate([part.total_load for part in parts]),
         )
 
     @cached_property
+    def length(self) -> Ints:
+        """The tokens of the whole document."""
+        return self.masks.lengths[self.document]
+
+    @cached_property
     def all_causal(self) -> bool:
-        return bool(np.all(self.reach >= self.length))
+        return bool(np.all(self.is_causal))
 
     @cached_property
     def _first(self) -> Ints:
@@ -90,21 +93,17 @@ class CuttableShards:
 
     def load(self, start: Ints, stop: Ints) -> Ints:
         """Returns the load of queries [start, stop); an empty span has load 0."""
+        if not self.all_causal:
+            return self.masks.load(self.document, start, stop, self.cost.ps)
         queries = stop - start
-        if self.all_causal:
-            keys, pairs = stop, queries * (start + stop + 1) // 2
-        else:
-            keys = masks.last_key(stop, self.length, self.reach)
-            keys = keys - masks.first_key(start, self.reach)
-            pairs = masks.pairs(start, stop, self.length, self.reach)
-        return self.cost.ps(queries, keys, pairs) * (queries > 0)
+        return self.cost.ps(queries, stop, queries * (start + stop + 1) // 2) * (queries > 0)
 
     def num_keys_in(self, low: Ints, high: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns how many of the keys [low, high) the queries [start, stop) need."""
         last = stop
         if not self.all_causal:
-            low = np.maximum(masks.first_key(start, self.reach), low)
-            last = masks.last_key(stop, self.length, self.reach)
+            low = np.maximum(self.masks.first_key(self.document, start), low)
+            last = self.masks.last_key(self.document, stop)
         keys: Ints = np.maximum(np.minimum(last, high) - low, 0) * (stop > start)
         return keys
 
@@ -148,7 +147,7 @@ class CuttableShards:
 
     @cached_property
     def is_causal(self) -> Bools:
-        return self.reach >= self.length
+        return self.masks.is_causal[self.document]
 
     @cached_property
     def _pairs_per_load(self) -> Floats:

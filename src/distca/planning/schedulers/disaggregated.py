@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import Assignment, Problem
-from distca.planning.schedulers.ledger import Ledger
+from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
@@ -23,9 +23,8 @@ from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_
 from distca.planning.tasks import Tasks
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
-NUM_TRIES = 6  # estimates of the mean; of 400 plans one needed more than two, none more than four
-CUT_SHARE = 0.6  # of the estimate of the load that cutting adds: one that is too high is missed
-MARGIN = 0.002  # by which estimates are raised or lowered: a tenth of the default tolerance
+NUM_TRIES = 4  # estimates of the load after cutting
+CUT_SHARE = 0.4  # of the estimate of the load that cutting adds: one that is too high is missed
 
 
 class SearchOrder(NamedTuple):
@@ -56,8 +55,8 @@ def disaggregated(problem: Problem) -> Assignment:
     # If both directions cost the same, a second set of tasks would be equal to the first.
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
-    # A little less than the load of the backward tasks: shed rather more than too little.
-    expected_load = int(int(load.sum()) * (1.0 - MARGIN))
+    # A little less than the load of the backward tasks: capacities rise with the load if need be.
+    expected_load = int(int(load.sum()) * (1.0 - 2.0 * MARGIN))
     return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
 
 
@@ -83,7 +82,6 @@ def schedule(
     missed, moved = candidates[0].quality
     few = problem.devices.num_ranks <= FEW_RANKS and len(shards.load) <= FEW_SHARDS
     if few and missed == 0.0 and moved > 0:
-        expected_load = candidates[0].expected_load
         candidates += _run([_try_order(shards, order, expected_load) for order in others])
     best = min(candidates, key=lambda candidate: candidate.quality)
     return best.ledger.tasks() if best.tasks is None else best.tasks
@@ -93,7 +91,6 @@ class _Candidate(NamedTuple):
     ledger: Ledger
     tasks: Tasks | None  # if the ledger's own tasks had to be repaired
     quality: tuple[float, int]  # imbalance above the bound; peak traffic x total traffic
-    expected_load: int  # from which the mean was taken
 
 
 Try = Generator[tuple[Ledger, Wanted], Found, _Candidate]  # yields questions, as ``shed`` does
@@ -116,32 +113,25 @@ def _run(orders: Sequence[Try]) -> list[_Candidate]:
 
 
 def _try_order(shards: PlacedShards, order: SearchOrder, expected_load: int) -> Try:
-    """Carries out steps 2 to 5 in one order, with new estimates of the mean until the bound is met.
+    """Carries out steps 2 to 5 in one order.
 
-    Cutting changes the total load, and with it the mean that the bound refers to. If the bound is
-    missed, the next try takes the mean of the load that the last one arrived at.
+    Cutting changes the total load, and with it the mean that the bound refers to. Capacities rise
+    with the load of the first try. If they are too high at its end, because the load is lower than
+    estimated, or fell again, the next try takes those of the load that the last one arrived at.
     """
     problem = shards.problem
     bound = 1.0 + problem.tolerance
-    tries: list[tuple[float, Ledger, int]] = []
-    for _ in range(NUM_TRIES):
-        ledger = Ledger(shards, expected_load)
+    for number in range(NUM_TRIES):
+        ledger = Ledger(shards, expected_load, follows_load=number == 0)
         empty_idle_workers(ledger)
         move_to_keys(ledger, order.max_adopted)
         yield from shed(ledger, surplus_ranks(ledger, order.senders_first, order.seed))
         loads = ledger.loads
         imbalance = problem.devices.imbalance(loads.per_rank)
-        no_better = bool(tries) and imbalance >= tries[-1][0]
-        tries.append((imbalance, ledger, expected_load))
-        if imbalance <= bound or no_better:
+        if imbalance <= bound or np.any(loads.above_capacity > 0):
             break
-        # If a rank kept a surplus, capacities were too small for pieces to fit. If none did, the
-        # estimate, and with it every capacity, was too large.
-        capacity_was_small = bool(np.any(loads.above_capacity > 0))
-        margin = MARGIN if capacity_was_small else -MARGIN
-        expected_load = int(int(loads.per_rank.sum()) * (1.0 + margin))
-    imbalance, ledger, expected_load = min(tries, key=lambda attempt: attempt[0])
+        expected_load = int(int(loads.per_rank.sum()) * (1.0 - MARGIN))
     moved, tasks = ledger.peak_traffic * ledger.total_traffic, None
     if imbalance > bound:
         tasks, imbalance = repair(problem, shards.cost, ledger.tasks())
-    return _Candidate(ledger, tasks, (max(imbalance - bound, 0.0), moved), expected_load)
+    return _Candidate(ledger, tasks, (max(imbalance - bound, 0.0), moved))

@@ -23,7 +23,7 @@ def greedy(problem: Problem) -> Assignment:
     devices, placement = problem.devices, problem.placement
     if devices.num_ranks > devices.num_workers or np.any(devices.speed != 1.0):
         raise ValueError("policy greedy supports only in-place servers of equal speed")
-    if np.any(problem.reach < placement.lengths):
+    if not np.all(problem.masks.is_causal):
         raise ValueError("policy greedy supports only causal masks")
     shards = _PeeledShards(placement)
     for server in np.argsort(shards.load, kind="stable").tolist():

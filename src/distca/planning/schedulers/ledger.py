@@ -1,6 +1,5 @@
 """The state of one try of the scheduler: loads, traffic, memory, keys held, and the cuts so far."""
 
-import bisect
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,19 +7,14 @@ import numpy as np
 
 from distca.planning.schedulers.cuts import HeldSpans, KeySources, Piece, Requests, Targets
 from distca.planning.schedulers.held_keys import HeldKeys
+from distca.planning.schedulers.loads import Headroom, Loads
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
 from distca.planning.tasks import Tasks
 
 NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
+MARGIN = 0.002  # by which estimates of the load are lowered: a tenth of the default tolerance
 INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
-
-
-class Headroom(NamedTuple):
-    """The load that a server can still take. Sorts by load, then by server."""
-
-    load: int
-    server: int
 
 
 class Request(NamedTuple):
@@ -31,55 +25,28 @@ class Request(NamedTuple):
     servers: list[Headroom]
 
 
-class Loads:
-    """The load of every rank, and the servers with headroom in sorted order."""
-
-    def __init__(self, per_rank: Ints, capacity: Ints, serving: Sequence[int]) -> None:
-        self.per_rank, self.capacity, self._serving = per_rank, capacity, frozenset(serving)
-        headrooms = (Headroom(self.headroom(server), server) for server in serving)
-        self.headrooms = sorted(headroom for headroom in headrooms if headroom.load > 0)
-
-    def serves(self, rank: int) -> bool:
-        return rank in self._serving
-
-    @property
-    def above_capacity(self) -> Ints:
-        """[ranks] Load minus capacity: positive on ranks with a surplus."""
-        return self.per_rank - self.capacity
-
-    def headroom(self, rank: int) -> int:
-        """Returns the load that the rank can still take; negative if it has a surplus."""
-        return int(self.capacity[rank] - self.per_rank[rank])
-
-    def surplus(self, rank: int) -> int:
-        return max(-self.headroom(rank), 0)
-
-    def add(self, ranks: Ints, loads: Ints) -> None:
-        """Adds loads, which may be negative, and keeps the servers sorted."""
-        change = np.zeros_like(self.per_rank)
-        np.add.at(change, ranks, loads)
-        for rank in np.flatnonzero(change).tolist():
-            index = bisect.bisect_left(self.headrooms, (self.headroom(rank), rank))
-            if index < len(self.headrooms) and self.headrooms[index].server == rank:
-                del self.headrooms[index]
-            self.per_rank[rank] += change[rank]
-            if self.headroom(rank) > 0 and self.serves(rank):
-                bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
-
-
 class Ledger:
     """Loads, keys, traffic, memory and pieces of one try, which starts with every shard at home."""
 
-    def __init__(self, shards: PlacedShards, expected_load: int = 0) -> None:
-        """expected_load: the total from which capacities are derived; 0: that of uncut shards."""
+    def __init__(
+        self, shards: PlacedShards, expected_load: int = 0, *, follows_load: bool = False
+    ) -> None:
+        """Derives capacities from an estimate of the total load after cutting.
+
+        expected_load: the estimate; 0: the load of uncut shards.
+        follows_load: whether capacities rise once cuts have raised the load above the estimate.
+        """
         problem, traffic = shards.problem, shards.traffic_at_home
         placement, devices, shape = problem.placement, problem.devices, problem.shape
         self.problem, self.shards = problem, shards
         self.keys = HeldKeys(shards)
         load = np.zeros(devices.num_ranks, np.int64)
         np.add.at(load, placement.worker, shards.load)
-        capacity = devices.capacity(expected_load or int(load.sum()), problem.tolerance)
-        self.loads = Loads(load, capacity, devices.serving.tolist())
+        total_load = int(load.sum())
+        self._follows_load = follows_load
+        self._expected_load = max(expected_load, self._less_margin(total_load))
+        capacity = devices.capacity(expected_load or total_load, problem.tolerance)
+        self.loads = Loads(load, capacity, devices.serving)
         self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
         self.free_bytes = devices.memory_bytes - traffic.recv
         token_bytes = 2 * shape.q_bytes + shape.kv_bytes
@@ -103,7 +70,10 @@ class Ledger:
 
     def uncut(self, worker: int) -> Ints:
         """Returns the shards of a worker of which nothing was moved, the heaviest first."""
-        shards = self.shards.heaviest_first[worker]
+        return self.unmoved(self.shards.heaviest_first[worker])
+
+    def unmoved(self, shards: Ints) -> Ints:
+        """Returns those shards of which nothing was moved."""
         return shards[~self._moved[shards]]
 
     def requests(self, wanted: Sequence[Request], num_slots: int) -> Requests:
@@ -203,6 +173,21 @@ class Ledger:
             np.concatenate([server, kept[3], placement.worker[moved]]),
             np.concatenate([load, kept[4], -shards.load[moved]]),
         )
+        self._follow_load()
+
+    def _follow_load(self) -> None:
+        """Raises capacities if cuts have raised the load, and with it the mean, above the estimate.
+
+        A capacity is never lowered, because ranks were filled up to it.
+        """
+        load = self._less_margin(int(self.loads.per_rank.sum()))
+        if self._follows_load and load > self._expected_load:
+            self._expected_load = load
+            self.loads.set_capacity(self.problem.devices.capacity(load, self.problem.tolerance))
+
+    @staticmethod
+    def _less_margin(load: int) -> int:
+        return int(load * (1.0 - MARGIN))  # later cuts may lower the load a little
 
     def _send_keys(self, shard: int, pieces: Sequence[Piece], *, keeps_some: bool) -> None:
         """Sends the keys that pieces need and their servers do not hold."""

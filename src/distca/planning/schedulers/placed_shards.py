@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
@@ -36,7 +35,6 @@ class PlacedShards:
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
     _lengths: list[int]  # [documents]
-    _reach: list[int]  # [documents]
     _ends: list[int]  # [documents + 1] first shard of each document in ``placement.by_document``
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
@@ -64,7 +62,6 @@ class PlacedShards:
             traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
             _lengths=placement.lengths.tolist(),
-            _reach=problem.reach.tolist(),
             _ends=np.searchsorted(placement.spans.group, numbers).tolist(),
         )
 
@@ -85,8 +82,8 @@ class PlacedShards:
         return CuttableShards(
             start=placement.start[chosen],
             stop=placement.stop[chosen],
-            length=placement.lengths[document],
-            reach=self.problem.reach[document],
+            document=document,
+            masks=self.problem.masks,
             total_load=self.load[chosen],
             cost=self.cost,
             grain=self.problem.grain,
@@ -99,12 +96,11 @@ class PlacedShards:
     def num_keys(self, shard: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns how many keys queries [start, stop) of each shard need."""
         document = self.problem.placement.document[shard]
-        length, reach = self.problem.placement.lengths[document], self.problem.reach[document]
-        return masks.last_key(stop, length, reach) - masks.first_key(start, reach)
+        return self.problem.masks.num_keys(document, start, stop)
 
     def keys_needed(self, document: int, queries: Span) -> Span:
         """Returns the keys that some queries of a document need."""
-        return masks.keys_needed(queries, self._lengths[document], self._reach[document])
+        return self.problem.masks.keys_needed(document, queries)
 
     def homes(self, document: int) -> KeySpans:
         """Returns the workers on which the document's own tokens live, without its prefix."""

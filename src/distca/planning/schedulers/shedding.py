@@ -11,16 +11,16 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from distca.planning import masks
 from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
-from distca.planning.schedulers.ledger import Headroom, Ledger, Request
+from distca.planning.schedulers.ledger import Ledger, Request
+from distca.planning.schedulers.loads import Headroom
 from distca.planning.schedulers.short_documents import shed_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
-MAX_SPARE = 2  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
+MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
 NUM_PARTIAL = 8  # how many of the largest headrooms are filled
@@ -49,6 +49,7 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
     for rank in waiting:
         while shed_documents(ledger, rank):
             pass
+    _drop_done(ledger, waiting)
     requests, reserved = _requests(ledger, waiting)
     found = yield ledger, requests
     moves, taken, stuck = [], set[int](), []
@@ -69,15 +70,20 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
                 stuck.append(rank)
     ledger.move(moves)
     for rank in stuck:
-        heaviest = ledger.uncut(rank)[:1].tolist()
-        if heaviest and _shed_some(ledger, heaviest[0]):
+        if _shed_some(ledger, int(ledger.uncut(rank)[0])):
             waiting[rank] = 0
-        elif not moves or not heaviest:
+        elif not moves:
             del waiting[rank]
         else:
             waiting[rank] = MAX_SPARE
-    for rank in [rank for rank in waiting if not ledger.loads.surplus(rank)]:
-        del waiting[rank]
+    _drop_done(ledger, waiting)
+
+
+def _drop_done(ledger: Ledger, waiting: dict[int, int]) -> None:
+    """Removes the ranks that have no surplus any more, or nothing left to cut."""
+    for rank in list(waiting):
+        if not ledger.loads.surplus(rank) or not len(ledger.uncut(rank)):
+            del waiting[rank]
 
 
 def _requests(
@@ -97,9 +103,7 @@ def _requests(
         shared = {shards.document[shard] for shard in heaviest if not shards.is_document[shard]}
         if not documents.isdisjoint(shared):
             continue
-        surplus = ledger.loads.surplus(rank)
-        if not surplus:
-            continue
+        surplus = min(ledger.loads.surplus(rank), int(shards.load[heaviest[0]]))
         fewest = _fewest(headrooms, surplus, spare=spare, without=reserved)
         if not fewest and requests:
             break
@@ -121,13 +125,16 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
 
     If these are whole causal documents of many tiles, every piece of the lighter ones is as good as
     one of the heaviest, which alone is returned. A short document may be cheaper to move as a whole
-    than any piece that starts and ends at a tile.
+    than any piece that starts and ends at a tile. Shards that are lighter than the surplus wait
+    until all heavier ones have left.
     """
     shards, heaviest = ledger.shards, ledger.uncut(rank)[:NUM_SHARDS]
+    suffices = shards.load[heaviest] >= ledger.loads.surplus(rank)
+    heaviest = heaviest[: max(int(suffices.sum()), 1)]
     placement, documents = shards.problem.placement, shards.problem.placement.document[heaviest]
     if (
         shards.is_document[heaviest].all()
-        and (shards.problem.reach[documents] == masks.CAUSAL).all()
+        and shards.problem.masks.is_causal[documents].all()
         and (placement.lengths[documents] >= MANY_TILES * shards.problem.grain.spacing).all()
     ):
         heaviest = heaviest[:1]
@@ -176,12 +183,10 @@ def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
     """Returns loads of a shard that may stay: all but the surplus, or none, to fetch no keys."""
     shards, headrooms = ledger.shards, ledger.loads.headrooms
     load = int(shards.load[shard])
-    keep = load - ledger.loads.surplus(shards.home[shard])
-    if keep < 0:
-        return []
+    keep = max(load - ledger.loads.surplus(shards.home[shard]), 0)
     fetches_keys = shards.span(shard)[0] > 0
     fits_whole = bool(headrooms) and load <= headrooms[-1].load
-    return [keep, 0] if fetches_keys and fits_whole else [keep]
+    return [keep, 0] if keep and fetches_keys and fits_whole else [keep]
 
 
 def _shed_some(ledger: Ledger, shard: int) -> bool:

@@ -26,8 +26,9 @@ def empty_idle_workers(ledger: Ledger) -> None:
     shards, problem = ledger.shards, ledger.problem
     idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
     deal_documents(ledger, idle)
+    idle = ledger.unmoved(idle)
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
-        if ledger.is_cut(shard) or _move_whole(ledger, shard):
+        if _move_whole(ledger, shard):
             continue
         cut = find_cut(ledger, shard, keeps=[0])
         if cut is not None:

@@ -1,0 +1,63 @@
+"""The loads of ranks while a schedule is made, and which servers can take how much more."""
+
+import bisect
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.planning.spans import Ints
+
+
+class Headroom(NamedTuple):
+    """The load that a server can still take. Sorts by load, then by server."""
+
+    load: int
+    server: int
+
+
+class Loads:
+    """The load of every rank, and the servers with headroom in sorted order."""
+
+    capacity: Ints  # [ranks]
+    headrooms: list[Headroom]
+
+    def __init__(self, per_rank: Ints, capacity: Ints, serving: Ints) -> None:
+        self.per_rank, self._servers = per_rank, serving
+        self._serving = frozenset(serving.tolist())
+        self.set_capacity(capacity)
+
+    def set_capacity(self, capacity: Ints) -> None:
+        """Changes what ranks may have, and with it the headroom of every server."""
+        self.capacity = capacity
+        headroom = (capacity - self.per_rank)[self._servers]
+        order = np.argsort(headroom, kind="stable")
+        order = order[headroom[order] > 0]
+        pairs = zip(headroom[order].tolist(), self._servers[order].tolist(), strict=True)
+        self.headrooms = [Headroom(load, server) for load, server in pairs]
+
+    def serves(self, rank: int) -> bool:
+        return rank in self._serving
+
+    @property
+    def above_capacity(self) -> Ints:
+        """[ranks] Load minus capacity: positive on ranks with a surplus."""
+        return self.per_rank - self.capacity
+
+    def headroom(self, rank: int) -> int:
+        """Returns the load that the rank can still take; negative if it has a surplus."""
+        return int(self.capacity[rank] - self.per_rank[rank])
+
+    def surplus(self, rank: int) -> int:
+        return max(-self.headroom(rank), 0)
+
+    def add(self, ranks: Ints, loads: Ints) -> None:
+        """Adds loads, which may be negative, and keeps the servers sorted."""
+        change = np.zeros_like(self.per_rank)
+        np.add.at(change, ranks, loads)
+        for rank in np.flatnonzero(change).tolist():
+            index = bisect.bisect_left(self.headrooms, (self.headroom(rank), rank))
+            if index < len(self.headrooms) and self.headrooms[index].server == rank:
+                del self.headrooms[index]
+            self.per_rank[rank] += change[rank]
+            if self.headroom(rank) > 0 and self.serves(rank):
+                bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
