@@ -19,6 +19,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "servers": {"servers": 2, "ranks_per_node": 2},
     "slow": {"speed": [1.0, 0.5, 1.0, 1.0]},
     "window": {"mask": "window:1024"},
+    "chunk": {"mask": "chunk:8192"},
 }
 
 

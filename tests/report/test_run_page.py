@@ -8,7 +8,8 @@ from report_records import steps
 
 from distca.report.pages.page import Page
 from distca.report.pages.panels import numbers, thin
-from distca.report.pages.run import Run, events_of, run_page
+from distca.report.pages.run import run_page
+from distca.report.pages.run_events import Run, events_of
 from distca.report.pages.run_ranks import by_rank, merge_columns
 
 LOST = {"rank": 1, "how": "its process ended"}
@@ -57,18 +58,19 @@ def test_what_has_happened_is_listed_in_order_and_drawn() -> None:
     records[2]["lost_servers"] = [LOST]
     records[4]["skipped"], records[4]["loss"] = True, None
     records[5]["stopped"] = True
+    records[5]["joined_servers"] = [{"rank": 3}]
     faults = [
         {"fault": "kill rank 0 step 3", "rank": 0, "step": 3},
         {"recovery": 1, "step": 3},
     ]
     run = Run("one", records, faults)
     kinds = [kind for _, kind, _ in events_of(run)]
-    assert kinds == ["lost server", "fault", "recovery", "skipped", "stopped"]
+    assert kinds == ["lost server", "fault", "recovery", "skipped", "server joined", "stopped"]
     page = run_page([run])
     lines = section(page, "curves").figure["layout"]["shapes"]
     assert [line["x0"] for line in lines] == [2, 3, 4, 5]
     assert trace(page, "lost server")["text"] == ["rank 1: its process ended"]
-    assert len(section(page, "events").table.rows) == 5
+    assert len(section(page, "events").table.rows) == 6
     assert trace(page, "training")["x"] == [0, 1, 2, 3, 5]  # a loss that is not finite is null
 
 
@@ -95,16 +97,28 @@ def test_records_of_an_older_version_are_enough() -> None:
     assert trace(page, "training")["x"] == [0, 1, 2]
 
 
-def test_rows_of_the_heat_map_follow_their_ranks_when_one_is_lost_and_comes_back() -> None:
-    records = steps(4, ranks=3, slow=2)
-    for values in records[1]["ranks"].values():
-        del values[1]
-    records[1]["lost_servers"] = [LOST]
-    for values in records[2]["ranks"].values():
-        del values[1]
-    table = by_rank(records, ("attention_s",))
+def test_rows_of_the_heat_map_follow_their_ranks_as_servers_come_and_go() -> None:
+    records = steps(7, ranks=3, slow=2)
+    for step, change in (
+        (1, {"lost_servers": [LOST]}),  # in the step, which was taken again
+        (3, {"joined_servers": [{"rank": 3}]}),
+        (4, {"left_servers": [{"rank": 3}]}),
+    ):
+        records[step] |= change
+    for step, ranks in ((1, [0, 2]), (2, [0, 2]), (3, [0, 2, 3]), (4, [0, 2])):
+        records[step]["ranks"]["attention_s"] = [float(rank) for rank in ranks]
+    records[5]["ranks"]["attention_s"] = [0.0, 1.0, 2.0]  # after a restart
+    records[6] |= {"lost_servers": [LOST]}  # in the evaluation after the step
+    records[6]["ranks"]["attention_s"] = [0.0, 1.0, 2.0]
+    no = math.nan
     np.testing.assert_array_equal(
-        table, [[0.1] * 4, [0.1, math.nan, math.nan, 0.1], [0.2, 0.2, 0.2, 0.2]]
+        by_rank(records, ("attention_s",)),
+        [
+            [0.1, 0, 0, 0, 0, 0, 0],
+            [0.1, no, no, no, no, 1, 1],
+            [0.2, 2, 2, 2, 2, 2, 2],
+            [no, no, no, 3, no, no, no],
+        ],
     )
 
 

@@ -86,8 +86,7 @@ def _tasks(plan: Plan, cost: CostModel, *, backward: bool) -> dict[str, Any]:
 
 def _seconds(plan: Plan, tasks: Tasks, cost: CostModel, backward: bool) -> Floats:
     """[tasks] Returns the seconds of each task, of which those of a rank add up to its load."""
-    pairs = tasks.pairs(plan.placement, plan.reach)
-    ps = cost.of(backward=backward).ps(tasks.queries, tasks.keys, pairs).astype(np.float64)
+    ps = tasks.ps(plan.placement, plan.reach, cost.of(backward=backward)).astype(np.float64)
     load = plan.backward_load_ps if backward else plan.forward_load_ps
     total = np.bincount(tasks.server, ps, minlength=plan.devices.num_ranks)
     share = ps / np.maximum(total[tasks.server], 1.0)

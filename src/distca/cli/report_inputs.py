@@ -11,7 +11,8 @@ from distca.data.readers import read_json
 from distca.report.pages.page import Page
 from distca.report.pages.plan import plan_page
 from distca.report.pages.replay import replay_page
-from distca.report.pages.run import Run, run_page
+from distca.report.pages.run import run_page
+from distca.report.pages.run_events import Run
 from distca.report.pages.simulation import simulation_page
 from distca.report.pages.timeline import timeline_record
 from distca.train.metrics import read

@@ -1,12 +1,12 @@
 """The page of one training run, or of two over each other."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from distca.report import units
 from distca.report.pages.page import COLORS, DASHES, Page, Section, Table
 from distca.report.pages.panels import Line, Mark, Panel, draw_panels, numbers
+from distca.report.pages.run_events import Event, Run, events_of
 from distca.report.pages.run_ranks import heat_map
 from distca.report.tables import NOTHING, Record
 from distca.report.training import summary
@@ -14,23 +14,6 @@ from distca.report.training import summary
 GIB = 1 << 30
 MOST_SPEEDS = 8  # ranks whose learned speeds are drawn: those that deviate most
 MOST_ROWS = 200  # of the table of steps: the last ones
-
-
-@dataclass(frozen=True)
-class Run:
-    """What is known of a run.
-
-    records: one for each step, as in ``metrics.jsonl``.
-    faults: lines of ``faults.jsonl``.
-    config: its ``config.json``; empty if there is none.
-    trace: the path of its timeline; empty if there is none.
-    """
-
-    name: str
-    records: Sequence[Record]
-    faults: Sequence[Record] = ()
-    config: Record = field(default_factory=dict)
-    trace: str = ""
 
 
 def run_page(runs: Sequence[Run]) -> Page:
@@ -54,28 +37,6 @@ def run_page(runs: Sequence[Run]) -> Page:
                 )
             )
     return Page(title, _words(runs), _facts(runs[0]) if len(runs) == 1 else {}, sections)
-
-
-def events_of(run: Run) -> list[tuple[int, str, str]]:
-    """Returns step, kind and words of all that has happened to a run, in order."""
-    found = []
-    for line in run.faults:
-        if "recovery" in line:
-            found.append(
-                (line["step"], "recovery", f"restart {line['recovery']} went on from here")
-            )
-        elif "fault" in line:
-            found.append((line["step"], "fault", f"{line['fault']} (rank {line['rank']})"))
-    for record in run.records:
-        found += [
-            (record["step"], "lost server", f"rank {loss['rank']}: {loss['how']}")
-            for loss in record.get("lost_servers", ())
-        ]
-        if record.get("skipped"):
-            found.append((record["step"], "skipped", "the loss or its gradient was not finite"))
-        if record.get("stopped"):
-            found.append((record["step"], "stopped", "by a signal"))
-    return sorted(found, key=lambda event: event[0])
 
 
 def _curves(runs: Sequence[Run]) -> Section:
@@ -185,7 +146,7 @@ def _evaluation(runs: Sequence[Run]) -> Section | None:
     )
 
 
-def _events(events: Sequence[tuple[Run, tuple[int, str, str]]], num_runs: int) -> Section | None:
+def _events(events: Sequence[tuple[Run, Event]], num_runs: int) -> Section | None:
     if not events:
         return None
     columns = ["step", "event", "", *(["run"] if num_runs > 1 else [])]

@@ -43,22 +43,34 @@ def heat_map(records: Sequence[Record]) -> Figure | None:
 
 
 def by_rank(records: Sequence[Record], keys: Sequence[str]) -> Floats:
-    """Returns the sum of what each rank has measured [ranks, records]; NaN for lost ranks.
-
-    A record lists the ranks that are left. Ranks are lost where a record says so, and all are back
-    where more are listed than were left.
-    """
-    total = max(len(record["ranks"][keys[0]]) for record in records)
-    table = np.full((total, len(records)), np.nan)
-    left = list(range(total))
-    for column, record in enumerate(records):
-        values = np.sum([record["ranks"][key] for key in keys], axis=0)
-        lost = {loss["rank"] for loss in record.get("lost_servers", ())}
-        left = [rank for rank in left if rank not in lost]
-        if len(left) != len(values):
-            left = list(range(len(values)))
-        table[left, column] = values
+    """Returns the sum of what each rank has measured [ranks, records]; NaN for ranks without."""
+    present = _ranks_present(records, keys[0])
+    table = np.full((1 + max(max(ranks) for ranks in present), len(records)), np.nan)
+    for column, (record, ranks) in enumerate(zip(records, present, strict=True)):
+        table[ranks, column] = np.sum([record["ranks"][key] for key in keys], axis=0)
     return table
+
+
+def _ranks_present(records: Sequence[Record], key: str) -> list[list[int]]:
+    """Returns which ranks the values of each record belong to.
+
+    Servers come and go where a record says so. One that is lost after the step, in its evaluation,
+    still has a value. After a restart, all ranks of the start are back.
+    """
+    now = set(range(len(records[0]["ranks"][key])))
+    present = []
+    for record in records:
+        count = len(record["ranks"][key])
+        named = {
+            what: {change["rank"] for change in record.get(f"{what}_servers", ())}
+            for what in ("lost", "left", "joined")
+        }
+        in_step = (now - named["left"]) | named["joined"]
+        now = in_step - named["lost"]
+        if count not in (len(now), len(in_step)):
+            now = in_step = set(range(count))
+        present.append(sorted(now if count == len(now) else in_step))
+    return present
 
 
 def merge_columns(table: Floats, most: int = MOST_COLUMNS) -> Floats:

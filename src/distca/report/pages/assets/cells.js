@@ -3,7 +3,6 @@
 // thousands of pieces cost no more than a few.
 
 const VIEWS = {};
-const CELLS = 600; // along one axis
 const PALETTE = ["#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00"];
 
 function time(seconds) {
@@ -21,11 +20,11 @@ function pieceAt(pieces, place) {
   return low < pieces.length && pieces[low].from <= place ? pieces[low] : undefined;
 }
 
-/** Returns the colors of the cells of a row between two places, where colorOf gives that of a piece. */
-function rowOfCells(pieces, [from, to], colorOf) {
-  const row = new Array(CELLS).fill(null), width = (to - from) / CELLS;
+/** Returns the colors of so many cells of a row between two places, where colorOf gives that of a piece. */
+function rowOfCells(pieces, cells, [from, to], colorOf) {
+  const row = new Array(cells).fill(null), width = (to - from) / cells;
   let last;
-  for (let cell = 0; cell < CELLS; cell++) {
+  for (let cell = 0; cell < cells; cell++) {
     const piece = pieceAt(pieces, from + (cell + 0.5) * width);
     if (piece) {
       const first = piece !== last && piece.to - piece.from > 4 * width; // leaves a line between two
@@ -37,8 +36,8 @@ function rowOfCells(pieces, [from, to], colorOf) {
 }
 
 /** Returns a map of rows, each of which is drawn as some lines of cells; lines that are null stay empty. */
-function cellMap(lines, perRow, [from, to], colors) {
-  const dx = (to - from) / CELLS, empty = new Array(CELLS).fill(null);
+function cellMap(lines, cells, perRow, [from, to], colors) {
+  const dx = (to - from) / cells, empty = new Array(cells).fill(null);
   return {
     type: "heatmap", z: lines.map((line) => line ?? empty), x0: from + dx / 2, dx, y0: -0.5 + 0.5 / perRow,
     dy: 1 / perRow, zmin: -0.5, zmax: colors.length - 0.5, showscale: false, hoverongaps: false, hoverinfo: "none",

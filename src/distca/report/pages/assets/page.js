@@ -46,7 +46,8 @@ function template() {
 function plot(place, figure) {
   const layout = { ...figure.layout, template: template(), uirevision: "kept" };
   if (innerWidth < NARROW) layout.showlegend = false; // it would cover titles; hovering names lines
-  return Plotly.react(place, structuredClone(figure.data), structuredClone(layout), CONFIG);
+  const data = figure.data.map((trace) => ({ ...trace })); // plotly writes into what it is given
+  return Plotly.react(place, data, structuredClone(layout), CONFIG);
 }
 
 function tableOf({ columns, rows }) {

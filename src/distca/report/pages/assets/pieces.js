@@ -1,6 +1,8 @@
 "use strict";
 // The pieces of a plan: which rank holds each document, and which computes it.
 
+const CELLS = { few: 480, many: 320 }; // along one axis, by the number of ranks
+const MANY = 128; // ranks
 const GAPPED = 48; // ranks up to which there is space between rows
 const LISTED = 300; // documents in the list: those in most pieces
 const SHOWN = 200; // pieces in the table of a document
@@ -8,6 +10,7 @@ const SHOWN = 200; // pieces in the table of a document
 const count = (value) => value.toLocaleString("en-US");
 
 function size(bytes) {
+  if (!bytes) return "0 B";
   const power = Math.min(Math.floor(Math.log10(Math.max(bytes, 1)) / 3), 5);
   return `${(bytes / 1000 ** power).toPrecision(3)} ${["B", "kB", "MB", "GB", "TB", "PB"][power]}`;
 }
@@ -94,7 +97,7 @@ class Pieces {
   draw() {
     const { num_ranks, num_workers, bound_s } = this.view;
     const narrow = innerWidth < NARROW, sub = num_ranks <= GAPPED ? 4 : 1;
-    const rows = this.row(num_ranks - 1) + 1;
+    const rows = this.row(num_ranks - 1) + 1, cells = CELLS[num_ranks > MANY ? "many" : "few"];
     const sides = [this.held, this.computed[this.way]];
     const colorOf = ({ document }) => (
       this.chosen !== null && document !== this.chosen ? PALETTE.length : document % PALETTE.length);
@@ -102,11 +105,11 @@ class Pieces {
       const range = this.zoom[side] ?? [0, longest * 1.02 || 1];
       const lines = new Array(rows * sub).fill(null);
       ranks.forEach((pieces, rank) => {
-        const cells = rowOfCells(pieces, range, colorOf), first = this.row(rank) * sub;
-        lines.fill(cells, first, first + Math.max(sub - 1, 1));
+        const first = this.row(rank) * sub;
+        lines.fill(rowOfCells(pieces, cells, range, colorOf), first, first + Math.max(sub - 1, 1));
       });
       const axes = { xaxis: side ? "x2" : "x", yaxis: side ? "y2" : "y" };
-      return { ...cellMap(lines, sub, range, [...PALETTE, color("faded")]), ...axes };
+      return { ...cellMap(lines, cells, sub, range, [...PALETTE, color("faded")]), ...axes };
     });
     const shown = Array.from({ length: num_ranks }, (_, rank) => rank)
       .filter((rank) => rank % 2 ** Math.max(Math.ceil(Math.log2(num_ranks / 24)), 0) === 0 || rank === num_workers);
@@ -116,7 +119,7 @@ class Pieces {
     };
     const height = Math.min(Math.max(rows * 16, 240), 620);
     const layout = {
-      height: (narrow ? 2 : 1) * height + 90, margin: { l: 64, r: 12, t: 8, b: 48 }, dragmode: "zoom",
+      height: (narrow ? 2 : 1) * height + 110, margin: { l: 64, r: 12, t: 30, b: 48 }, dragmode: "zoom",
       xaxis: { title: { text: "tokens that a rank holds" }, anchor: "y", domain: narrow ? [0, 1] : [0, 0.47],
         range: this.zoom[0] ?? [0, sides[0].longest * 1.02 || 1], zeroline: false },
       xaxis2: { title: { text: "attention that a rank computes" }, anchor: "y2", domain: narrow ? [0, 1] : [0.53, 1],

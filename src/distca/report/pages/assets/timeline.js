@@ -1,6 +1,8 @@
 "use strict";
 // The timeline of a simulated step: the streams of ranks, colored by what they do.
 
+const TICKS = 900; // cells along the axis of time
+
 class Timeline {
   constructor(place, view) {
     this.view = view;
@@ -23,13 +25,13 @@ class Timeline {
   draw() {
     const { rows, view } = this, range = this.zoom ?? [0, this.end];
     const lines = rows.flatMap((pieces) => {
-      const cells = rowOfCells(pieces, range, ({ index }) => view.kind[index]);
+      const cells = rowOfCells(pieces, TICKS, range, ({ index }) => view.kind[index]);
       return [cells, cells, cells, null];
     });
     const step = Math.max(Math.ceil(rows.length / 40), 1);
     const shown = view.rows.map((_, row) => row).filter((row) => row % step === 0);
     plot(this.figure, {
-      data: [cellMap(lines, 4, range, this.colors())],
+      data: [cellMap(lines, TICKS, 4, range, this.colors())],
       layout: {
         height: Math.min(Math.max(rows.length * 16, 200), 720) + 60, margin: { l: 60, r: 12, t: 6, b: 44 },
         xaxis: { range, ticksuffix: "s", exponentformat: "SI", zeroline: false },
