@@ -17,6 +17,7 @@ from distca.cli.eval import EvalCommand
 from distca.cli.export import ExportCommand
 from distca.cli.plan import PlanCommand
 from distca.cli.profile import ProfileCommand
+from distca.cli.report import ReportCommand
 from distca.cli.selftest import SelftestCommand
 from distca.cli.serve import ServeCommand
 from distca.cli.simulate import SimulateCommand
@@ -61,7 +62,7 @@ app = typer.Typer(
 )
 for _command in (
     PlanCommand, TrainCommand, ServeCommand, EvalCommand, ExportCommand, SimulateCommand,
-    ProfileCommand, SelftestCommand, CheckCommand,
+    ReportCommand, ProfileCommand, SelftestCommand, CheckCommand,
 ):  # fmt: skip
     app.command(_command.__name__.removesuffix("Command").lower())(for_typer(_command))
 app.add_typer(bench, name="bench")

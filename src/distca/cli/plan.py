@@ -134,7 +134,8 @@ class PlanCommand:
         summary = summary_of(made)
         record = record_of(made, given, cost_model(options.cost, made.shape), summary)
         if self.out is not None:
-            self.out.write_text(json.dumps(made.to_json() | {"summary": summary}) + "\n")
+            before = {"summary": summary, "load_before": record["load_before"].tolist()}
+            self.out.write_text(json.dumps(made.to_json() | before) + "\n")
         if self.plot is not None:
             from distca.report.plan_plots import draw_plan
 

@@ -72,6 +72,7 @@ class SimulateCommand(Settings):
         written = []
         if self.trace is not None:
             written.append(_write_trace(runs[-1], self.trace))
+            record["trace"] = str(self.trace)
         if self.plot is not None:
             draw_simulation(record, self.plot)
             written.append(str(self.plot))

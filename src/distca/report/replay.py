@@ -5,7 +5,7 @@ from rich.table import Table
 from distca.report import units
 from distca.report.tables import Columns, Record, fitting_table
 
-_COLUMNS: Columns = {
+COLUMNS: Columns = {
     "\nrank": lambda row: f"{row['rank']}{'*' if row['calibrates'] else ' '}",
     "step\nmeasured": lambda row: _ms(row["measured"]["step"]),
     "\nsimulated": lambda row: _ms(row["simulated"]["step"]),
@@ -39,7 +39,7 @@ def heading(record: Record) -> str:
 
 def replay_table(record: Record, width: int) -> Table:
     """Returns a table with a row for each rank and the columns that fit ``width``."""
-    table, lines = fitting_table(_COLUMNS, record["rows"], width)
+    table, lines = fitting_table(COLUMNS, record["rows"], width)
     for row, cells in zip(record["rows"], lines, strict=True):
         table.add_row(*cells, style="dim" if row["calibrates"] else None)
     return table

@@ -43,7 +43,7 @@ def _deviations(machines: Record) -> str:
     return ", ".join(words)
 
 
-_COLUMNS: Columns = {
+COLUMNS: Columns = {
     "\nGPUs": lambda one: units.count(one["gpus"]),
     POLICY: lambda one: one["policy"],
     "\nstep": lambda one: units.seconds(one["step_s"]),
@@ -77,7 +77,7 @@ def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
         for one in run["strategies"]
         if "error" not in one and one["policy"] not in repeated(run)
     ]
-    columns = dict(_COLUMNS)
+    columns = dict(COLUMNS)
     if len(runs) == 1:
         del columns["\nGPUs"]
     if not any(len(one["batch_speed_ups"]) > 1 for one in known):

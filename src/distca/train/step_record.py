@@ -12,6 +12,8 @@ from distca.runtime.batches import Prefetched
 from distca.train.flops import peak_flops, step_flops
 from distca.train.metrics import Record
 
+OF_EACH_RANK = ("attention_s", "exposed_s", "waited_s")  # recorded for each rank, to find late ones
+
 
 @dataclass(frozen=True)
 class Measured:
@@ -74,4 +76,10 @@ def step_record(
         "planning_waited_s": float(ranks["waited_s"].max()),
         "memory_bytes": int(ranks["memory_bytes"].max()),
         "stopped": bool(ranks["stop"].max()),
+        "ranks": {name: _microseconds(ranks[name]) for name in OF_EACH_RANK},
     }
+
+
+def _microseconds(seconds: Tensor) -> list[float]:
+    """Returns seconds to the microsecond, which keeps the lines of many ranks short."""
+    return [round(one, 6) for one in seconds.tolist()]
