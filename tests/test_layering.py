@@ -81,8 +81,8 @@ def find_violations(source: str, path: str) -> list[str]:
                 found.append(f"{path}:{this.line}: {room or 'distca'} may not see {this.target}")
         elif top == "torch" and is_torch_free(module) and runs:
             found.append(f"{path}:{this.line}: torch belongs inside the function that needs it")
-        elif top in ("matplotlib", "mpl_toolkits") and runs:
-            found.append(f"{path}:{this.line}: matplotlib belongs inside the function that plots")
+        elif top in ("matplotlib", "mpl_toolkits", "plotly") and runs:
+            found.append(f"{path}:{this.line}: {top} belongs inside the function that plots")
     return found
 
 
@@ -136,6 +136,7 @@ def test_the_source_keeps_the_layering() -> None:
         ("distca/dispatch/__init__.py", "import torch"),
         ("distca/report/plan_plots.py", "import matplotlib.pyplot as plt"),
         ("distca/train/metrics.py", "from matplotlib import pyplot"),
+        ("distca/report/pages/page.py", "from plotly.offline import get_plotlyjs"),
     ],
 )
 def test_a_violation_is_refused(path: str, source: str) -> None:
@@ -168,11 +169,11 @@ LIGHT = [*filter(is_torch_free, map(module_of, PATHS))]
 
 
 @pytest.mark.parametrize("modules", [["distca"], LIGHT], ids=["distca", "torch-free"])
-def test_torch_and_matplotlib_are_not_loaded(modules: list[str]) -> None:
+def test_torch_and_plotting_libraries_are_not_loaded(modules: list[str]) -> None:
     """Run for real, since what a module imports may import more."""
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     loaded = set(run.stdout.split())
     assert loaded.issuperset(modules)
-    assert loaded.isdisjoint({"torch", "matplotlib"})
+    assert loaded.isdisjoint({"torch", "matplotlib", "plotly"})
