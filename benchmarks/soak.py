@@ -57,7 +57,8 @@ LOSS_TOLERANCE = 1e-5
 GROWTH = {"memory": 1.1, "files": 1.0, "threads": 1.0}  # that counts as flat
 POLL_S = 0.05
 SAMPLE_S = 0.5
-WARM_UP = 3  # steps of a process before it is sampled
+WARM_UP = 3  # steps of the run before a process is sampled
+WARM_UP_S = 40.0  # of a process, such as a server that starts and waits for its place
 FEWEST_SAMPLES = 20  # of a process whose growth is judged
 Records = list[dict[str, Any]]
 
@@ -81,8 +82,9 @@ def main() -> None:
     result = compared(options, faults, disturbed, undisturbed)
     text = report(result)
     print(text)
-    options.out.joinpath("soak.md").write_text(text)
-    options.out.joinpath("soak.json").write_text(json.dumps(result, indent=1) + "\n")
+    name = "soak_servers" if options.servers else "soak"
+    options.out.joinpath(f"{name}.md").write_text(text)
+    options.out.joinpath(f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(result["failures"]))
 
 
@@ -141,7 +143,7 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
     began, over = time.monotonic(), Event()
     steps_at: list[float] = []
     samples: dict[int, list[dict[str, float]]] = defaultdict(list)
-    starts: dict[int, int] = {}  # of each process: how many steps were recorded before
+    starts: dict[int, tuple[int, float]] = {}  # of each process: steps recorded before, and when
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
         follower = Thread(target=_follow, args=(out, over, steps_at))
@@ -149,8 +151,9 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
         try:
             while process.poll() is None:
                 for pid in _children(process.pid):
-                    started = starts.setdefault(pid, len(steps_at))
-                    if len(steps_at) >= started + WARM_UP and (sample := _sample(pid)):
+                    steps, at = starts.setdefault(pid, (len(steps_at), time.monotonic()))
+                    is_warm = len(steps_at) >= steps + WARM_UP
+                    if is_warm and time.monotonic() - at > WARM_UP_S and (sample := _sample(pid)):
                         samples[pid].append(sample)
                 if to_lose and len(steps_at) > int(to_lose[0].split()[-1]):
                     number = options.ranks - options.servers + int(to_lose[0].split()[2])

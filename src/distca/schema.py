@@ -1,20 +1,62 @@
 """Reads frozen dataclasses from TOML files and from ``--set a.b=c``.
 
 A field whose type is a dataclass is a section. Names and types are checked, and each mistake is
-reported in one sentence that names the value, the rule and the way out.
+reported in one sentence that names the value, the rule and the way out. A field that is declared by
+``key`` has its meaning beside its default, and ``keys`` lists them for documentation.
 """
 
 import difflib
 import tomllib
-from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 Record = TypeVar("Record")
 Entry = TypeVar("Entry")
+Value = TypeVar("Value")
+_MEANING = "meaning"
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of a record, with its value there and what the value means."""
+
+    section: str  # empty for keys outside of sections
+    name: str
+    kind: Any  # its type
+    value: Any
+    meaning: str
+
+    @property
+    def path(self) -> str:
+        return f"{self.section}.{self.name}" if self.section else self.name
+
+
+def key(default: Value, text: str) -> Value:
+    """Declares a field with its default and its meaning."""
+    return field(default=default, metadata=meaning(text))
+
+
+def meaning(text: str) -> dict[str, str]:
+    """Returns the metadata of a field that has this meaning."""
+    return {_MEANING: text}
+
+
+def keys(record: Any, section: str = "") -> Iterator[Key]:
+    """Yields the keys of a dataclass instance: those outside of sections first."""
+    types = get_type_hints(type(record))
+    sections = []
+    for one in fields(record):
+        value = getattr(record, one.name)
+        if is_dataclass(value):
+            sections.append(one.name)
+        else:
+            yield Key(section, one.name, types[one.name], value, one.metadata.get(_MEANING, ""))
+    for name in sections:
+        yield from keys(getattr(record, name), name)
 
 
 def read_toml(path: Path | str, kind: type | None = None) -> dict[str, Any]:

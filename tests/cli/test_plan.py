@@ -207,6 +207,7 @@ BAD_FILES = {
     '{"ranks": 3}': "must be a list with one list of documents per rank",
     '{"ranks": [3]}': "must be a list with one list of documents per rank",
     '{"ranks": []}': "no ranks at all",
+    '{"ranks": [[], []]}': "holds no documents: it needs one or more",
     '{"ranks": [[5, -1]]}': "entry 1 of rank 0 is a document of -1 tokens: it needs >= 1",
     '{"ranks": [[0]]}': "is a document of 0 tokens: it needs >= 1",
     '{"ranks": [["a"]]}': "is 'a': it must be a whole number of tokens",

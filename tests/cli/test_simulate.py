@@ -62,6 +62,22 @@ def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+@pytest.mark.parametrize(("factor", "is_shown"), [(1.0, False), (1.001, True)])
+def test_a_policy_that_repeats_another_is_left_out(
+    small: dict[str, Any], factor: float, is_shown: bool
+) -> None:
+    from rich.console import Console
+
+    (run,) = small["runs"]
+    first = run["strategies"][0]
+    again = {**first, "policy": "again", "step_s": first["step_s"] * factor}
+    console = Console(width=80)
+    with console.capture() as shown:
+        console.print(simulation_table([{**run, "strategies": [*run["strategies"], again]}], 80))
+    assert ("\nagain " in shown.get()) == is_shown
+    assert ("again: same sizes and figures as colocated" in shown.get()) != is_shown
+
+
 @pytest.mark.parametrize("columns", [60, 80, 140])
 def test_the_table_fits_the_terminal(small: dict[str, Any], columns: int) -> None:
     from rich.console import Console

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,11 @@ import pytest
 import torch
 
 from distca.cli import main
+from distca.cli.train import _check_trace
 from distca.report.training import comparison, verdict
+from distca.train.config import Config
 from distca.train.run_lock import RunLock
+from distca.train.step_folders import COMPLETE
 
 COMMAND = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
 TINY = (
@@ -382,6 +386,23 @@ def test_wrong_options_get_one_sentence(refused: Any, tmp_path: Path) -> None:
     assert "0 ranks: start 1 or more" in refused("--ranks=0")
     assert "--compare starts both sides from step 0" in refused("--compare", "--resume")
     assert "--nope" in refused("--nope")
+
+
+def test_a_step_that_never_comes_cannot_be_traced(refused: Any, tmp_path: Path) -> None:
+    said = refused("--trace=3", "--set=train.steps=3")
+    assert "train.trace = 3 of train.steps = 3" in said
+    assert "choose one from 0 to 2" in said
+    config = Config.read(None, [f"out={tmp_path}", "train.steps=9", "train.trace=2"])
+    _check_trace(config)
+    saved = tmp_path / "checkpoints" / "step-00000004"
+    saved.mkdir(parents=True)
+    (saved / COMPLETE).touch()
+    with pytest.raises(ValueError, match=r"continues from step 4 .* choose a step from 4 to 8"):
+        _check_trace(config)
+    _check_trace(replace(config, resume=False))
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "trace.json").touch()
+    _check_trace(config)  # the same command continues a run that was stopped after the trace
 
 
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from queue import SimpleQueue
 
 import torch.distributed as dist
 
-from distca.dispatch.announcement import Announcement
+from distca.dispatch.announcements import Announcement
 from distca.dispatch.peers import Peers
 
 Seen = list[object]

@@ -13,6 +13,8 @@ from distca import __version__
 from distca.cli.bench import app as bench
 from distca.cli.check import CheckCommand
 from distca.cli.command import Command, for_typer
+from distca.cli.eval import EvalCommand
+from distca.cli.export import ExportCommand
 from distca.cli.plan import PlanCommand
 from distca.cli.profile import ProfileCommand
 from distca.cli.report import ReportCommand
@@ -59,8 +61,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
 )
 for _command in (
-    PlanCommand, TrainCommand, ServeCommand, SimulateCommand, ReportCommand, ProfileCommand,
-    SelftestCommand, CheckCommand,
+    PlanCommand, TrainCommand, ServeCommand, EvalCommand, ExportCommand, SimulateCommand,
+    ReportCommand, ProfileCommand, SelftestCommand, CheckCommand,
 ):  # fmt: skip
     app.command(_command.__name__.removesuffix("Command").lower())(for_typer(_command))
 app.add_typer(bench, name="bench")

@@ -46,7 +46,10 @@ def read_placement(
                     f"{path} lists the documents of each rank:"
                     " leave out --ranks, --context and --end-of-document"
                 )
-            return Placement.from_ranks(_check_ranks(data["ranks"], path))
+            given = Placement.from_ranks(_check_ranks(data["ranks"], path))
+            if not given.tokens.any():
+                raise ValueError(f"{path} holds no documents: it needs one or more")
+            return given
         if not isinstance(data, list) and not (isinstance(data, dict) and "lengths" in data):
             raise ValueError(
                 f'{path} holds no lengths: write {{"ranks": [[length, ...], ...]}},'

@@ -52,6 +52,8 @@ class TrainCommand:
     Ctrl-C saves a checkpoint and ends the run.
 
     For a first look: distca train --compare
+
+    All keys of a config, with their meaning: distca train --print-config
     """
 
     config: Path | None = argument(
@@ -121,9 +123,20 @@ class TrainCommand:
     trace: int | None = _output(
         "STEP", "Write a timeline of this step over all ranks, for ui.perfetto.dev."
     )
+    print_config: bool = _output(
+        "",
+        "Print the config as commented TOML, after CONFIG.toml and all options, and exit.",
+        False,
+        "--print-config",
+    )
     as_json: bool = json_switch()
 
     def run(self) -> None:
+        if self.print_config:
+            from distca.train.config_text import toml
+
+            typer.echo(toml(self.read()), nl=False)
+            return
         stop_before_first_step()
         if not launched.is_rank():
             self._launch()
@@ -209,6 +222,7 @@ class TrainCommand:
         out = Path(config.out)
         planned = faults.read(self.inject)
         faults.check(planned, config, self._check(config, num_ranks))
+        _check_trace(config)
         lock = RunLock(out)
         try:
             faults.begin(config, planned)
@@ -267,6 +281,23 @@ def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Com
     if config.from_step >= 0:
         find(Path(config.out) / "checkpoints", config.from_step)
     return own
+
+
+def _check_trace(config: "Config") -> None:
+    """Raises ValueError if a run resumes after the step to trace, which has not been traced."""
+    from distca.train.step_folders import newest, step_of
+
+    trace, first = config.train.trace, config.from_step
+    if config.resume and first < 0:
+        found = newest(Path(config.out) / "checkpoints")
+        first = 0 if found is None else step_of(found)
+    is_traced = (Path(config.out) / "traces" / "trace.json").is_file()  # before it was stopped
+    if 0 <= trace < first < config.train.steps and not is_traced:
+        raise ValueError(
+            f"train.trace = {trace}, but the run continues from step {first} of {config.out}:"
+            f" choose a step from {first} to {config.train.steps - 1}, or --from an earlier"
+            " checkpoint"
+        )
 
 
 def _announce(

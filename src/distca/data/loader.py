@@ -9,7 +9,7 @@ the same batches follow. tokens_per_step and context may change when a run is re
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any, Literal
@@ -132,21 +132,13 @@ class Loader:
         return self._evaluation(num_tokens)
 
     def _evaluation(self, num_tokens: int) -> Iterator[Batch]:
-        pieces: list[Document] = []
-        left = num_tokens
-        for number, held in enumerate(self._held_out):
-            for index in held.tolist():
-                document = self._read(number, index)
-                if self._is_dropped(document):
-                    continue
-                for piece in document.pieces(self.context):
-                    if len(piece) > left:
-                        yield Batch(tuple(pieces))
-                        pieces, left = [], num_tokens
-                    pieces.append(piece)
-                    left -= len(piece)
-        if pieces:
-            yield Batch(tuple(pieces))
+        documents = (
+            self._read(number, index)
+            for number, held in enumerate(self._held_out)
+            for index in held.tolist()
+        )
+        kept = (document for document in documents if not self._is_dropped(document))
+        return in_batches(kept, self.context, num_tokens)
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch as JSON: a few numbers, no tokens."""
@@ -240,6 +232,23 @@ class Loader:
 
     def _is_dropped(self, document: Document) -> bool:
         return self.overlong == "drop" and len(document) > self.context
+
+
+def in_batches(
+    documents: Iterable[Document], longest_piece: int, num_tokens: int
+) -> Iterator[Batch]:
+    """Yields documents in order, in pieces, in batches of at most ``num_tokens`` tokens."""
+    pieces: list[Document] = []
+    left = num_tokens
+    for document in documents:
+        for piece in document.pieces(longest_piece):
+            if len(piece) > left:
+                yield Batch(tuple(pieces))
+                pieces, left = [], num_tokens
+            pieces.append(piece)
+            left -= len(piece)
+    if pieces:
+        yield Batch(tuple(pieces))
 
 
 def _whole_weights(weights: Sequence[float] | None, sources: Sequence[Source]) -> list[int]:

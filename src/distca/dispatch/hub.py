@@ -171,10 +171,11 @@ class Hub:
         """Ends the connections of ranks that do not answer for so many seconds."""
         while True:
             pinged_at = self._loop.time()
-            for rank in ranks & self._writers.keys():
+            pinged = ranks & self._writers.keys()
+            for rank in pinged:
                 self._send(rank, "ping")
             await asyncio.sleep(seconds)
-            for rank in ranks & self._writers.keys():
+            for rank in pinged & self._writers.keys():
                 if self._heard.get(rank, 0.0) < pinged_at:
                     self._silent[rank] = f"it has not answered for {seconds:g} s"
                     self._writers[rank].transport.abort()

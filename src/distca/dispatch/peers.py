@@ -15,7 +15,6 @@ import os
 import socket
 import sys
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from threading import Condition, Lock, Thread, Timer, current_thread
@@ -24,10 +23,10 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from distca.dispatch.announcement import Announcement
+from distca.dispatch.announcements import Announcement, Announcements
 from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
 from distca.dispatch.hub_address import HubAddress, start_hub
-from distca.dispatch.transports.base import ExchangeError, Records
+from distca.dispatch.transports.base import ExchangeError
 
 _CLOSE_S = 1.0
 _TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
@@ -95,8 +94,7 @@ class Peers:
         self._hub, self._connection = hub, connection
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._waiting: deque[Announcement] = deque()  # by index
-        self._num_announced, self._unsent = 0, list[str]()
+        self._announcements = Announcements(self._changed)
         self._callbacks: list[Callable[[PeerLostError], None]] = []
         self._members: Members | None = None
         self._closing = connection is None
@@ -132,26 +130,16 @@ class Peers:
         Records are sent by ``flush``, several at once.
         """
         with self._lock:
-            announcement = Announcement(self._num_announced, record, self._changed)
             if self._connection is None:
-                announcement.answer([record])
-            elif self.lost is not None or self.is_over:
-                announcement.answer(self.lost or self._left())
-            else:
-                self._num_announced += 1
-                self._waiting.append(announcement)
-                self._unsent.append(record)
-        return announcement
+                return self._announcements.answered(record, [record])
+            if self.lost is not None or self.is_over:
+                return self._announcements.answered(record, self.lost or self._left())
+            return self._announcements.add(record)
 
     def flush(self) -> None:
-        if not self._unsent:
-            return
-        with self._lock:
-            unsent, self._unsent = self._unsent, []
-            if unsent:  # layers announce the same few records again and again
-                texts = list(dict.fromkeys(unsent))
-                numbers = [texts.index(record) for record in unsent]
-                self._send("records", texts, numbers)
+        if self._announcements.unsent:
+            with self._lock:
+                self._send("records", *self._announcements.take_unsent())
 
     def ask(self, announcement: Announcement) -> None:
         """Asks the hub to answer now, with the records of those ranks that have come."""
@@ -278,11 +266,12 @@ class Peers:
             while line := lines.readline(LINE_BYTES):
                 match json.loads(line):
                     case ["same", last]:
-                        self._answer_through(last)
+                        with self._changed:
+                            self._announcements.answer_through(last)
                     case ["records", index, records, why]:
-                        self._answer(
-                            index, ExchangeError(why, records) if None in records else records
-                        )
+                        answer = ExchangeError(why, records) if None in records else records
+                        with self._changed:
+                            self._announcements.answer(index, answer)
                     case ["lost", rank, how]:
                         self._lose(rank, how)
                     case ["members", ranks, candidates, name]:
@@ -313,34 +302,10 @@ class Peers:
         """Raises where this rank still waits for an answer of the hub, which has ended."""
         with self._changed:
             self.is_over = True
-            self._fail_all(self._left())
+            self._announcements.fail(self._left())
 
     def _left(self) -> ExchangeError:
         return ExchangeError(f"rank {self._ranks[0]} has left")
-
-    def _fail_all(self, error: Exception) -> None:
-        """Answers all announcements that are under way; the caller holds the lock."""
-        while self._waiting:
-            announcement = self._waiting.popleft()
-            if not announcement.is_answered:
-                announcement.answer(error)
-        self._changed.notify_all()
-
-    def _answer(self, index: int, answer: Records | Exception) -> None:
-        with self._changed:
-            for announcement in self._waiting:
-                if announcement.index == index and not announcement.is_answered:
-                    announcement.answer(answer)
-            self._changed.notify_all()
-
-    def _answer_through(self, last: int) -> None:
-        """Notes that all ranks have announced the same, except where another answer has come."""
-        with self._changed:
-            while self._waiting and self._waiting[0].index <= last:
-                announcement = self._waiting.popleft()
-                if not announcement.is_answered:
-                    announcement.answer([announcement.record])
-            self._changed.notify_all()
 
     def _lose(self, rank: int, how: str) -> None:
         number = self._ranks[rank]
@@ -351,7 +316,7 @@ class Peers:
             self.lost = self.lost or error
             self.losses.append(error)
             callbacks = list(self._callbacks)
-            self._fail_all(error)
+            self._announcements.fail(error)
         _log.error("%s: this run cannot go on", error)
         for callback in callbacks:
             callback(error)

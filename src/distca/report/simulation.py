@@ -61,6 +61,7 @@ COLUMNS: Columns = {
     "TFLOP/s\na GPU": lambda one: f"{one['tflops_per_gpu']:.0f}",
     "time to\nplan": lambda one: units.seconds(one["plan_s"]),
 }
+_FIGURES = ("step_s", "memory_bytes", "idle", "exposed", "bytes_per_gpu")
 CAPTION = (
     "speed-up: over the best strategy without disaggregation, mean and range over the steps;"
     " idle: fraction of all GPUs' time;"
@@ -74,7 +75,7 @@ def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
         {**one, "gpus": run["gpus"]}
         for run in runs
         for one in run["strategies"]
-        if "error" not in one
+        if "error" not in one and one["policy"] not in repeated(run)
     ]
     columns = dict(COLUMNS)
     if len(runs) == 1:
@@ -89,12 +90,32 @@ def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
     return Group(table, *_remarks(runs))
 
 
+def repeated(run: Record) -> dict[str, str]:
+    """Returns policies whose figures are all those of another one, by name, with the other's name.
+
+    Without disaggregation, context-parallel policies with cp 1 are such: they are colocated.
+    """
+    first: dict[str, str] = {}
+    found = {}
+    for one in run["strategies"]:
+        if "error" in one or one["disaggregated"]:
+            continue
+        figures = [f"{one[name]:.6g}" for name in _FIGURES]
+        other = first.setdefault(f"{one['sizes']} {figures}", one["policy"])
+        if other != one["policy"]:
+            found[one["policy"]] = other
+    return found
+
+
 def _remarks(runs: Sequence[Record]) -> list[Text]:
-    """Returns remarks on strategies that do not fit or cannot run."""
+    """Returns remarks on strategies that do not fit, cannot run, or repeat another."""
     names_of: dict[tuple[str, str], list[str]] = {}
     for run in runs:
         where = f"{units.count(run['gpus'])} GPUs: " if len(runs) > 1 else ""
         unfit = f"no sizes fit into {units.size(run['limit_bytes'])}; those above need least"
+        for name, other in repeated(run).items():
+            words = f"{where}same sizes and figures as {other}"
+            names_of.setdefault((words, "dim"), []).append(name)
         for one in run["strategies"]:
             if "error" in one or not one["fits"]:
                 words = where + one.get("error", unfit)

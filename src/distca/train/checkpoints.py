@@ -8,6 +8,7 @@ decays are not saved: they come from the configuration.
 import errno
 import json
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
@@ -26,7 +27,7 @@ from distca.runtime.mesh import RankContext
 from distca.runtime.together import together
 from distca.train.digests import SUMS, DigestWriter, check_digests
 from distca.train.safe_reader import SafePlanner, SafeReader
-from distca.train.state import NamedState
+from distca.train.state import NamedState, check_weights, set_weights, weights_of
 from distca.train.step_folders import (
     COMPLETE,
     DamagedCheckpointError,
@@ -189,32 +190,12 @@ class Checkpoints:
         self.wait()
         with together(self._group):
             check_digests(path, dist.get_rank(self._group), dist.get_world_size(self._group))
-            extra, saved = read_extra(path), self._check(path)
+            extra, saved = read_extra(path), _saved_in(path)
+            self._state.check(saved, path)
         state = self._state.empty(saved)
-        try:
-            state_dict_loader.load(
-                state,
-                storage_reader=SafeReader(path),
-                planner=SafePlanner(),
-                process_group=self._group,
-            )
-        except CheckpointException as error:
-            raise DamagedCheckpointError(
-                f"{path} is damaged ({_words(_cause(error))}): load an earlier checkpoint"
-            ) from error
+        _read_into(state, path, self._group)
         self._state.set(state)
         return extra
-
-    def _check(self, path: Path) -> Mapping[str, Any]:
-        """Returns the metadata of the saved tensors. Raises ValueError for another model."""
-        try:
-            saved = SafeReader(path).read_metadata().state_dict_metadata
-        except Exception as error:  # unpickling may raise anything
-            raise DamagedCheckpointError(
-                f"{path / COMPLETE} is damaged ({_words(error)}): load an earlier checkpoint"
-            ) from None
-        self._state.check(saved, path)
-        return saved
 
     def _check_space(self) -> None:
         """Raises OSError if a checkpoint does not fit on the disk, before anything is written."""
@@ -238,6 +219,46 @@ class Checkpoints:
             f" {self._num_bytes / _GB:.3g} GB and {free:.3g} GB are free; free space or use"
             f" another folder{rest}"
         )
+
+
+def load_weights(model: Llama, path: Path) -> None:
+    """Loads only the weights of a checkpoint, in one process, into a model with memory.
+
+    Raises ValueError if the checkpoint is damaged or from another model.
+    """
+    check_digests(path, 0, 1)
+    check_weights(model, _saved_in(path), path)
+    state = weights_of(model)
+    _read_into(state, path, None)
+    set_weights(model, state)
+
+
+def _saved_in(path: Path) -> Mapping[str, Any]:
+    """Returns the metadata of the saved tensors."""
+    try:
+        return SafeReader(path).read_metadata().state_dict_metadata
+    except Exception as error:  # unpickling may raise anything
+        raise DamagedCheckpointError(
+            f"{path / COMPLETE} is damaged ({_words(error)}): load an earlier checkpoint"
+        ) from None
+
+
+def _read_into(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+    """Reads named tensors; without a group, in this process alone."""
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is intended
+            state_dict_loader.load(
+                state,
+                storage_reader=SafeReader(path),
+                planner=SafePlanner(),
+                process_group=group,
+                no_dist=group is None,
+            )
+    except CheckpointException as error:
+        raise DamagedCheckpointError(
+            f"{path} is damaged ({_words(_cause(error))}): load an earlier checkpoint"
+        ) from error
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -1,7 +1,9 @@
 """The configuration of a run: frozen dataclasses, read from TOML and ``--set a.b=c``.
 
 Names, types and limits are checked when a configuration is read, so a run either starts as written
-or reports what is wrong in one sentence. The configuration is saved in the run's folder.
+or reports what is wrong in one sentence. The configuration is saved in the run's folder. The
+meaning of each key stands beside its default; ``distca train --print-config`` and docs/config.md
+show it (``train.config_text``).
 """
 
 from __future__ import annotations
@@ -14,80 +16,162 @@ from pathlib import Path
 from typing import Any
 
 from distca import schema
-from distca.planning.policies import PLACEMENTS
+from distca.planning.policies import PLACEMENTS, POLICIES
+from distca.schema import key, meaning
 
 _LARGEST = 1e6  # of factors in the optimizer, far above all that train and within float32
 
 
 @dataclass(frozen=True)
 class ModelSection:
-    """A model by name with other sizes where given, or a folder of Hugging Face weights."""
+    """The model: by name, with other sizes where given, or from a folder of weights."""
 
-    name: str = "debug"
-    path: str = ""  # a folder with config.json and safetensors, from which weights are loaded
-    sizes: Mapping[str, Any] = field(default_factory=dict)  # layers = 2, hidden = 512, ...
+    name: str = key("debug", "Name of a model: debug, 150m, 1b, llama3-8b, qwen3-8b, ...")
+    path: str = key(
+        "",
+        "Folder of Hugging Face weights (config.json and safetensors) to start from, instead of"
+        " name.",
+    )
+    sizes: Mapping[str, Any] = field(
+        default_factory=dict,
+        metadata=meaning(
+            "Sizes other than those of the model, as in { layers = 2, hidden = 512 }."
+        ),
+    )
 
 
 @dataclass(frozen=True)
 class DataSection:
-    sources: tuple[str, ...] = ("stdlib",)
-    weights: tuple[float, ...] = ()  # each source's share of the tokens; equal by default
-    tokenizer: str = "bytes"
-    bos: str = ""  # tokens instead of those of the tokenizer
-    eos: str = ""  # with ids:N, the number that ends documents in a .npy file
-    add_bos: bool = False  # before each document of text
-    add_eos: bool = True  # after each document of text
-    context: int = 4096  # tokens of the longest document
-    overlong: str = "split"  # or drop: what happens to documents longer than the context
-    held_out: float = 0.02  # share, or number, of the documents that are kept for evaluation
+    """The documents, and how they are read."""
+
+    sources: tuple[str, ...] = key(
+        ("stdlib",),
+        "Where documents come from: text, JSONL, .npy or Megatron files, folders, globs, stdlib or"
+        " a distribution of lengths.",
+    )
+    weights: tuple[float, ...] = key(
+        (), "Share of the tokens of each source, in any unit; empty: equal shares."
+    )
+    tokenizer: str = key(
+        "bytes",
+        "Tokenizer: bytes, a tokenizer.json or its folder, or ids:N for files of token ids below"
+        " N.",
+    )
+    bos: str = key("", "Token that starts a document, instead of the tokenizer's own.")
+    eos: str = key(
+        "",
+        "Token that ends a document, instead of the tokenizer's own; with ids:N, the number that"
+        " ends documents in a .npy file.",
+    )
+    add_bos: bool = key(False, "Whether each document of text starts with bos.")
+    add_eos: bool = key(True, "Whether each document of text ends with eos.")
+    context: int = key(4096, "Tokens of the longest document.")
+    overlong: str = key(
+        "split", "What happens to documents longer than the context: split or drop."
+    )
+    held_out: float = key(
+        0.02, "Documents that are kept for evaluation: their share if below 1, else their number."
+    )
 
 
 @dataclass(frozen=True)
 class ParallelSection:
-    dp: int = 0  # 0: all ranks that cp, tp, pp and servers leave
-    cp: int = 1
-    tp: int = 1
-    pp: int = 1
-    stage_layers: tuple[int, ...] = ()  # layers of each pipeline stage; an even split by default
-    servers: int = 0  # dedicated attention servers
-    policy: str = "distca"
-    placement: str = "balanced"
-    tolerance: float = 0.02  # how far the slowest rank may be above the mean
-    cost: str = "auto"  # h200 on GPUs and cpu on CPUs; or any cost that ``distca plan`` accepts
-    ping_pong: bool = False
-    micro_batches: int = 1
-    recompute: bool = False
-    keep_weights: bool = False  # gather and reduce once per step; all weights must fit into memory
-    compile: bool = False
-    backend: str = "auto"
-    precision: str = "auto"  # bfloat16 on GPUs, float32 on CPUs
-    memory_gib: float = 0.0  # memory of a rank; 0: what the device has
-    attention_memory_gib: float = 0.0  # limit for one layer's q, k, v and o on a rank; 0: none
-    speed: tuple[float, ...] = ()  # relative speed of each plan rank; equal by default
-    learn_speed: bool = False  # from measured attention; not with train.deterministic
-    ranks_per_node: int = 0  # plan ranks that share a node; 0: as the launcher says
+    """The ranks, and how attention is planned and computed on them."""
+
+    dp: int = key(0, "Data-parallel size; 0: all ranks that cp, tp, pp and servers leave.")
+    cp: int = key(1, "Context-parallel size: workers that share a sequence as it is given.")
+    tp: int = key(1, "Tensor-parallel size.")
+    pp: int = key(1, "Number of pipeline stages.")
+    stage_layers: tuple[int, ...] = key((), "Layers of each pipeline stage; empty: an even split.")
+    servers: int = key(
+        0, "Dedicated attention servers: ranks besides the workers, a multiple of tp."
+    )
+    policy: str = key("distca", f"How attention is placed and scheduled: {', '.join(POLICIES)}.")
+    placement: str = key(
+        "balanced",
+        "Where tokens live: balanced (the same number of tokens and about the same attention on"
+        " each worker) or given.",
+    )
+    tolerance: float = key(
+        0.02, "How far the slowest rank may be above the mean, as a share of the mean."
+    )
+    cost: str = key(
+        "auto",
+        "Cost model: auto (h200 on GPUs and cpu on CPUs), or any cost that distca plan accepts.",
+    )
+    ping_pong: bool = key(
+        False, "Whether two half-batches overlap the communication of each other."
+    )
+    micro_batches: int = key(
+        1, "Micro-batches of a step; pipelines need several, and more of them need less memory."
+    )
+    recompute: bool = key(
+        False, "Whether linear layers are computed again in the backward pass, to save memory."
+    )
+    keep_weights: bool = key(
+        False,
+        "Whether weights are gathered and gradients reduced once per step; all weights must fit"
+        " into the memory of a rank.",
+    )
+    compile: bool = key(False, "Whether linear layers are compiled by torch.compile; GPUs only.")
+    backend: str = key(
+        "auto",
+        "Attention backend: auto (the first that fits), fa4, flash, sdpa, blocks, reference.",
+    )
+    precision: str = key(
+        "auto",
+        "Type of computations: float32, bfloat16 or auto (bfloat16 on GPUs, float32 on CPUs);"
+        " weights and optimizer are float32.",
+    )
+    memory_gib: float = key(
+        0.0, "Memory of a rank, against which a run is checked before it starts; 0: all of it."
+    )
+    attention_memory_gib: float = key(
+        0.0, "Limit for one layer's q, k, v and o on a rank, for the planner; 0: none."
+    )
+    speed: tuple[float, ...] = key((), "Relative speed of each plan rank; empty: equal speeds.")
+    learn_speed: bool = key(
+        False, "Whether plans follow the measured speed of ranks; not with train.deterministic."
+    )
+    ranks_per_node: int = key(0, "Plan ranks that share a node; 0: as the launcher says.")
 
 
 @dataclass(frozen=True)
 class TrainSection:
-    steps: int = 100
-    tokens_per_step: int = 16384
-    lr: float = 3e-4
-    min_lr: float = 3e-5
-    warmup: int = 10
-    betas: tuple[float, float] = (0.9, 0.95)
-    weight_decay: float = 0.1
-    clip: float = 1.0  # largest norm of the gradients; 0: no clipping
-    seed: int = 0
-    frozen: tuple[str, ...] = ()  # patterns of the names of parameters that are not trained
-    eval_every: int = 0  # steps between evaluations; 0: none
-    eval_tokens: int = 65536
-    checkpoint_every: int = 0  # steps between checkpoints; 0: only at the end
-    save_at_end: bool = True  # save the last state, also when a signal stops the run
-    keep: int = 2  # number of checkpoints to keep
-    skip_non_finite: int = 0  # steps in a row that may be skipped for a loss or norm like NaN
-    deterministic: bool = False
-    trace: int = -1  # the step whose timeline over all ranks is written; -1: none
+    """Steps, optimizer, evaluation and checkpoints."""
+
+    steps: int = key(100, "Number of steps of the whole run, including those before a resume.")
+    tokens_per_step: int = key(
+        16384,
+        "Tokens of a step over all ranks; at least context x micro_batches, and twice that with"
+        " ping_pong.",
+    )
+    lr: float = key(3e-4, "Learning rate after the warm-up.")
+    min_lr: float = key(3e-5, "Learning rate to which it falls, as a cosine, by the last step.")
+    warmup: int = key(10, "Steps in which the learning rate rises linearly to lr.")
+    betas: tuple[float, float] = key((0.9, 0.95), "The two decay rates of AdamW's moments.")
+    weight_decay: float = key(0.1, "Weight decay of matrices; norms have none.")
+    clip: float = key(1.0, "Largest norm of the gradients; 0: no clipping.")
+    seed: int = key(0, "Seed of the initial weights and of the order of documents.")
+    frozen: tuple[str, ...] = key(
+        (), 'Patterns of names of parameters that are not trained, such as "seams.0.*".'
+    )
+    eval_every: int = key(0, "Steps between evaluations of held-out documents; 0: none.")
+    eval_tokens: int = key(65536, "Tokens of an evaluation, rounded up to whole batches.")
+    checkpoint_every: int = key(0, "Steps between checkpoints; 0: only at the end.")
+    save_at_end: bool = key(
+        True, "Whether the last state is saved, also when a signal stops the run."
+    )
+    keep: int = key(2, "Number of checkpoints to keep; older ones are deleted.")
+    skip_non_finite: int = key(
+        0, "Steps in a row that may be skipped because the loss or norm is not finite."
+    )
+    deterministic: bool = key(
+        False, "Whether the gradients of attention are bitwise equal from run to run."
+    )
+    trace: int = key(
+        -1, "Step, counted from 0, whose timeline over all ranks is written; -1: none."
+    )
 
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint follows a step, if nothing stops the run."""
@@ -101,13 +185,17 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class Config:
+    """The configuration of a run."""
+
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     train: TrainSection = field(default_factory=TrainSection)
-    out: str = "runs/latest"
-    resume: bool = True  # from the newest complete checkpoint in ``out``, if there is one
-    from_step: int = -1  # the checkpoint to resume from; -1: the newest
+    out: str = key("runs/latest", "Folder for records, logs and checkpoints.")
+    resume: bool = key(
+        True, "Whether to continue from the newest complete checkpoint in out, if there is one."
+    )
+    from_step: int = key(-1, "Step of the checkpoint to continue from; -1: the newest.")
 
     def __post_init__(self) -> None:
         t, d, p = self.train, self.data, self.parallel
@@ -128,6 +216,11 @@ class Config:
                 )
         if not all(0 <= beta < 1 for beta in t.betas):
             raise ValueError(f"train.betas = {list(t.betas)}: each must be from 0 to below 1")
+        if not -1 <= t.trace < t.steps:
+            raise ValueError(
+                f"train.trace = {t.trace} of train.steps = {t.steps}: steps are counted from 0, so"
+                f" choose one from 0 to {t.steps - 1}, or -1 for none"
+            )
         _at_least("from_step", self.from_step, -1)
         if self.from_step >= 0 and not self.resume:
             raise ValueError(

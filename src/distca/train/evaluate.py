@@ -1,6 +1,7 @@
 """Loss of held-out documents, overall and by their length."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -16,7 +17,14 @@ EDGES = (256, 1024, 4096, 16384, 65536)  # borders of the classes of document le
 NAMES = (f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES))
 
 
-@torch.no_grad()
+@dataclass(frozen=True, eq=False)
+class LengthLosses:
+    """The sum of losses and the number of targets in each class of document lengths (``NAMES``)."""
+
+    sums: Floats
+    counts: Floats
+
+
 def evaluate(
     model: Llama | None,
     runner: StepRunner,
@@ -24,14 +32,27 @@ def evaluate(
     batches: Iterable[Batch],
     stopped: Callable[[], bool],
 ) -> dict[str, float]:
-    """Returns the mean loss per target; all ranks call it, and servers have no model.
+    """Returns the mean loss per target; the arguments are those of ``losses_by_length``."""
+    found = losses_by_length(model, runner, planner, batches, stopped)
+    return {} if found is None else _means(found)
+
+
+@torch.no_grad()
+def losses_by_length(
+    model: Llama | None,
+    runner: StepRunner,
+    planner: StepPlanner,
+    batches: Iterable[Batch],
+    stopped: Callable[[], bool],
+) -> LengthLosses | None:
+    """Returns the losses of all ranks; all ranks call it, and servers have no model.
 
     stopped: asked before each batch, with the same answer on all ranks; then nothing is returned.
     """
     sums, counts = np.zeros(len(NAMES)), np.zeros(len(NAMES))
     for batch in batches:
         if stopped():
-            return {}
+            return None
         step = Step.of(planner.for_evaluation(), batch, train=False)
         for number, losses in runner.losses(model, step).items():
             for half, loss in zip(step.plan.micro_batches[number], losses, strict=True):
@@ -41,14 +62,13 @@ def evaluate(
                 bucket = torch.bucketize(lengths, torch.tensor(EDGES), right=True).numpy()
                 np.add.at(sums, bucket, loss.each.cpu()[targets].double().numpy())
                 np.add.at(counts, bucket, 1)
-    return _means(sums, counts, runner)
-
-
-def _means(sums: Floats, counts: Floats, runner: StepRunner) -> dict[str, float]:
     mine = torch.from_numpy(np.stack([sums, counts]))
-    sums, counts = runner.context.host.gather(mine).sum(0).numpy()
-    result = {"eval_loss": float(sums.sum() / max(counts.sum(), 1))}
-    for name, total, count in zip(NAMES, sums, counts, strict=True):
+    return LengthLosses(*runner.context.host.gather(mine).sum(0).numpy())
+
+
+def _means(found: LengthLosses) -> dict[str, float]:
+    result = {"eval_loss": float(found.sums.sum() / max(found.counts.sum(), 1))}
+    for name, total, count in zip(NAMES, found.sums, found.counts, strict=True):
         if count:
             result[f"eval_loss {name}"] = float(total / count)
     return result

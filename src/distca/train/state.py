@@ -29,17 +29,15 @@ class NamedState:
 
     def tensors(self) -> dict[str, Any]:
         """Returns the tensors themselves, not copies."""
-        return self._weights() | self._moments()
+        return weights_of(self._model) | self._moments()
 
     def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the model's own weights, and memory for the saved moments, to be loaded into."""
-        return self._weights() | self._empty_moments(saved)
+        return weights_of(self._model) | self._empty_moments(saved)
 
     def set(self, state: Mapping[str, Any]) -> None:
         """Sets weights and moments to what was loaded."""
-        names = get_model_state_dict(self._model)
-        here = {name: state[_MODEL + self._model.whole_name(name)] for name in names}
-        set_model_state_dict(self._model, here)
+        set_weights(self._model, state)
         self._set_moments({key: value for key, value in state.items() if _parameter_of(key)})
 
     @property
@@ -49,23 +47,7 @@ class NamedState:
 
     def check(self, saved: Mapping[str, Any], path: Path) -> None:
         """Raises ValueError if what was saved in ``path`` is from another model."""
-        whole = on_meta(self._model.config).named_parameters()
-        here = {name: list(weight.shape) for name, weight in whole}
-        there = {
-            key.removeprefix(_MODEL): list(value.size)
-            for key, value in saved.items()
-            if key.startswith(_MODEL) and isinstance(value, TensorStorageMetadata)
-        }
-        differing = [
-            f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
-            for name in sorted(here.keys() | there.keys())
-            if here.get(name) != there.get(name)
-        ]
-        if differing:
-            raise ValueError(
-                f"{path} was saved from another model, {len(differing)} parameters differ"
-                f" ({_list(differing)}): use the model that it was saved from, or another folder"
-            )
+        check_weights(self._model, saved, path)
         with_moments = {_parameter_of(key) for key in saved}
         new = [name for name in self._trained() if name not in with_moments]
         if new and with_moments != {""}:
@@ -73,11 +55,6 @@ class NamedState:
                 f"{path} has no optimizer state of {len(new)} parameters that are trained now"
                 f" ({_list(new)}): freeze them as when it was saved"
             )
-
-    def _weights(self) -> dict[str, Any]:
-        """Returns the model's own tensors by name, not copies."""
-        weights = get_model_state_dict(self._model)
-        return {_MODEL + self._model.whole_name(name): weight for name, weight in weights.items()}
 
     # ``get_optimizer_state_dict`` is not used, since without moments it makes a step with gradients
     # of zero, after which AdamW counts one step too many.
@@ -125,6 +102,38 @@ class NamedState:
             for name, parameter in self._model.named_parameters()
             if parameter in indices and parameter.requires_grad
         }
+
+
+def weights_of(model: Llama) -> dict[str, Any]:
+    """Returns the model's own tensors by name, not copies."""
+    weights = get_model_state_dict(model)
+    return {_MODEL + model.whole_name(name): weight for name, weight in weights.items()}
+
+
+def set_weights(model: Llama, state: Mapping[str, Any]) -> None:
+    names = get_model_state_dict(model)
+    set_model_state_dict(model, {name: state[_MODEL + model.whole_name(name)] for name in names})
+
+
+def check_weights(model: Llama, saved: Mapping[str, Any], path: Path) -> None:
+    """Raises ValueError if the weights that were saved in ``path`` are from another model."""
+    whole = on_meta(model.config).named_parameters()
+    here = {name: list(weight.shape) for name, weight in whole}
+    there = {
+        key.removeprefix(_MODEL): list(value.size)
+        for key, value in saved.items()
+        if key.startswith(_MODEL) and isinstance(value, TensorStorageMetadata)
+    }
+    differing = [
+        f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
+        for name in sorted(here.keys() | there.keys())
+        if here.get(name) != there.get(name)
+    ]
+    if differing:
+        raise ValueError(
+            f"{path} was saved from another model, {len(differing)} parameters differ"
+            f" ({_list(differing)}): use the model that it was saved from, or another folder"
+        )
 
 
 def _parameter_of(key: str) -> str:

@@ -1,0 +1,54 @@
+"""``distca eval``: the loss of a checkpoint on given documents, by their length."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import typer
+
+from distca.cli.command import argument, console, json_switch, option
+from distca.cli.export import STEP_HELP
+from distca.report.evaluation import evaluation_table
+from distca.runtime import launched
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalCommand:
+    """Evaluates a checkpoint of a run: loss and perplexity by document length.
+
+    Runs in one process, on a GPU if there is one.
+
+    For example: distca eval runs/latest --data books/
+    """
+
+    run_folder: Path = argument("RUN", "Folder of a run of distca train.")
+    data: list[str] | None = option(
+        "SOURCE",
+        "Documents, as in data.sources of a config; may be repeated. Default: those that the run"
+        " has held out.",
+    )
+    step: int | None = option("N", STEP_HELP)
+    tokens: str | None = option(
+        "TOKENS", "Evaluate about so many tokens, such as 1M. Default: all documents."
+    )
+    as_json: bool = json_switch()
+
+    def run(self) -> None:
+        if launched.is_rank():
+            raise ValueError("distca eval runs in one process: start it without torchrun")
+        import torch.distributed
+
+        from distca.cli.sources import parse_tokens
+        from distca.train.trained import TrainedRun
+
+        num_tokens = None if self.tokens is None else parse_tokens(self.tokens)
+        trained = TrainedRun.open(self.run_folder, self.step)
+        result = trained.evaluate(self.data or (), num_tokens)
+        torch.distributed.destroy_process_group()
+        if self.as_json:
+            typer.echo(json.dumps(result))
+            return
+        screen = console()
+        what = ", ".join(self.data) if self.data else "held-out documents"
+        screen.print(f"step {result['step']} of {self.run_folder} on {what}\n", soft_wrap=True)
+        screen.print(evaluation_table(result))
