@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from report_records import write_run
 
 from distca.cli import main
+from distca.report.pages import page
 
 pytest.importorskip("plotly")
 
@@ -53,10 +55,10 @@ def test_a_run_becomes_one_file_in_its_folder(run: Any) -> None:
     folder = write_run(Path("runs/mine"), 10)
     out, _ = run(folder)
     assert out == "written: runs/mine/report.html\n"
-    page = folder / "report.html"
-    assert_is_self_contained(page)
-    assert records_in(page)["title"] == "runs/mine"
-    assert "Plotly" in page.read_text()
+    file = folder / "report.html"
+    assert_is_self_contained(file)
+    assert records_in(file)["title"] == "runs/mine"
+    assert "Plotly" in file.read_text()
 
 
 def test_two_runs_and_the_sides_of_a_comparison(run: Any) -> None:
@@ -89,6 +91,12 @@ def test_a_plan_becomes_a_page_beside_it(run: Any, capsys: pytest.CaptureFixture
     del plan["devices"]
     Path("plan.json").write_text(json.dumps(plan))
     assert "not a plan" in run("plan.json", status=2)[1]
+
+
+def test_without_plotly_the_way_out_is_named(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    page._plotly.cache_clear()
+    assert "pip install 'distca[report]'" in run(write_run(Path("a"), 4), status=2)[1]
 
 
 def test_json_says_what_was_written(run: Any) -> None:

@@ -63,6 +63,11 @@ def test_speeds_are_in_the_records_and_given_ones_are_the_start(
         chosen = settings(tmp_path / learns, **changes, **{"parallel.learn_speed": learns})
         records = world(2).run(fit, chosen, ranks=2)[0]
         assert [record["speeds"] for record in records] == [[1.0, 0.5]] * 2
+        of_ranks = [record["ranks"]["attention_s"] for record in records]
+        assert [len(seconds) for seconds in of_ranks] == [2, 2]
+        for record, seconds in zip(records, of_ranks, strict=True):
+            mean = sum(seconds) / 2
+            assert record["imbalance_measured"] == pytest.approx(max(seconds) / mean, rel=0.01)
 
 
 @pytest.mark.parametrize(
