@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from planning.oracles import dense_mask
 from strategies import COSTS, MASKS
 
-from distca.planning.costs.analytic import KernelCost
+from distca.planning.costs.analytic import TILE, KernelCost
 from distca.planning.costs.base import PAIRS, PS, CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.costs.profile import Profile
@@ -75,7 +75,11 @@ def test_pairs_cost_adds_up_under_cutting() -> None:
 
 @given(st.data(), st.sampled_from(COSTS), st.sampled_from(WAYS), st.sampled_from(MASKS))
 def test_more_queries_cost_more(data: st.DataObject, cost: str, way: str, mask: str) -> None:
-    """A task that holds another one, of the same document, is no cheaper."""
+    """A task that holds another one, of the same document, is no cheaper.
+
+    Within a tile of queries this holds up to half a tile of pairs: padding rows are priced as the
+    mean of the task's own rows, and the last rows of a causal document see more keys than the mean.
+    """
     length = data.draw(st.sampled_from([1, 17, 128, 300, 520]))
     points = data.draw(st.lists(st.integers(0, length), min_size=2, max_size=4).map(sorted))
     outer, inner = (points[0], points[-1]), (points[len(points) // 2 - 1], points[len(points) // 2])
@@ -84,7 +88,9 @@ def test_more_queries_cost_more(data: st.DataObject, cost: str, way: str, mask: 
         seen = dense_mask(mask, length)[start:stop]
         keys = int(seen.any(axis=0).sum())
         costs.append(price(model, way, stop - start, keys, int(seen.sum())) if stop > start else 0)
-    assert costs[0] >= costs[1] >= 0
+    half_a_tile = getattr(model, way).min_ps_per_pair * TILE * TILE / 2
+    slack = half_a_tile if inner[1] - inner[0] < TILE else 0
+    assert costs[0] + slack >= costs[1] >= 0
     if outer[0] < outer[1]:
         assert costs[0] > 0
 

@@ -34,11 +34,10 @@ class KernelCost:
 
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         # Padding rows of the last tile cost as much as the others, and tiles on the diagonal are
-        # computed in full although half of each is masked: the half of its own queries.
+        # computed in full although half of each is masked.
         rows = (queries + (self.tile - 1)) // self.tile * self.tile
-        masked = np.minimum(queries, self.tile) / 2
         computed = pairs * (rows / np.maximum(queries, 1))
-        computed += rows * (self.row_keys + masked) + keys * self.key_queries
+        computed += rows * (self.row_keys + self.tile / 2) + keys * self.key_queries
         return np.rint(computed * self.min_ps_per_pair + self.task_s * PS).astype(np.int64)
 
 
