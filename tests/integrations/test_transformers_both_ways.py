@@ -23,9 +23,13 @@ MODELS = [
     "embeddinggemma",
     "qwen2_5_vl",
 ]
+QUICK = {"gemma3", "llama4", "modernbert"}  # a model for each kind of mask
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
+)
 def test_losses_and_gradients(pair: RankPool, name: str) -> None:
     losses, exact = both_ways.by_eager(name)
     for ahead in (False, True):

@@ -49,6 +49,7 @@ def test_one_dies_another_joins_and_a_third_leaves(
     )
 
 
+@pytest.mark.slow
 def test_one_that_dies_while_it_joins_changes_nothing(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:

@@ -114,6 +114,7 @@ def test_all_die_one_after_another(tmp_path: Path, undisturbed: list[dict[str, A
         assert after < before  # the connections of old groups are closed
 
 
+@pytest.mark.slow
 def test_all_die_at_once(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     seen = run(tmp_path / "out", 2, Death(2, "start", 3), Death(3, "start", 3))
     losses = check(seen, undisturbed, 2, 3)
