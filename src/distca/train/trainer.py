@@ -23,23 +23,19 @@ import torch
 import torch.distributed as dist
 
 from distca.dispatch.transports.base import ExchangeError
-from distca.model.checkpoints import load
-from distca.model.initialize import initialize
-from distca.model.llama import Llama, on_meta
+from distca.model.llama import Llama
 from distca.runtime.host_ranks import HostRanks
 from distca.runtime.joining import Description, Joined
 from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import RankContext, join_mesh
-from distca.runtime.parallelize import parallelize
 from distca.runtime.regroup import NotNeededError
 from distca.runtime.step import StepRunner
 from distca.runtime.together import from_all_ranks, together
-from distca.train import agreement, setup
-from distca.train.checkpoints import Checkpoints
+from distca.train import agreement, setup, weights
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.metrics import ABANDONED, Record, Records, writing_to
-from distca.train.optimizer import adamw, clip, freeze, is_finite, learning_rate
+from distca.train.optimizer import clip, is_finite, learning_rate
 from distca.train.run_lock import RunLock
 from distca.train.run_ranks import RunRanks
 from distca.train.step_folders import newest
@@ -233,20 +229,10 @@ class Trainer:
             self._lock.release()
 
     def _build(self) -> None:
-        config, train = self.config, self.config.train
         assert self.context.stage is not None
-        self.model = on_meta(self.model_config, *self.ranks.planner.stages[self.context.stage])
-        precision = setup.precision_of(config, self.device)
-        parallelize(self.model, self.context, precision, compile=config.parallel.compile)
-        if config.model.path:
-            load(self.model, Path(config.model.path), device=self.device)
-        else:
-            initialize(self.model, train.seed, device=self.device)
-        freeze(self.model, train.frozen)
-        self.optimizer = adamw(self.model, train)
-        folder = self.folder / "checkpoints"
-        self.checkpoints = Checkpoints(
-            folder, self.model, self.optimizer, self.context, keep=train.keep
+        layers = self.ranks.planner.stages[self.context.stage]
+        self.model, self.optimizer, self.checkpoints = weights.build(
+            self.config, self.model_config, layers, self.context, self.folder
         )
 
     def _agree_on_start(self) -> None:
