@@ -30,9 +30,12 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def world() -> Iterator[World]:
-    """Processes that stay for all tests; a world of each size is started when first asked for."""
+    """Processes that stay for a module; a world of each size is started when first asked for.
+
+    Not longer: groups are never freed, and the threads of many gloo groups keep a core busy.
+    """
     from ranks import RankPool
 
     pools: dict[int, RankPool] = {}
@@ -47,7 +50,7 @@ def world() -> Iterator[World]:
         pool.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pool(world: World) -> RankPool:
     """Four ranks of a gloo world; bodies get a group of the first few."""
     return world(4)

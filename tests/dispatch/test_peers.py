@@ -226,10 +226,10 @@ def test_candidates_become_members_when_ranks_admit_them() -> None:
 def test_a_rank_that_does_not_answer_is_lost() -> None:
     with hub_of(3) as connect:
         ranks = [connect(number) for number in range(3)]
-        ranks[0].say("watch", [1, 2], 2)
+        ranks[0].say("watch", [1, 2], 4)
         assert ranks[1].hear() == ranks[2].hear() == ["ping"]
         ranks[1].say("pong")
-        lost = ["lost", 2, "it has not answered for 2 s"]
+        lost = ["lost", 2, "it has not answered for 4 s"]
         assert ranks[0].hear() == lost
         assert lost in (ranks[1].hear(), ranks[1].hear())  # beside one more ping
 

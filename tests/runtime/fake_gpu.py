@@ -36,7 +36,7 @@ if sys.argv[1:] == ["-d"]:
     server = None
     while True:
         peer, _ = listener.accept()
-        command = peer.recv(99).decode().split()
+        command = peer.recv(99).decode().split() or ["nothing"]
         if command[0] == "connect" and server is None and os.environ.get("FAKE_MPS") != "idle":
             server = subprocess.Popen(["sleep", "600"], stdout=subprocess.DEVNULL)
             open({pids!r}, "a").write(f"{{server.pid}}\\n")
@@ -58,7 +58,10 @@ try:
     client.connect(pipes + "/control")
 except OSError:
     sys.exit("Cannot find MPS control daemon process")
-client.send((" ".join(sys.argv[1:]) or sys.stdin.readline()).encode())
+command = " ".join(sys.argv[1:]) or sys.stdin.readline()
+if not command:
+    sys.exit()  # whoever asked has been killed
+client.send(command.encode())
 sys.stdout.write(client.recv(99).decode())
 """
 
