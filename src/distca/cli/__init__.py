@@ -13,6 +13,7 @@ from distca import __version__
 from distca.cli.bench import app as bench
 from distca.cli.check import CheckCommand
 from distca.cli.command import Command, for_typer
+from distca.cli.doctor import DoctorCommand
 from distca.cli.eval import EvalCommand
 from distca.cli.export import ExportCommand
 from distca.cli.plan import PlanCommand
@@ -62,7 +63,7 @@ app = typer.Typer(
 )
 for _command in (
     PlanCommand, TrainCommand, ServeCommand, EvalCommand, ExportCommand, SimulateCommand,
-    ReportCommand, ProfileCommand, SelftestCommand, CheckCommand,
+    ReportCommand, ProfileCommand, DoctorCommand, SelftestCommand, CheckCommand,
 ):  # fmt: skip
     app.command(_command.__name__.removesuffix("Command").lower())(for_typer(_command))
 app.add_typer(bench, name="bench")
