@@ -56,3 +56,18 @@ class AttentionFigures:
         figures |= {name: sums.pop(name, 0.0) for name in ("planning_s", "plan_wait_s")}
         figures |= {name: total / count for name, total in sums.items()}
         return {f"{PREFIX}{name}": value for name, value in figures.items()}
+
+
+def sentence_of(figures: Mapping[str, float]) -> str:
+    """Returns the figures of ``AttentionFigures.take`` in one line, for a log of text."""
+    found = {name.removeprefix(PREFIX): value for name, value in figures.items()}
+    shared = ""
+    if "imbalance" in found:
+        shared = (
+            f"imbalance {found['imbalance_before']:.2f}x without and {found['imbalance']:.2f}x with"
+            f" it, {found['gb_per_layer']:.3g} GB sent per layer, "
+        )
+    return (
+        f"distca: {shared}{found['attention_s']:.3g} s of attention,"
+        f" {found['exposed_s']:.3g} s of waiting for ranks, {found['plan_wait_s']:.3g} s for plans"
+    )
