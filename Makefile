@@ -3,9 +3,10 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+DOCS_READY := .venv/.docs-ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup check test train clean
+.PHONY: help setup check test docs train clean
 
 help: ## this list
 	@sed -nE 's/^([a-z]+):[^#]*## (.*)/  make \1\t\2/p' Makefile | expand -t 16
@@ -18,6 +19,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(DOCS_READY): $(READY)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	@touch $@
+
 check: $(READY) ## lint, format and types
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -25,6 +30,11 @@ check: $(READY) ## lint, format and types
 
 test: $(READY) ## the tests; ARGS="-m slow" or any other pytest argument
 	$(BIN)/pytest $(ARGS)
+
+docs: $(DOCS_READY) ## the documentation site in build/site, after all of its examples have run
+	$(BIN)/pytest -m "slow or not slow" tests/test_docs.py tests/test_tutorial.py tests/test_cluster_files.py
+	$(BIN)/mkdocs build --strict --quiet
+	@echo "open build/site/index.html"
 
 train: $(READY) ## a small model, colocated and disaggregated; ARGS="CONFIG.toml" or any option
 	$(BIN)/distca train --compare $(ARGS)
