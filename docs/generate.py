@@ -25,7 +25,7 @@ SOURCE = "This page is generated from `src/distca/cli/` by `python docs/generate
 
 def commands_page() -> str:
     """Returns a page with the arguments and options of every command."""
-    about = ["# Command line", "", textwrap.fill(ABOUT, WIDTH), "", SOURCE, ""]
+    about = ["# Command line", "", _wrapped(ABOUT), "", SOURCE, ""]
     summary = ["| command | |", "|---|---|"]
     sections = []
     for name, command in _commands(get_command(app), "distca"):
@@ -50,7 +50,7 @@ def _section(command: Any, name: str) -> Iterator[str]:
     yield f"## {name}\n"
     yield f"```\n{' '.join([name, '[OPTIONS]', *words])}\n```\n"
     for paragraph in command.help.split("\n\n"):
-        yield textwrap.fill(_text(" ".join(paragraph.split())), WIDTH) + "\n"
+        yield _wrapped(_text(" ".join(paragraph.split()))) + "\n"
     if arguments:
         yield "| argument | meaning |\n|---|---|"
         for one in arguments:
@@ -61,6 +61,10 @@ def _section(command: Any, name: str) -> Iterator[str]:
         for one in found:
             yield f"| {_flags(one)} | {_default(one)} | {_text(one.help)} |"
         yield ""
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, break_on_hyphens=False)
 
 
 def _flags(one: Any) -> str:

@@ -16,7 +16,7 @@ from distca.planning.plan import Plan
 
 IMAGES = Path(__file__).parent / "images"
 COLORS = ["#0072B2", "#E69F00", "#009E73", "#CC79A7"]  # of Okabe and Ito
-GRAY = "#999999"
+GRAY = "#666666"
 K = 1024
 RANKS = [[128 * K], [16 * K] * 8, [4 * K] * 32, [64 * K] * 2]
 TICK = [[[64 * K] * 2], None, [[128 * K]], [[16 * K] * 8]]  # of each stage; None: no micro-batch
@@ -32,7 +32,7 @@ def batch() -> Figure:
     axes = figure.subplots(1, 3, sharey=True)
     titles = [
         "tokens: 128K on every rank",
-        f"attention where tokens live: worst / mean {stayed.imbalance:.2f}",
+        f"attention at home: worst / mean {stayed.imbalance:.2f}",
         f"attention as planned: worst / mean {planned.imbalance:.2f}",
     ]
     tokens = [[(n / K, rank) for n in lengths] for rank, lengths in enumerate(RANKS)]
@@ -42,7 +42,8 @@ def batch() -> Figure:
         for rank, pieces in enumerate(rows):
             start = 0.0
             for length, home in pieces:
-                ax.barh(rank, length, left=start, color=COLORS[home], edgecolor="white", lw=0.5)
+                edge = "white" if length > 0.1 else COLORS[home]  # else nothing is left of it
+                ax.barh(rank, length, left=start, color=COLORS[home], edgecolor=edge, lw=0.4)
                 start += length
         ax.set_title(title, fontsize=10)
         ax.set_yticks(range(4), [f"rank {rank}" for rank in range(4)])
@@ -51,7 +52,7 @@ def batch() -> Figure:
     axes[0].set_xlabel("thousand tokens")
     for ax in axes[1:]:
         ax.set_xlim(0, 9)
-        ax.set_xlabel("billion query-key pairs of a head")
+        ax.set_xlabel("billion query-key pairs")
     return figure
 
 
@@ -86,45 +87,37 @@ def exchange() -> Figure:
 
 def ping_pong() -> Figure:
     """Two layers with and without two halves that overlap."""
-    ping, pong = COLORS[0], COLORS[1]
-    compute: list[Box] = []
-    network: list[Box] = []
-    start = 0.0
-    for _ in range(2):
-        for color, name in ((ping, "linear, ping"), (pong, "linear, pong")):
-            compute.append((start, 1, color, name))
-            start += 1
-            network.append((start, 0.8, color, "q, k, v"))
-        for color, name in ((ping, "attention, ping"), (pong, "attention, pong")):
-            compute.append((start, 1.5, color, name))
-            start += 1.5
-            network.append((start, 0.6, color, "o"))
-    alone: list[Box] = []
-    waits: list[Box] = []
-    start = 0.0
-    for _ in range(2):
-        for length, name, sent, what in ((2, "linear", 1.6, "q, k, v"), (3, "attention", 1.2, "o")):
-            alone.append((start, length, GRAY, name))
-            waits.append((start + length, sent, GRAY, what))
-            start += length + sent
+    whole = _layers([(GRAY, 1.0)], waits=True)
+    halves = _layers([(COLORS[0], 0.5), (COLORS[1], 0.5)], waits=False)
     figure = Figure(figsize=(10, 3.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
-    _timeline(above, {"compute": alone, "network": waits}, "without ping-pong: the GPU waits")
+    _timeline(above, whole, "without ping-pong: the GPU waits for the network")
     _timeline(
-        below,
-        {"compute": compute, "network": network},
-        "with ping-pong: one half computes while the other is in transit",
+        below, halves, "with ping (blue) and pong (orange): one computes, the other is in transit"
     )
     return figure
+
+
+def _layers(parts: list[tuple[str, float]], *, waits: bool) -> dict[str, list[Box]]:
+    """Returns two layers of a batch in parts of a color and a share."""
+    compute: list[Box] = []
+    network: list[Box] = []
+    now = 0.0
+    for work, work_s, sent, sent_s in (("linear", 2, "q, k, v", 1.5), ("attention", 3, "o", 1)) * 2:
+        for color, share in parts:
+            compute.append((now, work_s * share, color, work))
+            now += work_s * share
+            network.append((now, sent_s * share, color, sent))
+        now += sent_s if waits else 0
+    return {"compute": compute, "network": network}
 
 
 def _timeline(ax: Any, lanes: dict[str, list[Box]], title: str = "") -> None:
     for row, boxes in enumerate(lanes.values()):
         for start, length, color, text in boxes:
             ax.barh(row, length, left=start, color=color, edgecolor="white", height=0.72)
-            ax.text(
-                start + length / 2, row, text, ha="center", va="center", fontsize=8, color="white"
-            )
+            ink = "black" if color == COLORS[1] else "white"
+            ax.text(start + length / 2, row, text, ha="center", va="center", fontsize=8, color=ink)
     ax.set_yticks(range(len(lanes)), list(lanes))
     ax.invert_yaxis()
     ax.set_xticks([])
@@ -138,22 +131,16 @@ def pool() -> Figure:
     placements = pool_placements(stages, workers=1)
     plans = [distca.plan(placements, model="llama3-8b", scheduler=s) for s in ("home", "distca")]
     figure = Figure(figsize=(10, 2.5), layout="constrained")
-    titles = ("each stage computes its own attention", "the attention of all stages is one pool")
-    for ax, plan, title in zip(
-        figure.subplots(1, 2, sharex=True, sharey=True), plans, titles, strict=True
-    ):
+    titles = ("each stage for itself", "pooled")
+    names = [f"stage {s}" + (" (idle)" if one is None else "") for s, one in enumerate(TICK)]
+    axes = figure.subplots(1, 2, sharex=True, sharey=True)
+    for ax, plan, title in zip(axes, plans, titles, strict=True):
         ms = [load / 1e9 for load in plan.forward_load_ps.tolist()]
         ax.barh(range(4), ms, color=COLORS[0])
         ax.axvline(sum(ms) / 4, color=COLORS[1], linestyle="--", lw=1.5)
-        ax.set_title(f"{title}: the tick takes {max(ms):.0f} ms", fontsize=10)
-        ax.set_yticks(
-            range(4),
-            [
-                f"stage {s}" + (", no micro-batch" if one is None else "")
-                for s, one in enumerate(TICK)
-            ],
-        )
-        ax.set_xlabel("ms of attention per layer, forward (dashed: the mean)")
+        ax.set_title(f"{title}: a layer takes {max(ms):.0f} ms", fontsize=10)
+        ax.set_yticks(range(4), names)
+        ax.set_xlabel("ms of attention in a layer, forward (dashed: mean)")
         ax.spines[["top", "right"]].set_visible(False)
     ax.invert_yaxis()
     return figure

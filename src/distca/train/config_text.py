@@ -43,7 +43,13 @@ def toml(config: Config) -> str:
 
 def markdown() -> str:
     """Returns a page with the type, default and meaning of every key."""
-    lines = ["# Keys of the training config", "", *textwrap.wrap(_ABOUT, 120), "", _SOURCE]
+    lines = [
+        "# Keys of the training config",
+        "",
+        *textwrap.wrap(_ABOUT, 120, break_on_hyphens=False),
+        "",
+        _SOURCE,
+    ]
     for section, found in groupby(keys(Config()), lambda key: key.section):
         title = f"`[{section}]`" if section else "Outside of sections"
         lines += ["", f"## {title}", ""]
