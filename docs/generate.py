@@ -54,7 +54,8 @@ def _section(command: Any, name: str) -> Iterator[str]:
     if arguments:
         yield "| argument | meaning |\n|---|---|"
         for one in arguments:
-            yield f"| `{one.metavar}` | {_text(one.help)} |"
+            default = _default(one)
+            yield f"| `{one.metavar}` | {_text(one.help)}{default and f' Default: {default}.'} |"
         yield ""
     for panel, found in groupby(options, lambda one: one.rich_help_panel):
         yield f"| {panel or 'options'} | default | meaning |\n|---|---|---|"
@@ -83,7 +84,7 @@ def _text(text: str) -> str:
     """Returns a help text as Markdown: what looks like a command or a file is code."""
     text = text.replace("\\[", "[")  # which Rich would read as markup
     text = text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-    text = re.sub(r"(For a first look|with their meaning): (distca .*)", r"\1: `\2`", text)
+    text = re.sub(r": (distca .*)$", r": `\1`", text)
     return re.sub(r"(?<![`\w])(--[a-z][a-z-]*)", r"`\1`", text) if "`" not in text else text
 
 

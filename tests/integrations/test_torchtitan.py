@@ -153,7 +153,7 @@ def test_example(
 ) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
-    launch([sys.executable, str(HERE / "torchtitan_on_cpu.py"), str(EXAMPLE)], 2, tmp_path / "logs")
+    launch([sys.executable, str(EXAMPLE)], 2, tmp_path / "logs")
     said = capfd.readouterr()
     losses = [float(loss) for loss in re.findall(r"loss: +([0-9.]+)", said.out + said.err)]
     assert len(losses) == 5
