@@ -13,6 +13,7 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(?<=\]\()([^)#\s:]+)(?=[)#])")
+NAME = re.compile(r"\[[\w/-]+\.md\](?=\(([^)#\s:]+))")  # a link whose text is the name of a page
 LANGUAGES = {".sbatch": "bash", ".py": "python", ".toml": "toml", ".yaml": "yaml"}
 
 
@@ -43,9 +44,16 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
-    """Turns links by place in the repository into links by place on the site."""
+    """Turns links by place in the repository into links by place on the site.
+
+    In the repository, a page is called by the name of its file, on the site by its title.
+    """
     uri, docs = page.file.src_uri, Path(config["docs_dir"])
     here = SOURCES.get(uri, docs / uri).parent
+
+    def title(found: re.Match[str]) -> str:
+        target = here / found[1]
+        return f"[{target.read_text().splitlines()[0][2:]}]" if target.exists() else found[0]
 
     def place(found: re.Match[str]) -> str:
         target = Path(os.path.normpath(here / found[0]))
@@ -57,4 +65,4 @@ def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:
             return found[0]  # mkdocs reports it, unless it is no link at all
         return os.path.relpath(there, Path(uri).parent)
 
-    return LINK.sub(place, markdown)
+    return LINK.sub(place, NAME.sub(title, markdown))
