@@ -42,3 +42,5 @@ for step in range(5):
     model.finish_grad_sync()
     adam.step()
     print(f"step {step} rank {rank} loss {loss.item():.4f}")
+figures = DistcaDotProductAttention.take_figures()  # of this rank, for any log
+print(f"rank {rank}", *(f"{name} {value:.3g}" for name, value in figures.items()))
