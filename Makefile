@@ -33,6 +33,7 @@ check: $(READY) ## lint, format and types
 test: $(READY) ## the tests; ARGS="-m slow" or any other pytest argument
 	$(BIN)/pytest $(ARGS)
 
+# The variable keeps mkdocs-material, which is maintained until May 2027, from praising its successor.
 docs: $(DOCS_READY) ## the documentation site in build/site, with all of its examples run
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	$(BIN)/pytest -m "not gpu and not nccl" $(DOCS_TESTS)
