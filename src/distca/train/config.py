@@ -2,8 +2,8 @@
 
 Names, types and limits are checked when a configuration is read, so a run either starts as written
 or reports what is wrong in one sentence. The configuration is saved in the run's folder. The
-meaning of each key stands beside its default; ``distca train --print-config`` and docs/config.md
-show it (``train.config_text``).
+meaning of each key stands beside its default; ``distca train --print-config`` and
+docs/reference/config.md show it (``train.config_text``).
 """
 
 from __future__ import annotations
