@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from distca.pipeline.mesh import MeshShape
+from distca.pipeline.schedule import Schedule
 from distca.planning.models import ModelShape
 from distca.sim import trace as tracing
 from distca.sim.cluster import cluster
@@ -69,8 +70,26 @@ def test_several_steps_lie_side_by_side_with_names() -> None:
     ]
     assert "distca, given, 2 servers: rank 3, serves" in names.values()
     threads = [event for event in read["traceEvents"] if event["name"] == "thread_name"]
-    assert {event["args"]["name"] for event in threads} == {"compute", "port"}
+    assert {event["args"]["name"] for event in threads} == {"tick", "compute", "port"}
+    assert {event["pid"] for event in threads if event["tid"] == 0} == {0, 1, 2, 3}  # the pipeline
     assert {event["pid"] for event in read["traceEvents"]} == set(names)
+
+
+def test_ticks_follow_the_schedule() -> None:
+    strategy = Strategy("distca", MeshShape(pp=2, cp=2), 2)
+    read, _ = timeline(strategy)
+    rows: dict[int, list[str]] = defaultdict(list)
+    for event in sorted(read["traceEvents"], key=lambda event: event.get("ts", 0)):
+        if event["ph"] == "X" and event["tid"] == 0:
+            rows[event["pid"]].append(event["name"])
+    schedule = Schedule.aligned(2, 2)
+    words = {"F": "forward, micro-batch ", "B": "backward, micro-batch ", ".": "serves"}
+    for rank, names in rows.items():
+        cells = [tick.cell(rank // 2) for tick in schedule.ticks]
+        assert names == [
+            f"{words[cell[0]]}{cell[1:]}, tick {number}" for number, cell in enumerate(cells)
+        ]
+    assert set(rows) == {0, 1, 2, 3}
 
 
 def test_many_ranks_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:

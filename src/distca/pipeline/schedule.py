@@ -25,6 +25,11 @@ SERVES = "."
 _PHASES: dict[str, Phase] = {"F": FORWARD, "B": BACKWARD}
 
 
+def micro_batch_name(phase: Phase, micro_batch: int) -> str:
+    """Returns the words for a cell, as timelines have them."""
+    return f"{'forward' if phase == FORWARD else 'backward'}, micro-batch {micro_batch}"
+
+
 @dataclass(frozen=True)
 class Tick:
     """One tick of a schedule: the direction of all stages, and the micro-batch of each."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distca.pipeline.schedule import BACKWARD, FORWARD, Phase
+from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, micro_batch_name
 from distca.pipeline.stages import stage_layers
 from distca.planning.api import place_and_plan
 from distca.planning.models import BYTES_PER_ELEMENT
@@ -195,5 +195,5 @@ def events(timeline: Timeline, cp: int) -> list[Event]:
                 start[stage] = timeline.start[phase][stage, m]
                 stop[stage] = timeline.stop[phase][stage, m]
                 each = (np.repeat(times.reshape(-1), cp) for times in (start, stop))
-                found.append(Event("compute", f"{phase}{m}", *each))
+                found.append(Event("compute", micro_batch_name(phase, m), *each))
     return found

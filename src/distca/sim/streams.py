@@ -139,6 +139,12 @@ class Streams:
         self.waited = self.waited + (after - self.compute)
         self.compute = after
 
+    def mark(self, what: str, since: Floats, ranks: slice) -> None:
+        """Records what some ranks have done since a time, above what their streams have done."""
+        start = self.compute.copy()
+        start[ranks] = since[ranks]
+        self._record("tick", what, start, self.compute)
+
     def _with_jitter(self, seconds: Floats, jitter: float) -> Floats:
         if not jitter:
             return seconds

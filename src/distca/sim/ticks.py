@@ -8,7 +8,7 @@ from functools import cache
 
 import numpy as np
 
-from distca.pipeline.schedule import FORWARD, Phase, Tick
+from distca.pipeline.schedule import FORWARD, Phase, Tick, micro_batch_name
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.tick_program import HALF_NAMES, TickProgram
 from distca.planning.spans import Floats, Ints, as_ints
@@ -88,6 +88,7 @@ class _Step:
         for number, (tick, slots) in enumerate(zip(ticks, self._step.slots, strict=True), 1):
             if once and number == len(ticks):
                 streams.send("gradients", rates.reduce_gradients(others))
+            begin = streams.compute
             self._receive(tick)
             backward = tick.phase != FORWARD
             attention = [
@@ -97,11 +98,21 @@ class _Step:
             transfers = ((), ()) if once else self._seam_transfers(tick)
             run_tick(streams, tick.phase, linear_s, attention, *transfers)
             self._send(tick)
+            if len(ticks) > 2:
+                self._mark(number - 1, tick, begin)
         if once:
             streams.send("gradients", rates.reduce_gradients(layer))
         streams.wait(streams.port)
         workers = np.arange(rates.num_ranks) < rates.parallel.pp * rates.parallel.workers_per_stage
         streams.run("optimizer", np.where(workers, rates.optimizer_s, 0.0))
+
+    def _mark(self, number: int, tick: Tick, begin: Floats) -> None:
+        """Records which micro-batch each rank has run in a tick."""
+        for stage, micro_batch in enumerate(tick.micro_batches):
+            name = "serves" if micro_batch is None else micro_batch_name(tick.phase, micro_batch)
+            self._streams.mark(f"{name}, tick {number}", begin, self._ranks(stage))
+        servers = slice(self._ranks(len(tick.micro_batches)).start, None)
+        self._streams.mark(f"serves, tick {number}", begin, servers)
 
     def _seam_transfers(self, tick: Tick) -> tuple[list[Transfer | None], list[Transfer | None]]:
         """Returns gathers of weights in every tick, and reductions in backward ticks."""
