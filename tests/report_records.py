@@ -40,6 +40,27 @@ def steps(number: int, ranks: int = 3, slow: int = 0) -> list[dict[str, Any]]:
     ]
 
 
+def ticks(step: int = 3, stages: int = 2, servers: int = 1) -> dict[str, Any]:
+    """The ticks of a step of a pipeline, in which the last rank computes most of the attention."""
+    cells = [["F0", "."], ["F1", "F0"], [".", "B0"], [".", "F1"], ["B0", "B1"], ["B1", "."]]
+    ranks = stages + servers
+
+    def table(first: float) -> list[list[float]]:
+        return [[first * (1 + tick) * (1 + rank) for rank in range(ranks)] for tick in range(6)]
+
+    return {
+        "step": step,
+        "seconds": 2.0,
+        "cells": cells,
+        "phases": [max(row)[0] for row in cells],
+        "workers_per_stage": 1,
+        "planned_s": table(0.001),
+        "tick_s": table(0.004),
+        "attention_s": table(0.002),
+        "exposed_s": table(0.0005),
+    }
+
+
 def write_run(folder: Path, number: int, **options: Any) -> Path:
     """Writes the folder of a run with a fault, a recovery and a lost server."""
     folder.mkdir(parents=True)
@@ -55,6 +76,7 @@ def write_run(folder: Path, number: int, **options: Any) -> Path:
         {"recovery": 1, "step": 6, "time": 2.0},
     ]
     (folder / "faults.jsonl").write_text("".join(json.dumps(one) + "\n" for one in faults))
+    (folder / "ticks.json").write_text(json.dumps({"newest": ticks(3), "slowest": ticks(1)}))
     config = {
         "model": {"name": "debug"},
         "data": {"context": 1024},

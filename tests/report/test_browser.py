@@ -109,6 +109,16 @@ def test_hovering_a_step_shows_its_values(show: Open, tmp_path: Path) -> None:
     assert "measured" in text  # of another panel over the same axis
 
 
+def test_pointing_at_a_tick_says_what_a_rank_does(show: Open, tmp_path: Path) -> None:
+    page = show(write_run(tmp_path / "a", 10))
+    assert page.locator("#ticks-newest-0 .heatmaplayer image").count() == 3
+    names = page.locator("#ticks-newest-0 .heatmap-label").all_text_contents()
+    assert [name for name in names if name] == ["F0", "F1", "B0", "B1", "F0", "B0", "F1", "B1"]
+    place = page.locator("#ticks-newest-0 .nsewdrag").nth(1)
+    text = hover(page, place, 0.6, 0.5, "#ticks-newest-0 .hoverlayer .hovertext").text_content()
+    assert "tick 3, rank 1, stage 1: F1" in text
+
+
 def test_tables_open_by_keyboard(show: Open, tmp_path: Path) -> None:
     page = show(write_run(tmp_path / "a", 10))
     page.locator("#curves summary").focus()

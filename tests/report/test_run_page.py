@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from report_records import steps
+from report_records import steps, ticks
 
 from distca.report.pages.page import Page
 from distca.report.pages.panels import numbers, thin
@@ -46,11 +46,33 @@ def test_every_curve_has_the_values_of_the_records() -> None:
 def test_figures_are_those_that_plotly_knows() -> None:
     graph_objects = pytest.importorskip("plotly.graph_objects")
     faults = [{"fault": "kill rank 1 step 2", "rank": 1, "step": 2}]
-    page = run_page([Run("one", steps(9), faults), Run("two", steps(5))])
+    page = run_page(
+        [Run("one", steps(9), faults, ticks={"newest": ticks(8)}), Run("two", steps(5))]
+    )
     for one in page.sections:
         if one.figure is not None:
             graph_objects.Figure(one.figure)  # raises for an unknown property
     assert page.to_json()
+
+
+def test_ticks_are_drawn_as_stages_and_ranks() -> None:
+    page = run_page([Run("one", steps(9), ticks={"newest": ticks(8), "slowest": ticks(2)})])
+    shown = section(page, "ticks-newest-0")
+    assert shown.title == "Ticks of step 8, the newest"
+    schedule, attention, waiting = shown.figure["data"]
+    assert schedule["text"] == [["F0", "F1", "", "", "B0", "B1"], ["", "F0", "B0", "F1", "B1", ""]]
+    assert schedule["z"][1] == [None, 0, 1, 0, 1, None]
+    assert attention["z"][2] == pytest.approx([0.006 * (1 + tick) for tick in range(6)])
+    assert waiting["z"][0][5] == pytest.approx(0.003)
+    assert waiting["text"][1][2] == (
+        "tick 2, rank 1, stage 1: B0<br>attention 12 ms, planned 6 ms<br>waiting 3 ms"
+        "<br>whole tick 24 ms"
+    )
+    assert shown.table.rows[4][:3] == ["4", "backward", "B0 B1"]
+    assert shown.table.rows[4][5:] == ["1.50", "1.50", "7.5 ms", "server 0"]
+    assert section(page, "ticks-slowest-0").title == "Ticks of step 2, the slowest"
+    same = run_page([Run("one", steps(9), ticks={"newest": ticks(8), "slowest": ticks(8)})])
+    assert [one.name for one in same.sections if one.name.startswith("ticks")] == ["ticks-newest-0"]
 
 
 def test_what_has_happened_is_listed_in_order_and_drawn() -> None:

@@ -76,16 +76,20 @@ def _events(events: Events) -> Iterator[None]:
         queue.append(layer)
         return call(self, layer, half, *qkv)
 
-    def starting_forward(self: ForwardPass, plan: Any, q: Any, k: Any, v: Any) -> None:
+    def starting_forward(
+        self: ForwardPass, plan: Any, q: Any, k: Any, v: Any, where: str = ""
+    ) -> None:
         layer = queue.pop() if queue else None
         if layer is not None:
             layers[q.data_ptr()] = layer
         events.append(("forward", layer))
-        forward(self, plan, q, k, v)
+        forward(self, plan, q, k, v, where)
 
-    def starting_backward(self: BackwardPass, plan: Any, grad_out: Any, saved: Any) -> None:
+    def starting_backward(
+        self: BackwardPass, plan: Any, grad_out: Any, saved: Any, where: str = ""
+    ) -> None:
         events.append(("backward", layers.get(saved.q.data_ptr()) if len(saved.q) else None))
-        backward(self, plan, grad_out, saved)
+        backward(self, plan, grad_out, saved, where)
 
     def told(kind: str, method: Any) -> Any:
         @wraps(method)

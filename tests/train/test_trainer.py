@@ -161,14 +161,45 @@ def test_a_pattern_that_fits_nothing_is_told(world: World, tmp_path: Path) -> No
     assert "matches no parameter; names look like seams.0" in str(answers[0][0])
 
 
-def test_a_trace_shows_all_ranks(world: World, tmp_path: Path) -> None:
+def test_a_trace_shows_all_ranks_and_what_they_do(world: World, tmp_path: Path) -> None:
     settings = {"train.steps": "2", "train.trace": "1", "parallel.placement": "given"}
+    settings |= {"parallel.pp": "2", "parallel.micro_batches": "2", **PING_PONG}
     run(world, 2, tmp_path, **settings)
     events = json.loads((tmp_path / "traces" / "trace.json").read_text())["traceEvents"]
     ranks = {event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert ranks == {"rank 0", "rank 1"}
     exchanges = [event for event in events if "alltoall" in event["name"].replace("_", "")]
     assert {event["pid"].split(".")[0] for event in exchanges} == {"0", "1"}
+    # Stage 1 has layer 1. In tick 0 it has no micro-batch, and serves.
+    for path in (
+        ["step 1", "tick 0 F: .", "forward compute, slot 0, pong"],
+        ["step 1", "tick 1 F: F0", "forward dispatch, layer 1, ping"],
+        ["step 1", "tick 2 B: B0", "backward combine, layer 1, pong"],
+    ):
+        assert has_nested([event for event in events if event["pid"].startswith("1.")], path)
+    newest = json.loads((tmp_path / "ticks.json").read_text())["newest"]
+    record = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert newest["step"] == record["step"] == 1
+    assert newest["cells"][:3] == [["F0", "."], ["F1", "F0"], [".", "B0"]]
+    for name in ("attention_s", "exposed_s"):
+        of_ranks = np.sum(newest[name], axis=0)
+        assert of_ranks == pytest.approx(record["ranks"][name], abs=1e-4)
+    assert np.sum(newest["tick_s"], axis=0).max() < record["seconds"]
+
+
+def has_nested(events: list[dict[str, Any]], names: list[str]) -> bool:
+    """Whether there are events with these names, each of them inside the one before."""
+    if not names:
+        return True
+    inside = [e for e in events if e["name"] == names[0] and e["ph"] == "X"]
+    return any(
+        has_nested([e for e in events if _contains(outer, e)], names[1:]) for outer in inside
+    )
+
+
+def _contains(outer: dict[str, Any], event: dict[str, Any]) -> bool:
+    end = outer["ts"] + outer["dur"]
+    return event["ph"] == "X" and outer["ts"] <= event["ts"] <= event["ts"] + event["dur"] <= end
 
 
 def test_compiling_on_a_cpu_is_refused(world: World, tmp_path: Path) -> None:

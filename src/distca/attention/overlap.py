@@ -38,6 +38,7 @@ from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 from distca.attention.sinks import add_sinks, sinks_gradient
+from distca.dispatch.ranges import place
 
 
 @dataclass(frozen=True)
@@ -52,16 +53,26 @@ class SlotAttention:
 
     def __call__(self, layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> "AsyncAttention":
         """Dispatches one layer and half."""
-        return AsyncAttention(self.slots[layer - self.first_layer][half], q, k, v)
+        slot = self.slots[layer - self.first_layer]
+        return AsyncAttention(slot[half], q, k, v, where=place("layer", layer, half, len(slot)))
 
 
 class AsyncAttention:
-    """The attention of one layer in progress."""
+    """The attention of one layer in progress.
+
+    where: its layer and half, for profiles.
+    """
 
     def __init__(
-        self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        plan: PreparedPlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        where: str = "",
     ) -> None:
-        self.plan = plan
+        self.plan, self.where = plan, where
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
@@ -98,7 +109,7 @@ class _Dispatch(torch.autograd.Function):
         ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None
     ) -> Tensor:
         ctx.pending = pending
-        pending.forward = ForwardPass(pending.plan, q, k, v)
+        pending.forward = ForwardPass(pending.plan, q, k, v, pending.where)
         return q.new_empty(0)
 
     @staticmethod
@@ -152,9 +163,10 @@ class _Combine(torch.autograd.Function):
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         *tensors, sinks = ctx.saved_tensors
         saved, inputs = Saved(*tensors), (grad_out, *tensors[:3])
-        ctx.pending.backward = BackwardPass(ctx.pending.plan, grad_out, saved)
+        pending = ctx.pending
+        pending.backward = BackwardPass(pending.plan, grad_out, saved, pending.where)
         if torch.is_grad_enabled():
-            ctx.pending.inputs = inputs
+            pending.inputs = inputs
         dsinks = None
         if sinks is not None:
             with torch.no_grad():

@@ -3,7 +3,8 @@
 Legend: T own token rows, H heads, G key/value heads, D head size. The constructor dispatches: it
 sends what peers need. ``compute`` first computes the tasks that need nothing from peers, while data
 is under way, then the other tasks, and starts to send their results home. ``combine`` waits for the
-results of this rank's own rows.
+results of this rank's own rows. Profiles name each step, and where it is (``where``: its layer and
+half, if they are known).
 
 The steps do not use autograd, and servers keep nothing: the backward dispatch carries everything
 that it needs. If all ranks run the same steps in the same order, the results are those of one
@@ -20,6 +21,7 @@ from torch import Tensor
 from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
 from distca.attention.calls import PreparedCall
 from distca.attention.prepared import PreparedLayout, PreparedPlan
+from distca.dispatch.ranges import named
 from distca.dispatch.tensors import wide
 
 
@@ -27,27 +29,31 @@ class ForwardPass:
     """Queries and keys go to the servers that need them; outputs and log-sum-exp come home."""
 
     @torch.no_grad()
-    def __init__(self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(
+        self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor, where: str = ""
+    ) -> None:
         assert plan.forward is not None, "this plan was prepared for backward only"
-        self._plan, self._prepared = plan, plan.forward
-        self._qkv = _dense((q, k, v), self._prepared)
+        self._plan, self._prepared, self._where = plan, plan.forward, where
         self._result: Attended | None = None
-        self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch(*self._qkv)
+        with named("forward dispatch", where):
+            self._qkv = _dense((q, k, v), self._prepared)
+            self._exchange = plan.exchange(self._prepared)
+            self._exchange.dispatch(*self._qkv)
 
     @classmethod
-    def without_rows(cls, plan: PreparedPlan) -> ForwardPass:
+    def without_rows(cls, plan: PreparedPlan, where: str = "") -> ForwardPass:
         """Takes part in a layer on a rank that has no tokens in it, and only serves."""
-        return cls(plan, *plan.spec.empty())
+        return cls(plan, *plan.spec.empty(), where)
 
     @torch.no_grad()
     def compute(self) -> None:
-        self._result = mine = self._compute_local()
-        received = self._exchange.receive()
-        leaving = self._exchange.results()
-        for call in self._prepared.remote:
-            call.scatter([*self._call(call, received), *mine, leaving])
-        self._exchange.send_results()
+        with named("forward compute", self._where):
+            self._result = mine = self._compute_local()
+            received = self._exchange.receive()
+            leaving = self._exchange.results()
+            for call in self._prepared.remote:
+                call.scatter([*self._call(call, received), *mine, leaving])
+            self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Attended:
@@ -55,8 +61,9 @@ class ForwardPass:
         if self._result is None:
             self.compute()
         assert self._result is not None
-        self._prepared.messages.combine.move([*self._result, self._exchange.receive()])
-        self._exchange.close()
+        with named("forward combine", self._where):
+            self._prepared.messages.combine.move([*self._result, self._exchange.receive()])
+            self._exchange.close()
         return self._result
 
     def _compute_local(self) -> Attended:
@@ -83,30 +90,33 @@ class BackwardPass:
     """q, k, v, out, log-sum-exp and grad_out go to the servers; dq, dk and dv come home."""
 
     @torch.no_grad()
-    def __init__(self, plan: PreparedPlan, grad_out: Tensor, saved: Saved) -> None:
+    def __init__(self, plan: PreparedPlan, grad_out: Tensor, saved: Saved, where: str = "") -> None:
         assert plan.backward is not None, "this plan was prepared for forward only"
-        self._plan, self._prepared = plan, plan.backward
-        # In the order of the message. Kernels need contiguous rows; autograd does not promise them.
-        self._tensors = _dense((*saved, grad_out.contiguous()), self._prepared)
+        self._plan, self._prepared, self._where = plan, plan.backward, where
         self._grads: Gradients | None = None  # dk and dv in float32 or float64, to be added up
-        self._exchange = plan.exchange(self._prepared)
-        self._exchange.dispatch(*self._tensors)
+        with named("backward dispatch", where):
+            # In the order of the message. Kernels need contiguous rows, which autograd does not
+            # promise.
+            self._tensors = _dense((*saved, grad_out.contiguous()), self._prepared)
+            self._exchange = plan.exchange(self._prepared)
+            self._exchange.dispatch(*self._tensors)
 
     @classmethod
-    def without_rows(cls, plan: PreparedPlan) -> BackwardPass:
+    def without_rows(cls, plan: PreparedPlan, where: str = "") -> BackwardPass:
         """Takes part in a layer on a rank that has no tokens in it, and only serves."""
         q, k, v = plan.spec.empty()
-        return cls(plan, q, Saved(q, k, v, *Attended.empty(q)))
+        return cls(plan, q, Saved(q, k, v, *Attended.empty(q)), where)
 
     @torch.no_grad()
     def compute(self) -> None:
-        self._grads = mine = self._compute_local()
-        received = self._exchange.receive()
-        leaving = self._exchange.results().view(self._plan.spec.dtype)
-        for call in self._prepared.remote:
-            grads = self._call(call, received)
-            call.scatter([*grads, mine.dk, mine.dv, mine.dq, leaving])
-        self._exchange.send_results()
+        with named("backward compute", self._where):
+            self._grads = mine = self._compute_local()
+            received = self._exchange.receive()
+            leaving = self._exchange.results().view(self._plan.spec.dtype)
+            for call in self._prepared.remote:
+                grads = self._call(call, received)
+                call.scatter([*grads, mine.dk, mine.dv, mine.dq, leaving])
+            self._exchange.send_results()
 
     @torch.no_grad()
     def combine(self) -> Gradients:
@@ -119,12 +129,13 @@ class BackwardPass:
             self.compute()
         assert self._grads is not None
         mine, result = self._grads, self._grads
-        received = self._exchange.receive().view(self._plan.spec.dtype)
-        if not self._prepared.layout.is_one_call:
-            _, k, v, *_ = self._tensors
-            result = Gradients(mine.dq, torch.empty_like(k), torch.empty_like(v))
-            self._prepared.messages.combine.move([*[received] * 3, mine.dk, mine.dv, *result])
-        self._exchange.close()
+        with named("backward combine", self._where):
+            received = self._exchange.receive().view(self._plan.spec.dtype)
+            if not self._prepared.layout.is_one_call:
+                _, k, v, *_ = self._tensors
+                result = Gradients(mine.dq, torch.empty_like(k), torch.empty_like(v))
+                self._prepared.messages.combine.move([*[received] * 3, mine.dk, mine.dv, *result])
+            self._exchange.close()
         return result
 
     def _compute_local(self) -> Gradients:

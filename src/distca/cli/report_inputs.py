@@ -17,8 +17,8 @@ from distca.report.pages.simulation import simulation_page
 from distca.report.pages.timeline import timeline_record
 from distca.train.metrics import read
 
-METRICS, FAULTS, CONFIG, TRACE = RUN_FILES = (
-    "metrics.jsonl", "faults.jsonl", "config.json", "traces/trace.json",
+METRICS, FAULTS, CONFIG, TRACE, TICKS = RUN_FILES = (
+    "metrics.jsonl", "faults.jsonl", "config.json", "traces/trace.json", "ticks.json",
 )  # fmt: skip
 BEFORE_FIRST_STEP = ("run.lock", "logs")
 KNOWN = (
@@ -69,7 +69,7 @@ def runs_page(folders: Sequence[Path]) -> Page:
     runs = []
     for folder, name in zip(folders, names, strict=True):
         faults = folder / FAULTS
-        config, trace = folder / CONFIG, folder / TRACE
+        config, trace, ticks = (folder / name for name in (CONFIG, TRACE, TICKS))
         runs.append(
             Run(
                 name,
@@ -77,6 +77,7 @@ def runs_page(folders: Sequence[Path]) -> Page:
                 [line for line in read(faults) if "step" in line] if faults.exists() else [],
                 read_json(config) if config.exists() else {},
                 str(trace) if trace.exists() else "",
+                read_json(ticks) if ticks.exists() else {},
             )
         )
     return _made_of(", ".join(map(str, folders)), "distca train", run_page, runs)

@@ -4,6 +4,7 @@ On a GPU, measuring does not synchronise: events are recorded, and read when ``t
 """
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,12 +13,19 @@ import torch
 PENDING = 512  # about how many events are kept at most, since ``take`` may never be called
 
 
+Seconds = defaultdict[str, float]  # by name
+
+
 class Meter:
-    """Seconds by name, summed since the last ``take``."""
+    """Seconds by name, summed since the last ``take``; a lap, such as a tick, has its own sums."""
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._events: list[tuple[str, float, torch.cuda.Event, torch.cuda.Event]] = []
+        self._laps: list[Seconds] = [defaultdict(float)]
+        self._events: list[tuple[Seconds, str, float, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def start_lap(self) -> None:
+        """Begins another lap, to which everything belongs that begins from now on."""
+        self._laps.append(defaultdict(float))
 
     @contextmanager
     def time(self, name: str, device: torch.device, planned_s: float = 0.0) -> Iterator[None]:
@@ -30,13 +38,13 @@ class Meter:
             start.record()
             yield
             stop.record()
-            self._events.append((name, planned_s, start, stop))
+            self._events.append((self._laps[-1], name, planned_s, start, stop))
             if len(self._events) > PENDING:
                 self._fold()
         else:
-            begin = time.perf_counter()
+            lap, begin = self._laps[-1], time.perf_counter()
             yield
-            self._add(name, time.perf_counter() - begin, planned_s)
+            _add(lap, name, time.perf_counter() - begin, planned_s)
 
     def take(self, *, wait: bool = True) -> dict[str, float]:
         """Returns the seconds by name and resets them.
@@ -44,23 +52,34 @@ class Meter:
         It synchronises with the device, or (``wait=False``) leaves what has not ended to the next
         call.
         """
+        total: Seconds = defaultdict(float)
+        for lap in self.take_laps(wait=wait):
+            for name, seconds in lap.items():
+                total[name] += seconds
+        return dict(total)
+
+    def take_laps(self, *, wait: bool = True) -> list[Seconds]:
+        """Returns the seconds of each lap, as ``take`` does; the first is before ``start_lap``."""
         if self._events and wait:
             self._events[-1][-1].synchronize()
         self._fold()
-        taken, self._seconds = self._seconds, {}
+        taken, self._laps = self._laps, [defaultdict(float)]
+        self._events = [(self._laps[0], *event[1:]) for event in self._events]
         return taken
 
     def _fold(self) -> None:
         """Adds up what has ended, without waiting for the rest."""
         pending = []
-        for name, planned_s, start, stop in self._events:
+        for event in self._events:
+            lap, name, planned_s, start, stop = event
             if stop.query():  # type: ignore[no-untyped-call]
-                self._add(name, float(start.elapsed_time(stop)) / 1e3, planned_s)
+                _add(lap, name, float(start.elapsed_time(stop)) / 1e3, planned_s)
             else:
-                pending.append((name, planned_s, start, stop))
+                pending.append(event)
         self._events = pending
 
-    def _add(self, name: str, seconds: float, planned_s: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
-        if planned_s:
-            self._seconds["planned"] = self._seconds.get("planned", 0.0) + planned_s
+
+def _add(lap: Seconds, name: str, seconds: float, planned_s: float) -> None:
+    lap[name] += seconds
+    if planned_s:
+        lap["planned"] += planned_s

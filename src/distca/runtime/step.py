@@ -16,17 +16,18 @@ in the slots of a rank's own layers, and ``_serve`` in the remaining ones.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from distca.attention.core import CoreAttention
 from distca.attention.overlap import SlotAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.dispatch.agreement import Handshake, agree
+from distca.dispatch.ranges import named, place
 from distca.dispatch.transports.surviving import SurvivingTransport
 from distca.model.llama import Arriving, Leaving, Llama
 from distca.model.loss import Loss
@@ -163,12 +164,19 @@ class _StepRun:
             zip(self._plan.schedule.ticks, self._ticks, strict=True)
         ):
             cell = "serves" if self._stage is None else tick.cell(self._stage)
-            with record_function(f"tick {number} {tick.phase}: {cell}"):
+            with named(f"tick {number} {tick.phase}: {cell}"), self._timed():
                 self._pass_on(tick, self._run_tick(tick, slots))
             if self._runner.observe is not None:
                 self._runner.observe(number, tick)
         if self._transfer is not None:
             self._transfer.wait()
+
+    def _timed(self) -> AbstractContextManager[None]:
+        """Measures a tick, and lets the meters of all halves begin another lap."""
+        meters = [attention.meter for attention in self._runner.attentions]
+        for meter in meters:
+            meter.start_lap()
+        return meters[0].time("tick", self._runner.context.device)
 
     def mean_loss(self, losses: Sequence[Loss]) -> Tensor:
         """Returns one scalar for all halves, from which their backwards run interleaved."""
@@ -310,7 +318,8 @@ def _serve(slots: Sequence[PreparedSlot], phase: Phase) -> None:
         match operation.kind:
             case "dispatch":
                 assert operation.slot is not None
-                passes[half] = dispatch(slots[operation.slot][half])
+                where = place("slot", operation.slot, half, halves)
+                passes[half] = dispatch(slots[operation.slot][half], where)
             case "compute":
                 passes[half].compute()
             case "combine":

@@ -1,4 +1,4 @@
-"""Records of a run: one line of JSON per step."""
+"""Records of a run: one line of JSON per step, and the ticks of two of its steps."""
 
 import json
 import math
@@ -12,10 +12,15 @@ from distca.train.trackers import Trackers
 Record = dict[str, Any]
 
 ABANDONED = "metrics.abandoned.jsonl"
+TICKS = "ticks.json"
 
 
 class Records:
     """``metrics.jsonl`` in the folder of a run; a resumed run continues the same file.
+
+    The ticks of a step are large where there are many ranks, so ``ticks.json`` keeps only those of
+    the newest step, and of the slowest one since the start. The first step, which loads kernels,
+    is not the slowest.
 
     num_abandoned: records of later steps than the one at which this run starts. They are moved to
         ``metrics.abandoned.jsonl``.
@@ -27,12 +32,30 @@ class Records:
         self.path = folder / "metrics.jsonl"
         self.num_abandoned = _abandon_from(self.path, first_step)
         self._file = self.path.open("a")
+        self._first_step, self._ticks = first_step, dict[str, Record]()
+        if first_step == 0:
+            self.path.with_name(TICKS).unlink(missing_ok=True)  # of another run
 
     def write(self, record: Record) -> None:
+        """Writes the record of a step, and takes the ticks out of it."""
+        ticks = record.pop("ticks", None)
         with writing_to(self.path):
             self._file.write(_lines([record]))
             self._file.flush()
+        if ticks is not None:
+            self._write_ticks({"step": record["step"], "seconds": record["seconds"], **ticks})
         self._trackers.write(record)
+
+    def _write_ticks(self, newest: Record) -> None:
+        self._ticks["newest"] = newest
+        slowest = self._ticks.get("slowest")
+        if newest["step"] > self._first_step and (
+            slowest is None or newest["seconds"] > slowest["seconds"]
+        ):
+            self._ticks["slowest"] = newest
+        path = self.path.with_name(TICKS)
+        with writing_to(path):
+            _replace(path, json.dumps(self._ticks, separators=(",", ":")))
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written was told by ``write``
@@ -75,10 +98,15 @@ def _abandon_from(path: Path, first_step: int) -> int:
         with path.with_name(ABANDONED).open("a") as file:
             file.write(_lines(abandoned))
     if (text := _lines(kept)) != path.read_text():
-        new = path.with_suffix(".new")  # a full disk must not cost the records
-        new.write_text(text)
-        new.replace(path)
+        _replace(path, text)
     return len(abandoned)
+
+
+def _replace(path: Path, text: str) -> None:
+    """Writes a file at once: a full disk must not cost what it had."""
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    new.replace(path)
 
 
 def _lines(records: list[Record]) -> str:

@@ -19,6 +19,7 @@ OF_EACH_RANK = ("attention_s", "exposed_s", "waited_s")  # recorded for each ran
 class Measured:
     """What one rank has measured in a step, or [ranks] what all of them have.
 
+    plan_rank: its number in the plans of the step.
     attention_s, planned_s: seconds of attention on this rank, and how many were planned for it.
     serves: whether the plan lets this rank compute attention.
     exposed_s: seconds in which this rank waited for exchanges.
@@ -27,6 +28,7 @@ class Measured:
     admits: whether processes wait to join the run; known to the first rank.
     """
 
+    plan_rank: int | Tensor
     loss: float | Tensor
     grad_norm: float | Tensor
     seconds: float | Tensor

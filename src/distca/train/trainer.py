@@ -22,6 +22,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from distca.dispatch.ranges import named
 from distca.dispatch.transports.base import ExchangeError
 from distca.model.llama import Llama
 from distca.runtime.host_ranks import HostRanks
@@ -41,6 +42,7 @@ from distca.train.run_ranks import RunRanks
 from distca.train.step_folders import newest
 from distca.train.step_record import Measured, step_record
 from distca.train.stop import StopRequest
+from distca.train.tick_record import measured_ticks, tick_record
 from distca.train.trace import tracing
 from distca.train.trackers import Trackers
 
@@ -146,7 +148,7 @@ class Trainer:
                 if step > self.first_step:
                     self._change_servers(step)
                 batches.next(self.ranks.planner)
-                with self._tracing(step):
+                with self._tracing(step), named(f"step {step}"):
                     record = self._step(step)
                 if saved := train.saves_after(step):
                     self._save(step + 1)
@@ -349,13 +351,12 @@ class Trainer:
         return self.stop.requested and self.context.only_serves and self._host.peers is not None
 
     def _record(self, loss: float, norm: float, taken: float) -> Record:
-        spent = [attention.meter.take() for attention in self.runner.attentions]
-        attention, planned, exposed = (
-            sum(seconds.get(name, 0.0) for seconds in spent)
-            for name in ("attention", "planned", "exposed")
-        )
         fetched = self.ranks.batch
+        meters = [attention.meter for attention in self.runner.attentions]
+        ticks = measured_ticks(meters, len(fetched.step.plan.schedule.ticks))
+        _, attention, planned, exposed = ticks.sum(0).tolist()
         mine = Measured(
+            plan_rank=self.context.plan_rank,
             loss=loss,
             grad_norm=norm,
             seconds=taken,
@@ -369,11 +370,16 @@ class Trainer:
             leaves=self._leaves,
             admits=self.ranks.admits,
         ).tensor()
-        everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(mine))
-        ranks = Measured.of_ranks(everyone)
+        both = torch.cat([mine, ticks.flatten()])
+        everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(both))
+        ranks = Measured.of_ranks(everyone[:, : len(mine)])
         self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"])
         self.ranks.plan_change(ranks["leaves"], ranks["admits"])
-        return step_record(ranks, fetched, self.model_config, self.device)
+        record = step_record(ranks, fetched, self.model_config, self.device)
+        if self.context.rank == 0 and len(ticks) > 2:
+            of_ranks = everyone[:, len(mine) :].view(-1, *ticks.shape)
+            record["ticks"] = tick_record(fetched.step.plan, ranks["plan_rank"], of_ranks)
+        return record
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         def all_ranks() -> list[int]:

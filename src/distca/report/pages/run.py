@@ -8,6 +8,7 @@ from distca.report.pages.page import COLORS, DASHES, Page, Section, Table
 from distca.report.pages.panels import Line, Mark, Panel, draw_panels, numbers
 from distca.report.pages.run_events import Event, Run, events_of
 from distca.report.pages.run_ranks import heat_map
+from distca.report.pages.run_ticks import tick_sections
 from distca.report.tables import NOTHING, Record
 from distca.report.training import summary
 
@@ -36,6 +37,7 @@ def run_page(runs: Sequence[Run]) -> Page:
                     figure,
                 )
             )
+        sections += tick_sections(run, number, _of(run, runs))
     return Page(title, _words(runs), _facts(runs[0]) if len(runs) == 1 else {}, sections)
 
 

@@ -16,6 +16,7 @@ class Run:
     faults: lines of ``faults.jsonl``.
     config: its ``config.json``; empty if there is none.
     trace: the path of its timeline; empty if there is none.
+    ticks: its ``ticks.json``; empty if there is none.
     """
 
     name: str
@@ -23,6 +24,7 @@ class Run:
     faults: Sequence[Record] = ()
     config: Record = field(default_factory=dict)
     trace: str = ""
+    ticks: Record = field(default_factory=dict)
 
 
 def events_of(run: Run) -> list[Event]:
