@@ -35,7 +35,7 @@ def steps(number: int, ranks: int = 3, slow: int = 0) -> list[dict[str, Any]]:
                 "waited_s": [0.001] * ranks,
             },
         }
-        | ({"eval_loss": 4.0, "eval_loss below 256": 4.5} if step % 4 == 3 else {})
+        | ({"eval_loss": 4.0, "eval_loss_below_256": 4.5} if step % 4 == 3 else {})
         for step in range(number)
     ]
 

@@ -47,7 +47,10 @@ def _root(
         ),
     ] = False,
 ) -> None:
-    """Core attention disaggregation for long-context training."""
+    """Core attention disaggregation for long-context training.
+
+    For example: distca plan prolong --ranks 64 --compare
+    """
 
 
 def _run(command: Command | None, version: bool) -> None:

@@ -43,7 +43,7 @@ class ReplayCommand:
     The device runs a rank's real share forward and backward through a few
     layers, while exchanges take as long as on the given link.
 
-    For a first look on any machine: distca bench replay --ranks 16
+    For example: distca bench replay --ranks 16
     """
 
     ranks: int = _plan("N", "Ranks of the plan, each with tp GPUs.", 64)
@@ -183,7 +183,10 @@ def replay_ranks(
 
 
 def _bench(context: typer.Context) -> None:
-    """Measures parts of large runs on this machine's device."""
+    """Measures parts of large runs on this machine's device.
+
+    For example: distca bench replay --ranks 16
+    """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 

@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
-from rich.console import Console
 
-from distca.cli.command import argument, json_switch, option
-from distca.report.checks import checks_table
+from distca.cli.command import argument, console, json_switch, option, showing_progress
+from distca.report.checks import checks_table, leaks_words
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,6 +21,8 @@ class CheckCommand:
     Changes one document after another and reports the first layer in which
     others change too. Exits with status 1 if there is one, and with 2 if nothing
     could be checked. Weights are random if the folder holds only a config.
+
+    For example: distca check models/qwen3-8b
     """
 
     model: Path = argument("MODEL_DIR", "Folder with a config.json, and weights if any.")
@@ -40,13 +41,21 @@ class CheckCommand:
         register()
         loaded = load(self.model)
         names = self.attention or ["sdpa", "distca"]
-        rows = [row for name in names for row in _rows(loaded, name)]
+        rows: list[dict[str, Any]] = []
+        with showing_progress("attention", len(names), quiet=self.as_json) as update:
+            for number, name in enumerate(names):
+                update(number, name)
+                rows += _rows(loaded, name)
+        words = leaks_words(rows)
         if self.as_json:
-            typer.echo(json.dumps({"model": str(self.model), "checks": rows}))
+            typer.echo(json.dumps({"model": str(self.model), "checks": rows, "words": words}))
         else:
             table = checks_table(rows)
             table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names are long
-            Console().print(table)
+            screen = console()
+            screen.print(table)
+            for sentence in words:
+                screen.print(sentence)
         outcomes = {row["passed"] for row in rows}
         raise typer.Exit(1 if False in outcomes else 0 if True in outcomes else 2)
 
@@ -59,8 +68,9 @@ def _rows(model: "nn.Module", attention: str) -> list[dict[str, Any]]:
             outcome = _outcome(model, attention, use_cache, cu_seq_lens)
             arguments = f"use_cache={use_cache}{', cu_seq_lens' if cu_seq_lens else ''}"
             if outcome["passed"] is None and not rows:
-                return [{"check": attention, **outcome}]
-            rows.append({"check": f"{attention}, {arguments}", **outcome})
+                return [{"check": attention, "attention": attention, **outcome}]
+            check = f"{attention}, {arguments}"
+            rows.append({"check": check, "attention": attention, **outcome})
     return rows
 
 

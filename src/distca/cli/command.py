@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
@@ -20,11 +20,13 @@ import typer
 from rich.console import Console
 from typer import Argument, Option
 
+from distca.report.progress import Update, progress
 from distca.runtime.launch import Stop
 from distca.runtime.launched import is_launched
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
+LINE_S = 10.0  # between two lines on the progress, where there is no terminal
 STOPPED_EARLY = "stopped before the first step: there was nothing to save"
 
 
@@ -128,6 +130,12 @@ def rank_command(name: str, command: Command) -> list[str]:
 def console(quiet: bool = False) -> Console:
     """Returns a console that prints text as it is, on standard output."""
     return Console(highlight=False, markup=False, quiet=quiet)
+
+
+def showing_progress(title: str, total: int, *, quiet: bool) -> AbstractContextManager[Update]:
+    """Shows progress on standard error, since results may be piped to a file."""
+    errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
+    return progress(errors, title, total, every_s=LINE_S)
 
 
 def stop_before_first_step() -> None:

@@ -14,8 +14,11 @@ from distca.report.machine import advice_of, facts_of, verdict_of
 class DoctorCommand:
     """Shows what this machine has: versions, GPUs, attention kernels, NCCL, MPS, memory and links.
 
-    Says which attention kernels will be used, and why not others. Bandwidths are measured, which
-    takes a few seconds. Afterwards, `distca selftest` checks that ranks compute the right numbers.
+    Says which attention kernels will be used, and why not others. Bandwidths
+    are measured, which takes a few seconds. Afterwards, `distca selftest` checks
+    that ranks compute the right numbers.
+
+    For example: distca doctor
     """
 
     as_json: bool = json_switch()

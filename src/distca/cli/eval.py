@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import argument, console, json_switch, option
+from distca.cli.command import argument, console, json_switch, option, showing_progress
 from distca.cli.export import STEP_HELP
 from distca.report.evaluation import evaluation_table
 from distca.runtime import launched
@@ -43,7 +43,12 @@ class EvalCommand:
 
         num_tokens = None if self.tokens is None else parse_tokens(self.tokens)
         trained = TrainedRun.open(self.run_folder, self.step)
-        result = trained.evaluate(self.data or (), num_tokens)
+        with showing_progress("percent", 100, quiet=self.as_json) as update:
+
+            def show(share: float, so_far: int) -> None:
+                update(round(100 * share), f"{so_far:,} tokens")
+
+            result = trained.evaluate(self.data or (), num_tokens, show)
         torch.distributed.destroy_process_group()
         if self.as_json:
             typer.echo(json.dumps(result))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import argument, json_switch, option
+from distca.cli.command import argument, console, json_switch, option
 
 _DTYPES = ("float32", "bfloat16", "float16")
 STEP_HELP = "Step of the checkpoint. Default: the newest."
@@ -37,7 +37,8 @@ class ExportCommand:
         from distca.train.trained import TrainedRun
 
         trained = TrainedRun.open(self.run_folder, self.step)
-        result = trained.export(self.out, getattr(torch, self.dtype))
+        with console(quiet=self.as_json).status(f"reading and writing step {trained.step}"):
+            result = trained.export(self.out, getattr(torch, self.dtype))
         if self.as_json:
             typer.echo(json.dumps(result))
             return

@@ -32,7 +32,7 @@ class PlanCommand:
 
     Shows imbalance and bytes before and after, and the load of each rank.
 
-    For a first look: distca plan prolong --ranks 64 --compare
+    For example: distca plan prolong --ranks 64 --compare
     """
 
     lengths: str = argument(

@@ -38,7 +38,9 @@ class ProfileCommand:
 
     Takes minutes and may be stopped: the same command continues.
 
-    To use the profile: distca plan ... --cost FILE
+    For example: distca profile --out here.json
+
+    To use the profile: distca plan ... --cost here.json
     """
 
     model: str | None = option(

@@ -19,7 +19,7 @@ class ReportCommand:
 
     The page is one HTML file that works without a network.
 
-    For a first look: distca report runs/latest --open
+    For example: distca report runs/latest --open
     """
 
     paths: list[Path] = argument(

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli.command import (
+    LINE_S,
     check_sharing,
     console,
     exit_if_stopped,
@@ -20,7 +21,8 @@ from distca.cli.command import (
     sharing,
 )
 from distca.report import units
-from distca.report.checks import checks_table
+from distca.report.checks import checks_table, selftest_words
+from distca.report.progress import progress
 from distca.runtime import launch, launched
 
 if TYPE_CHECKING:
@@ -35,9 +37,11 @@ TIMEOUT_S = 60  # for ranks whose check fails in the middle of an exchange
 class SelftestCommand:
     """Checks that attention, training and checkpoints are exact on the ranks at hand.
 
-    Starts ranks on this machine. Under torchrun it joins the ranks of all nodes:
+    Starts ranks on this machine. Under torchrun it joins the ranks of all nodes.
 
-    torchrun --nproc-per-node 8 --no-python distca selftest
+    For example: distca selftest --ranks 2
+
+    On each of several nodes: torchrun --nproc-per-node 8 ... --no-python distca selftest
     """
 
     ranks: int | None = option(
@@ -87,14 +91,17 @@ class SelftestCommand:
         context = join_mesh(MeshShape(dp=dist.get_world_size()), device)
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=TIMEOUT_S))
         began = time.perf_counter()
-        rows = [
-            {"check": name} | _outcome(name, check, group).to_json()
-            for name, check in checks_of(context, self.out).items()
-        ]
+        rows, checks = [], checks_of(context, self.out)
+        screen = console(quiet=self.as_json or context.rank > 0)
+        with progress(screen, "check", len(checks), every_s=LINE_S) as update:
+            for number, (name, check) in enumerate(checks.items()):
+                update(number, name)
+                rows.append({"check": name} | _outcome(name, check, group).to_json())
         seconds = time.perf_counter() - began
         if context.rank == 0:
             record = {"ranks": dist.get_world_size(), "device": device.type, "seconds": seconds}
-            self._show(record | {"checks": rows})
+            words = selftest_words(rows, str(self.out / "logs"))
+            self._show(record | {"checks": rows, "words": words})
         dist.barrier(group)
         dist.destroy_process_group()
         return rows
@@ -108,6 +115,7 @@ class SelftestCommand:
         screen, ranks = console(), units.several(record["ranks"], "rank")
         screen.print(f"{ranks} on {record['device']}, {record['seconds']:.1f} s\n", style="bold")
         screen.print(checks_table(record["checks"]))
+        screen.print(record["words"])
 
 
 def all_pass(rows: list[dict[str, Any]]) -> bool:

@@ -17,6 +17,8 @@ class ServeCommand:
 
     Joins between two steps, and takes the config from the run.
     Ctrl-C leaves between two steps; the run goes on.
+
+    For example: distca serve --join node-1:29500
     """
 
     join: str = option("HOST:PORT", "The store of the run, which shows it at its start.", "")

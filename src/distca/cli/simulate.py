@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option, showing_progress
 from distca.cli.settings import Settings, read_settings
-from distca.report.progress import progress
 from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
 
@@ -23,7 +22,6 @@ if TYPE_CHECKING:
     from distca.sim.sweep import SweepResult
     from distca.sim.verdict import Verdict
 
-LINE_S = 10.0  # between two lines on the progress, where there is no terminal
 PICTURES = (".png", ".svg", ".pdf")
 FIGURES = (  # of a Summary, in the record of a strategy
     "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
@@ -43,7 +41,7 @@ def _use_file(context: typer.Context, path: Path | None) -> Path | None:
 class SimulateCommand(Settings):
     """Predicts the training step of each policy on a cluster, and whether disaggregation helps.
 
-    For a first look: distca simulate --gpus 64 --context 256K
+    For example: distca simulate --gpus 64 --context 256K
     """
 
     config: Path | None = argument(
@@ -173,9 +171,7 @@ def _simulate(study: "Study", quiet: bool) -> list[_Run]:
     )
     runs = []
     done = count(1)
-    # Results may be piped to a file, so progress goes to standard error.
-    errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
-    with progress(errors, "simulated", total, every_s=LINE_S) as update:
+    with showing_progress("simulated", total, quiet=quiet) as update:
 
         def show(strategy: "Strategy") -> None:
             update(next(done), f"{strategy.name}, {strategy.sizes}")

@@ -51,7 +51,7 @@ class TrainCommand:
     Starts ranks on this machine; under torchrun it joins them.
     Ctrl-C saves a checkpoint and ends the run.
 
-    For a first look: distca train --compare
+    For example: distca train --compare
 
     All keys of a config, with their meaning: distca train --print-config
     """

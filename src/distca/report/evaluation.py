@@ -15,5 +15,6 @@ def evaluation_table(result: Record) -> Table:
     table.columns[0].justify = "left"
     for name, figures in (*result["by_length"].items(), ("all", result)):
         perplexity = f"{figures['perplexity']:.4g}"
-        table.add_row(name, units.count(figures["targets"]), f"{figures['loss']:.4f}", perplexity)
+        length = name.replace("_", " ")
+        table.add_row(length, units.count(figures["targets"]), f"{figures['loss']:.4f}", perplexity)
     return table

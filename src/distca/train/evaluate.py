@@ -14,7 +14,7 @@ from distca.runtime.batches import Step
 from distca.runtime.step import StepRunner
 
 EDGES = (256, 1024, 4096, 16384, 65536)  # borders of the classes of document lengths, in tokens
-NAMES = (f"below {EDGES[0]}", *(f"from {edge}" for edge in EDGES))
+NAMES = (f"below_{EDGES[0]}", *(f"from_{edge}" for edge in EDGES))
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,5 +70,5 @@ def _means(found: LengthLosses) -> dict[str, float]:
     result = {"eval_loss": float(found.sums.sum() / max(found.counts.sum(), 1))}
     for name, total, count in zip(NAMES, found.sums, found.counts, strict=True):
         if count:
-            result[f"eval_loss {name}"] = float(total / count)
+            result[f"eval_loss_{name}"] = float(total / count)
     return result

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ from distca.train.config import Config, ParallelSection
 from distca.train.evaluate import NAMES, losses_by_length
 from distca.train.hf_tokenizer import special_ids, write_tokenizer
 from distca.train.step_folders import find, newest, step_of
+
+ShowShare = Callable[[float, int], None]
 
 _BATCH_TOKENS = 16384  # of an evaluation, so that short documents are computed many at once
 
@@ -88,16 +90,21 @@ class TrainedRun:
         return self._about() | {"out": str(out), "files": files, "tokenizer": has_tokenizer}
 
     def evaluate(
-        self, sources: Sequence[str] = (), num_tokens: int | None = None
+        self,
+        sources: Sequence[str] = (),
+        num_tokens: int | None = None,
+        show: ShowShare | None = None,
     ) -> dict[str, Any]:
         """Returns loss and perplexity per target, overall and by document length.
 
         sources: as in ``data.sources``, all of whose documents are read; by default the documents
             that the run has held out.
         num_tokens: those of the first documents that are read; by default all.
+        show: called after each batch with the share of all work, and the tokens so far.
         """
         tokenizer, model_config = self._tokenizer_and_model()
-        batches = _first(self._batches(tokenizer, sources), num_tokens)
+        batches, num_documents = self._batches(tokenizer, sources)
+        batches = _first(batches, num_documents, num_tokens, show)
         device, alone = setup.join_world(), self._on_one_rank()
         context = join_mesh(MeshShape(), device)
         model = on_meta(model_config)
@@ -137,10 +144,12 @@ class TrainedRun:
             self.config, parallel=ParallelSection(backend=p.backend, precision=p.precision)
         )
 
-    def _batches(self, tokenizer: Tokenizer, sources: Sequence[str]) -> Iterator[Batch]:
+    def _batches(self, tokenizer: Tokenizer, sources: Sequence[str]) -> tuple[Iterator[Batch], int]:
+        """Returns batches, and how many documents they have, including those to be dropped."""
         data, num_tokens = self.config.data, max(self.config.data.context, _BATCH_TOKENS)
         if not sources:
-            return setup.loader_of(self.config, tokenizer).evaluation(num_tokens)
+            loader = setup.loader_of(self.config, tokenizer)
+            return loader.evaluation(num_tokens), loader.num_held_out
         opened = [
             open_source(where, tokenizer, context=data.context, seed=self.config.train.seed)
             for where in sources
@@ -150,15 +159,21 @@ class TrainedRun:
         )
         if data.overlong == "drop":
             documents = (one for one in documents if len(one) <= data.context)
-        return in_batches(documents, data.context, num_tokens)
+        return in_batches(documents, data.context, num_tokens), sum(map(len, opened))
 
 
-def _first(batches: Iterator[Batch], num_tokens: int | None) -> Iterator[Batch]:
-    """Yields batches until there are so many tokens."""
-    taken = 0
+def _first(
+    batches: Iterator[Batch], num_documents: int, num_tokens: int | None, show: ShowShare | None
+) -> Iterator[Batch]:
+    """Yields batches until there are so many tokens, and shows when each of them is done."""
+    read = taken = 0
     for batch in batches:
         yield batch
         taken += batch.num_tokens
+        read += sum(document.offset == 0 for document in batch.documents)
+        if show is not None:
+            shares = [read / num_documents, 0.0 if num_tokens is None else taken / num_tokens]
+            show(min(max(shares), 1.0), taken)
         if num_tokens is not None and taken >= num_tokens:
             return
 

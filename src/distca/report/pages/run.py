@@ -131,7 +131,7 @@ def _evaluation(runs: Sequence[Run]) -> Section | None:
         )
         for index, name in enumerate(names):
             points = numbers(run.records, name)
-            length = name.removeprefix("eval_loss").strip(" _").replace("_", " ") or "all"
+            length = name.removeprefix("eval_loss").strip("_").replace("_", " ") or "all"
             if points:
                 label = f"{length}{_of(run, runs)}"
                 dash = DASHES[(index // len(COLORS) + number) % len(DASHES)]
