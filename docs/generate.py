@@ -84,7 +84,7 @@ def _text(text: str) -> str:
     """Returns a help text as Markdown: what looks like a command or a file is code."""
     text = text.replace("\\[", "[")  # which Rich would read as markup
     text = text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
-    text = re.sub(r": (distca .*)$", r": `\1`", text)
+    text = re.sub(r": ((?:distca|torchrun) .*)$", r": `\1`", text)
     return re.sub(r"(?<![`\w])(--[a-z][a-z-]*)", r"`\1`", text) if "`" not in text else text
 
 

@@ -1,10 +1,13 @@
 """Commands as dataclasses: a rank is started with the command line of its launcher's command."""
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 
+from distca.cli import app
 from distca.cli.command import Command, for_typer, rank_command
 from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
@@ -27,3 +30,16 @@ def test_the_command_of_a_rank_is_that_of_its_launcher(command: Command) -> None
     app = typer.Typer()
     app.command()(for_typer(type(command)))
     assert app(line[line.index("name") + 1 :], standalone_mode=False) == command
+
+
+def commands(group: Any, name: str) -> Iterator[tuple[str, str]]:
+    yield name, group.help
+    for title, command in getattr(group, "commands", {}).items():
+        yield from commands(command, f"{name} {title}")
+
+
+def test_every_help_has_an_example() -> None:
+    found = dict(commands(typer.main.get_command(app), "distca"))
+    assert {"distca", "distca train", "distca bench replay"} <= found.keys()
+    without = [name for name, text in found.items() if f"For example: {name}" not in text]
+    assert without == []

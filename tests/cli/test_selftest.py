@@ -30,6 +30,7 @@ def test_two_ranks_pass(tmp_path: Path) -> None:
     assert [row["passed"] for row in record["checks"]] == [True] * 13
     assert {"error", "bytes_per_s"} <= set().union(*record["checks"])
     assert json.loads((tmp_path / "selftest.json").read_text()) == record
+    assert record["words"].startswith("All checks passed: ")
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -51,6 +52,7 @@ def test_what_is_not_exact_fails(
     assert exited.value.code == 1
     assert said.count("FAIL") == 7  # all but the checkpoint and what needs two ranks
     assert said.count("skipped") == 5
+    assert "7 of 13 checks failed: do not train on these ranks" in said
 
 
 def test_sharing_a_gpu_under_torchrun_is_refused(

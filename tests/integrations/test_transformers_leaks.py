@@ -135,8 +135,10 @@ def checked(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, s
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model_of("llama").save_pretrained(tmp_path)
     status, out, _ = checked(capsys, str(tmp_path), "--json")
-    rows = json.loads(out)["checks"]
+    rows, words = (json.loads(out)[key] for key in ("checks", "words"))
     assert status == 1
+    assert words[0].startswith("With sdpa, packed documents see each other in 2 of 4 ways")
+    assert words[1].startswith("With distca, packed documents are independent")
     assert {row["check"] for row in rows if row["passed"]} == {
         "sdpa, use_cache=False",
         "sdpa, use_cache=False, cu_seq_lens",
@@ -158,6 +160,7 @@ def test_command_on_a_config_alone(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "computes with its masks" in " ".join(out.split())
     status, out, _ = checked(capsys, str(tmp_path), "--attention", "distca")
     assert status == 2
+    assert out.splitlines()[-1] == "With distca, nothing could be checked."
 
 
 def test_command_calls_as_in_training(

@@ -10,13 +10,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from distca.cli import main
+from distca.data.documents import Document
+from distca.data.loader import in_batches
 from distca.data.tokenizers import open_tokenizer
 from distca.train.step_folders import COMPLETE
-from distca.train.trained import TrainedRun
+from distca.train.trained import TrainedRun, _first
 
 STEPS = 3
 SETTINGS = (
@@ -89,6 +92,21 @@ def test_held_out_documents_have_the_loss_of_the_run(run: Path) -> None:
     printed = distca("eval", str(run))
     assert f"step {STEPS} of {run} on held-out documents" in printed
     assert f"{last['eval_loss']:.4f}" in printed.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "shares"), [(None, [0.25, 0.5, 1.0]), (40, [0.5, 1.0]), (1000, [0.25, 0.5, 1.0])]
+)
+def test_the_share_that_is_evaluated_is_that_of_documents_or_of_tokens(
+    num_tokens: int | None, shares: list[float]
+) -> None:
+    lengths = [30, 10, 10, 10]  # of documents; the first has two pieces
+    documents = [Document.from_tokens(np.zeros(length)) for length in lengths]
+    shown: list[float] = []
+    batches = in_batches(documents, 20, 20)
+    for _ in _first(batches, len(documents), num_tokens, lambda share, _: shown.append(share)):
+        pass
+    assert shown == shares
 
 
 def test_the_exported_tokenizer_is_that_of_the_run(exported: Path) -> None:

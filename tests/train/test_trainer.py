@@ -141,6 +141,7 @@ def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> 
     stages = run(world, 2, tmp_path / "stages", **settings, **PIPELINE)[-1]
     names = [name for name in one if name.startswith("eval_loss")]
     assert len(names) > 1  # in all, and by length
+    assert not [name for name in one if " " in name]
     for other in (two, three, stages):
         assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
 

@@ -54,7 +54,7 @@ class CheckCommand:
             table.columns[0].no_wrap, table.columns[0].overflow = False, "fold"  # names are long
             screen = console()
             screen.print(table)
-            for sentence in words:
+            for sentence in ("", *words):
                 screen.print(sentence)
         outcomes = {row["passed"] for row in rows}
         raise typer.Exit(1 if False in outcomes else 0 if True in outcomes else 2)

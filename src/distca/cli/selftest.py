@@ -115,7 +115,7 @@ class SelftestCommand:
         screen, ranks = console(), units.several(record["ranks"], "rank")
         screen.print(f"{ranks} on {record['device']}, {record['seconds']:.1f} s\n", style="bold")
         screen.print(checks_table(record["checks"]))
-        screen.print(record["words"])
+        screen.print(f"\n{record['words']}")
 
 
 def all_pass(rows: list[dict[str, Any]]) -> bool:

@@ -35,7 +35,7 @@ def checks_table(rows: Sequence[Record]) -> Table:
 
 def _figure(row: Record) -> str:
     if "bytes_per_s" in row:
-        return f"{units.size(row['bytes_per_s'])}/s each way, on every rank"
+        return f"{units.size(row['bytes_per_s'])}/s each way, per rank"
     if "error" in row:
         return f"error {row['error']:.1e}, limit {row['limit']:g}"
     return str(row["words"])
@@ -50,7 +50,7 @@ def selftest_words(rows: Sequence[Record], logs: str) -> str:
             f" ranks before they pass. See {logs}, and `distca doctor`."
         )
     skipped = sum(row["passed"] is None for row in rows)
-    rest = f"; {skipped} skipped, which need more ranks" if skipped else ""
+    rest = f"; {skipped} skipped, which need another number of ranks" if skipped else ""
     return (
         f"All checks passed{rest}: attention, gradients and checkpoints of these ranks are those"
         " of one device. You can train on them."
