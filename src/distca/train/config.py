@@ -173,6 +173,11 @@ class TrainSection:
         -1, "Step, counted from 0, whose timeline over all ranks is written; -1: none."
     )
 
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes any checkpoint."""
+        return self.checkpoint_every > 0 or self.save_at_end
+
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint follows a step, if nothing stops the run."""
         last = step + 1 == self.steps
