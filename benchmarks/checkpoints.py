@@ -17,6 +17,7 @@ import platform
 import sys
 import tempfile
 import time
+from contextlib import nullcontext
 from datetime import date
 from pathlib import Path
 from statistics import median, quantiles
@@ -111,8 +112,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--model", default="debug")
-    parser.add_argument("--sizes", default="{layers=8, hidden=512, ffn=1408}")
-    parser.add_argument("--context", type=int, default=2048)
+    parser.add_argument("--sizes", default="{}")
+    parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path)
@@ -124,12 +125,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         options.out = Path(folder)
         ranks = [sys.executable, __file__, *sys.argv[1:], "--out", folder]
-        if options.share_gpu:
-            with share_gpu(options.ranks, options.out / "mps") as gpu:
-                launch(ranks, options.ranks, options.out / "logs", gpu)
-        else:
-            launch(ranks, options.ranks, options.out / "logs")
-        report(options, command)
+        sharing = share_gpu(options.ranks, options.out / "mps")
+        with sharing if options.share_gpu else nullcontext() as gpu:
+            stopped = launch(ranks, options.ranks, options.out / "logs", gpu)
+        if stopped is None:
+            report(options, command)
 
 
 if __name__ == "__main__":
