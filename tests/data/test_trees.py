@@ -108,7 +108,7 @@ def test_trees_beside_other_documents(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("tokens", "context"), [(100, 22), (25, 25)])
 def test_trees_that_are_too_large(tmp_path: Path, tokens: int, context: int) -> None:
     source = source_of(tmp_path / "trees.jsonl", TREES)
-    with pytest.raises(ValueError, match=r"28 tokens and a row of 23, .* overlong = .drop."):
+    with pytest.raises(ValueError, match=r"28 tokens and a row of 23, .*overlong = .drop."):
         Loader([source], tokens_per_step=tokens, context=context).next_batch()
     dropping = Loader([source], tokens_per_step=tokens, context=context, overlong="drop")
     with pytest.raises(ValueError, match="has nothing to train on"):

@@ -39,6 +39,7 @@ _OF_MODELS = {  # the same of models
 # Classes of modules that carry a state from token to token, besides convolutions.
 _STATEFUL = re.compile(
     r"Mamba|Recurrent(?!Gemma)|Rglru|DeltaNet|ShortConv|Lightning|(?<!Kimi)LinearAttention|Rwkv"
+    r"|MobileBertEmbeddings"  # reads the tokens beside each one
 )
 # Those of transformers whose state is causal, so that documents can be kept apart. The families in
 # docs/integrations/transformers_families.md are the test of that.
