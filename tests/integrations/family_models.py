@@ -75,7 +75,6 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlnet": {"d_head": 8},
     "xmod": {"default_language": "en_XX"},
-    "zamba2": {"mamba_headdim": 16, "attention_head_dim": 16, "attention_hidden_size": 64},
     "xlstm": {"embedding_dim": 32, "num_blocks": 4},
 }
 
