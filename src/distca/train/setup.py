@@ -159,6 +159,7 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
         weights=data.weights or None,
         overlong=data.overlong,  # type: ignore[arg-type]
         held_out=data.held_out,
+        tree_tokens=train.tokens_per_step // config.parallel.num_sets,
     )
     loader.check_targets()
     if train.eval_every:

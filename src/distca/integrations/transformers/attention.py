@@ -40,6 +40,7 @@ from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
+from distca.integrations.transformers.states import separate_states
 from distca.planning.masks import BAND
 from distca.planning.placement import Entry
 
@@ -65,7 +66,7 @@ def register(
     registered = Registered(name, PlannedAttention(group, **options))
     AttentionInterface.register(name, registered.attend)
     AttentionMaskInterface.register(name, registered.mask)
-    watch(name)
+    watch(name, separate_states)
     return registered
 
 
@@ -151,7 +152,7 @@ class Registered:
                 documents = call.documents(given, packed.starts)
             packed.check(call.batch.documents if call.batch else documents)
             if first:  # the same on all ranks if they share the batch
-                call.check_packed(max(map(len, call.batch.ranks if call.batch else [documents])))
+                call.check_packed(call.batch.ranks if call.batch else [documents])
         except ValueError as raised:
             error = f"{where} {raised}"
             if call.batch is not None or not call.grad_enabled:
