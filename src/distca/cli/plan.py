@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.data.length_names import FORMS
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
 from distca.planning.policies import POLICIES
@@ -39,8 +40,7 @@ class PlanCommand:
         "LENGTHS",
         'A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
         " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
-        " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
-        " need --ranks.",
+        f" {FORMS}. Documents and distributions need --ranks.",
     )
     ranks: int | None = _batch("N", "Number of workers to pack the documents on.")
     context: str | None = _batch(

@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from distca.data import readers
 from distca.data.documents import Document, Source
-from distca.data.lengths import FORMS, LengthDistribution, Lengths, distribution, names_distribution
+from distca.data.length_names import FORMS, names_distribution
+from distca.data.lengths import LengthDistribution, Lengths, distribution
 from distca.data.tokenizers import Tokenizer
 
 KNOWN = (
