@@ -71,7 +71,9 @@ class PlanCommand:
         DEFAULT_COST,
     )
     cp: int | None = _plan(
-        "N", "Workers that share a sequence in context-parallel policies. Default: up to 8."
+        "N",
+        "Workers that share a sequence in context-parallel policies, at most in dynamic-cp."
+        " Default: up to 8.",
     )
     tile: int = _plan("TOKENS", "Documents are cut at multiples of this.", 128)
     min_shard: int = _plan("TOKENS", "Smallest piece of a document.", 128)
@@ -81,6 +83,9 @@ class PlanCommand:
         "", "Workers compute attention too, besides the servers.", False, "--workers-serve"
     )
     ranks_per_node: int | None = _ranks("N", "Ranks of a node. Default: all.")
+    max_tokens: int | None = _ranks(
+        "TOKENS", "Most tokens of a worker in policies kk and dynamic-cp. Default: any number."
+    )
     memory: str | None = _ranks(
         "BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB."
     )

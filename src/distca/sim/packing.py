@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.planning.api import place, place_and_plan, plan
+from distca.planning.devices import UNLIMITED
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.placers.dynamic_groups import assign_groups, deal
@@ -136,14 +137,16 @@ def _in_dynamic_groups(
     """Gives every document a group of its own size; a worker runs larger groups first.
 
     Each size is a micro-batch. They lie inside each other, so the workers of a group have done the
-    same before, and nobody waits. Without a pipeline, the documents of a size can be divided into
-    as many micro-batches as memory needs; they take the same time. In a pipeline, documents are
-    first divided into micro-batches that take about the same time.
+    same before, and nobody waits. Without a pipeline, the documents of a size are divided into as
+    many micro-batches as memory needs, which take the same time; groups are then so large that no
+    document is more than one micro-batch of a worker. In a pipeline, documents are first divided
+    into micro-batches that take about the same time.
     """
     workers = rates.parallel.workers_per_stage
     sets = micro_batches if rates.parallel.pp > 1 else 1
     given = _whole(lengths, np.zeros_like(lengths), sets * workers)
-    groups = assign_groups(options.problem(given))
+    piece = UNLIMITED if micro_batches == 1 else -(-int(lengths.sum()) // micro_batches // workers)
+    groups = assign_groups(options.problem(given), max_piece=piece)
     sizes = np.unique(groups.size)[::-1]
     of_set, first = np.divmod(groups.first, workers)
     bin_row = of_set * len(sizes) + np.searchsorted(-sizes, -groups.size)

@@ -291,12 +291,11 @@ class _Search:
 
 
 def _with_fewer_micro_batches(strategy: Strategy) -> list[Strategy]:
-    """Returns strategies that take no longer than this one, because theirs are the same bins.
+    """Returns strategies that take no longer than this one, because workers have the same in them.
 
-    Without a pipeline, kk and dynamic groups divide what a worker has into micro-batches in order
-    to save memory.
+    Without a pipeline, kk divides what a worker has into micro-batches only to save memory.
     """
-    if strategy.parallel.pp > 1 or strategy.policy not in ("kk", "dynamic-cp"):
+    if strategy.parallel.pp > 1 or strategy.policy != "kk":
         return []
     fewer = range(strategy.micro_batches.bit_length() - 1)
     return [replace(strategy, micro_batches=1 << power) for power in fewer]

@@ -12,6 +12,7 @@ from math import inf
 
 import numpy as np
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.placement import Placement
 from distca.planning.placers.head_tail import group_size
 from distca.planning.problem import Problem
@@ -40,17 +41,19 @@ def dynamic_groups(problem: Problem) -> Placement:
     return placement
 
 
-def assign_groups(problem: Problem) -> Groups:
+def assign_groups(problem: Problem, *, max_piece: int = UNLIMITED) -> Groups:
     """Chooses the groups of all documents.
 
     The smallest groups with which the busiest worker is within the tolerance are taken, because
     they send least; if there are none, those with which the busiest worker has least to do.
+
+    max_piece: the most tokens of one document on a worker, as far as groups can be large enough.
     """
     workers, work = problem.placement.num_workers, problem.document_ps
     mean = int(work.sum()) / workers
     best: Groups | None = None
     for share in LARGEST_SHARES:
-        found = _pack(problem, work, _sizes(problem, work, share * mean))
+        found = _pack(problem, work, _sizes(problem, work, share * mean, max_piece))
         if best is None or (not found.fits, found.most_ps) < (not best.fits, best.most_ps):
             best = found
         if best.fits and best.most_ps <= (1 + problem.tolerance) * mean:
@@ -59,14 +62,14 @@ def assign_groups(problem: Problem) -> Groups:
     return best
 
 
-def _sizes(problem: Problem, work: Ints, largest_ps: float) -> Ints:
+def _sizes(problem: Problem, work: Ints, largest_ps: float, max_piece: int) -> Ints:
     """[documents] Returns the smallest sizes with which neither work nor tokens are too many."""
     largest = group_size(problem)
     largest &= -largest  # the largest power of two that divides it, so that groups lie inside it
     size = np.ones(len(work), np.int64)
     for _ in range(largest.bit_length() - 1):
         too_large = (work > size * largest_ps) | (
-            -(-problem.placement.lengths // size) > problem.max_tokens
+            -(-problem.placement.lengths // size) > min(max_piece, problem.max_tokens)
         )
         size[too_large] = np.minimum(size[too_large] * 2, largest)
     return size
