@@ -14,6 +14,7 @@ setup: $(READY) ## the pinned environment in .venv
 
 # Redone only when what it is made from has changed.
 $(READY): pyproject.toml constraints.txt
+	@echo "installing the pinned environment into .venv: about 2 GB, a few minutes"
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
