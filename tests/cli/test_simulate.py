@@ -53,7 +53,7 @@ def small() -> dict[str, Any]:
 
 def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     out, err = run(*SMALL)
-    assert err == ""
+    assert all("simulated" in line for line in err.splitlines())  # progress, if it takes long
     assert "\x1b" not in out  # no colors in a pipe
     assert "heads 8" in out.splitlines()[0]
     for name in ("colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced"):
