@@ -10,6 +10,7 @@ from distca.planning.models import ModelShape
 
 GIB = 1 << 30
 STATE_BYTES = 16  # per parameter: weight, gradient and two moments in float32
+SAVED_BYTES = 12  # of those in a checkpoint: all but the gradient
 LOSS_CHUNK = 2048  # tokens whose logits and their gradients exist at the same time, in float32
 
 
@@ -22,14 +23,21 @@ class Memory:
     activations: int  # saved for the backward pass
     logits: int
     exchange: int  # received queries, keys, values and outputs
+    checkpoint: int = 0  # the copy that is written in the background, if it shares this memory
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
+    @property
+    def saved(self) -> int:
+        """Bytes of this rank's share of a checkpoint, which is copied before it is written."""
+        return self.state * SAVED_BYTES // STATE_BYTES
+
     def table(self) -> dict[str, float]:
         """Returns GiB by purpose."""
-        parts = asdict(self) | {"total": self.total}
+        parts = {name: size for name, size in asdict(self).items() if size}
+        parts["total"] = self.total
         return {name: num_bytes / GIB for name, num_bytes in parts.items()}
 
 
