@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from distca.cli.model_shapes import check_dense, named_shape
 from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
-from distca.data.lengths import Lengths, distribution, names_distribution
+from distca.data.length_names import names_distribution
+from distca.data.lengths import Lengths, distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape

@@ -26,7 +26,8 @@ import numpy.typing as npt
 
 from distca.data import readers
 from distca.data.documents import Document, Source, Tree
-from distca.data.lengths import FORMS, LengthDistribution, Lengths, distribution, names_distribution
+from distca.data.length_names import FORMS, names_distribution
+from distca.data.lengths import LengthDistribution, Lengths, distribution
 from distca.data.tokenizers import Tokenizer
 from distca.data.trees import read_tree
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.planning.costs.base import CostModel
+from distca.planning.costs.base import BACKWARD_TIMES, PS, CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.masks import Mask, reach_of
@@ -30,6 +30,7 @@ _WHOLE = {  # the least and the largest value
     "tile": _TOKENS,
     "min_shard": _TOKENS,
     "search_orders": _SIZE,
+    "max_tokens": _TOKENS,
 }
 
 
@@ -54,6 +55,10 @@ class PlanOptions:
         ``min_shard`` tokens.
     search_orders: with up to 32 ranks, the scheduler tries this many orders and keeps the plan that
         moves the fewest bytes; 1 plans fastest and moves a few percent more.
+    token_s: seconds of a token in one layer without attention, forward and backward, for placers
+        that balance whole steps (``karmarkar-karp``, ``dynamic-groups``); by default the FLOPs of
+        the linear layers at the rate of the cost model.
+    max_tokens: the most tokens that these placers may give to a worker; by default any number.
     """
 
     model: str | ModelShape | None = None
@@ -73,8 +78,12 @@ class PlanOptions:
     tile: int = 128
     min_shard: int = 128
     search_orders: int = 8
+    token_s: float | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.token_s is not None and not 0 <= self.token_s < np.inf:
+            raise ValueError(f"token_s = {self.token_s!r}: it must be at least 0")
         number = isinstance(self.tolerance, int | float | np.number)
         if not number or not 0.0 <= self.tolerance < 1.0:
             raise ValueError(
@@ -117,6 +126,11 @@ class PlanOptions:
     def problem(self, placement: Placement) -> Problem:
         """Returns the input of placers and schedulers."""
         shape, workers = self.shape, placement.num_workers
+        cost = cost_model(self.cost, shape)
+        token_s = self.token_s
+        if token_s is None:
+            flops = (1 + BACKWARD_TIMES) * shape.linear_flops_per_token
+            token_s = flops / (cost.linear_tflops * 1e12)
         # Nodes have 8 ranks typically.
         largest_cp = max(size for size in range(1, 9) if workers % size == 0)
         return Problem(
@@ -132,9 +146,11 @@ class PlanOptions:
                 ranks_per_node=self.ranks_per_node,
             ),
             shape=shape,
-            cost=cost_model(self.cost, shape),
+            cost=cost,
             tolerance=self.tolerance,
             grain=Grain(self.tile, self.min_shard),
             cp=largest_cp if self.cp is None else self.cp,
             search_orders=self.search_orders,
+            token_ps=round(token_s * PS),
+            max_tokens=UNLIMITED if self.max_tokens is None else self.max_tokens,
         )
