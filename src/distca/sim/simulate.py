@@ -202,7 +202,7 @@ def _memory(rates: Rates, planned: Planned) -> Memory:
         p = replace(p, keep_weights=True)
         tokens, held = int(planned.plan.placement.tokens.max()), min(p.pp, len(planned.order))
         gathered_keys = int(planned.tokens.max()) * (p.cp - 1) // p.cp
-        received = gathered_keys * planned.plan.shape.kv_bytes * layers * held
+        received = gathered_keys * planned.plan.shape.kv_memory_bytes * layers * held
     else:
         of_micro_batch = (micro_batch_tokens(planned, m) for m in range(len(planned.micro_batches)))
         tokens, held = max(int(one.max()) for one in of_micro_batch), planned.schedule.in_flight[0]
@@ -223,7 +223,7 @@ def _received_bytes(step: StepPlan) -> int:
         for plan in slot:
             tasks = plan.forward if phase == FORWARD else plan.backward
             used = memory_bytes(tasks, plan.placement, plan.shape, plan.devices.num_ranks)
-            own = plan.placement.tokens * (2 * plan.shape.q_bytes + plan.shape.kv_bytes)
+            own = plan.placement.tokens * plan.shape.token_bytes
             received += used[: len(own)] - own
         most = max(most, int(received.max()))
     return most

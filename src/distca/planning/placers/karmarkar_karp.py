@@ -38,8 +38,8 @@ def karmarkar_karp(problem: Problem) -> Placement:
     worker = as_ints([0] * len(lengths))
     for number, members in enumerate(partition(cost, workers)):
         worker[members] = number
-    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    _keep_limits(worker, lengths, cost, problem.devices.memory_bytes[:workers] // token_bytes)
+    limits = problem.devices.memory_bytes[:workers] // problem.shape.token_bytes
+    _keep_limits(worker, lengths, cost, limits)
     order = np.argsort(worker, kind="stable")
     return Placement(
         lengths,
