@@ -143,6 +143,9 @@ class PlannedAttention:
     backend, deterministic: options of ``CoreAttention``.
     learn_speed: whether plans give less to ranks whose measured attention is slow; not if
         ``deterministic``, since such plans differ from run to run.
+    latents: whether latents travel instead of keys and values (MLA), where that is fewer bytes and
+        the trainer's layers tell them. Gradients of weights must then be summed over all ranks that
+        share their attention, as data parallelism does.
     policy: ``distca``, ``colocated`` or ``greedy``; the trainer's tokens stay where they are.
     timeout_s: how long a rank waits for a batch of the other ranks.
     plan_options: options of ``distca.plan`` by name, such as ``cost``, ``tolerance``,
@@ -162,12 +165,13 @@ class PlannedAttention:
         backend: str = "auto",
         deterministic: bool = False,
         learn_speed: bool = False,
+        latents: bool = True,
         policy: str = "distca",
         timeout_s: float = 600.0,
         **plan_options: Any,
     ) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self._options = PlanOptions.of(None, plan_options)
+        self._options, self._latents = PlanOptions.of(None, plan_options), latents
         self._scheduler = policy_of(policy).scheduler
         self._learns = learn_speed and policy_of(policy).disaggregated and not deterministic
         self._speeds: LearnedSpeeds | None = None
@@ -250,7 +254,7 @@ class PlannedAttention:
         scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         q, k, v, *factors = _autocast(q, k, v, *(latent or ()))
         inputs = Inputs(q, k, v, sinks, Latent(*factors) if factors else None)
-        if not _saves_bytes(inputs.spec):
+        if not self._latents or not _saves_bytes(inputs.spec):
             inputs = inputs._replace(latent=None)
         spec = AttentionSpec(Mask.parse(mask), inputs.spec)
         self._layers.setdefault((spec, scoring))
