@@ -43,10 +43,7 @@ def attend(
         none = [t[tokens.rows(rank)] for t in (tokens.grad_out, tokens.q, *tokens.factors)]
         return none + [torch.zeros_like(t) for t in shared]
     if face == "steps":  # without autograd, which has one thread per GPU, not one per rank
-        prepared = attention._agree_on(Inputs(q, k, v), plan)[1].plan
-        attended = ForwardPass(prepared, q, k, v).combine()
-        grads = BackwardPass(prepared, grad_out, Saved(q, k, v, *attended)).combine()
-        return [attended.out, *grads]
+        return steps(attention, plan, tokens, Inputs(q, k, v), grad_out)
     mine = [q, *(t[tokens.rows(rank)].to(device) for t in tokens.factors)]
     leaves = [t.requires_grad_(want) for t, want in zip(mine, wanted, strict=True)]
     given, latent = leaves, None
@@ -65,6 +62,25 @@ def attend(
     leaves += shared
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
     return [out.detach(), *grads]
+
+
+def steps(
+    attention: CoreAttention, plan: Plan, tokens: Tokens, inputs: Inputs, grad_out: Tensor
+) -> list[Tensor]:
+    """The same by hand: where latents travel, home adds what follows from its own dk and dv."""
+    if tokens.latent is not None:
+        rows = tokens.rows(attention.transport.rank)
+        mine = (*(t[rows] for t in tokens.factors), tokens.latent.weight)
+        inputs = inputs._replace(latent=Latent(*(t.to(grad_out.device) for t in mine)))
+    q, k, v, _, latent = inputs
+    prepared = attention._agree_on(inputs, plan)[1].plan
+    attended = ForwardPass(prepared, q, k, v, latent).combine()
+    saved = Saved(q, k, v, *attended)
+    dq, dk, dv, *received = BackwardPass(prepared, grad_out, saved, latent).combine()
+    if latent is None:
+        return [attended.out, dq, dk, dv]
+    own = latent.differentiate(dk, dv)
+    return [attended.out, dq, *(a + b for a, b in zip(own, received, strict=True))]
 
 
 def exact(

@@ -13,8 +13,15 @@ from torch import Tensor
 from distca.attention.core import CoreAttention
 from distca.integrations.transformers import register
 
-MLA = {"num_key_value_heads": 4, "kv_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
-       "v_head_dim": 6, "q_lora_rank": 16, "first_k_dense_replace": 3, "num_hidden_layers": 3}  # fmt: skip
+MLA = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "q_lora_rank": 16,
+    "first_k_dense_replace": 3,
+}
 MODELS = {"deepseek_v2": "DeepseekV2", "deepseek_v3": "DeepseekV3"}
 
 

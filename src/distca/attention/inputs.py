@@ -89,7 +89,7 @@ class Inputs(NamedTuple):
         if not fits or q.shape[1] % max(k.shape[1], 1):
             raise ValueError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have the"
-                " same number of heads and q a multiple of it, and q and k the same head size"
+                " same number of heads, and q the head size of k and a multiple of their heads"
             )
         if self.sinks is not None and (refusal := with_sinks.refusal(self.sinks, q)):
             raise ValueError(refusal)
