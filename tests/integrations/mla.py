@@ -9,6 +9,7 @@ import torch.distributed as dist
 from integrations.bodies import summed
 from integrations.tiny import LENGTHS, SIZES, gradients, packed
 from torch import Tensor
+from torch.distributed.fsdp import fully_shard
 
 from distca.attention.core import CoreAttention
 from distca.integrations.transformers import register
@@ -81,8 +82,16 @@ def learned(
             for layer in model.model.layers:
                 bias = torch.zeros(layer.self_attn.kv_b_proj.out_features)
                 layer.self_attn.kv_b_proj.bias = torch.nn.Parameter(bias, requires_grad=False)
+        if how == "fsdp":
+            for part in (*model.model.layers, model):
+                fully_shard(part)
+                part.set_gradient_divide_factor(1.0)
+                part.set_force_sum_reduction_for_comms(True)
         loss = squares(model, tokens_of(dist.get_rank(group)))
         loss.backward()
     finally:
         planned.CoreAttention = CoreAttention  # type: ignore[misc]
+    if how == "fsdp":
+        grads = {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None}
+        return loss.item(), grads, sent
     return loss.item(), summed(model, group), sent

@@ -16,6 +16,7 @@ pytest.importorskip("transformers", minversion="5")
         ("deepseek_v2", "latents"),
         ("deepseek_v3", "latents"),
         ("deepseek_v3", "checkpointed"),
+        ("deepseek_v3", "fsdp"),
         ("deepseek_v3", "expanded"),
         ("deepseek_v3", "biased"),
     ],
