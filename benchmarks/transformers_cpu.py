@@ -166,9 +166,10 @@ def trained(side: str, registered: Any, turns: Turns, steps: int, folder: str) -
         use_cpu=True,
         ddp_find_unused_parameters=False,
     )
-    callbacks = [watch] if registered is None else [watch, registered.callback()]
     dataset = [packed(lengths) for _ in range(steps) for lengths in LENGTHS]
-    trainer = Trainer(model_with(side), arguments, train_dataset=dataset, callbacks=callbacks)
+    trainer = Trainer(model_with(side), arguments, train_dataset=dataset, callbacks=[watch])
+    if registered is not None:
+        registered.adopt(trainer)
     trainer.train()
     turns.give()
     losses = [one["loss"] for one in trainer.state.log_history if "loss" in one]

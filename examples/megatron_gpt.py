@@ -17,6 +17,10 @@ from distca.integrations.megatron import DistcaDotProductAttention
 torch.distributed.init_process_group()
 rank, cuda = torch.distributed.get_rank(), torch.cuda.is_available()
 torch.set_default_device(torch.device("cuda", rank % torch.cuda.device_count()) if cuda else "cpu")
+if not cuda:  # Megatron-Core itself needs a GPU
+    from megatron_on_cpu import stay_on_cpu
+
+    stay_on_cpu()
 parallel_state.initialize_model_parallel()
 sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
 no_dropout = {"attention_dropout": 0.0, "hidden_dropout": 0.0}
@@ -38,3 +42,5 @@ for step in range(5):
     model.finish_grad_sync()
     adam.step()
     print(f"step {step} rank {rank} loss {loss.item():.4f}")
+figures = DistcaDotProductAttention.take_figures()  # of this rank, for any log
+print(f"rank {rank}", *(f"{name} {value:.3g}" for name, value in figures.items()))

@@ -7,6 +7,7 @@ import random
 import tempfile
 
 import torch
+import torchtitan_on_cpu  # before torchtitan; it changes nothing where there is a GPU
 from datasets import Dataset
 from tokenizers import Tokenizer, models
 from torchtitan.hf_datasets import DatasetConfig
@@ -31,6 +32,7 @@ config.checkpoint.enable = config.validator.enable = False
 config.parallelism.spmd_backend = "partial_dtensor"  # the default needs a newer torch than 2.13
 if not torch.cuda.is_available():
     config.training.mixed_precision_param = "float32"
+    torchtitan_on_cpu.stay_on_cpu()
 trainer = config.build()
 trainer.train()
 trainer.close()

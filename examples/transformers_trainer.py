@@ -31,6 +31,6 @@ trainer = hf.Trainer(
     ),
     train_dataset=documents,
     data_collator=hf.DataCollatorWithFlattening(),  # packs: position_ids restart
-    callbacks=[distca.callback()],  # plans the next batch during this one
 )
+distca.adopt(trainer)  # plans the next batch during this one, and adds figures to the logs
 trainer.train()

@@ -280,7 +280,7 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--memory=x"], "'x' is not a number of bytes"),
         (["--across=x"], "--across: 'x' is not a bandwidth: write bytes, as in 50GB/s, or bits"),
         (["--latency=-1"], "--latency -1: give 0 or more"),
-        (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash or a file"),
+        (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash, a file"),
         (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
         (["--slow=3"], "--slow 3: write the GPU's number and its speed"),
         (["--slow=99=1"], "GPU 99 of speed 1.0: give a number below 64"),

@@ -16,13 +16,13 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from integrations.counting import counted
-from integrations.megatron_on_cpu import on_cpu
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron_on_cpu import on_cpu
 from torch import Tensor
 
 from distca.integrations.megatron import DistcaDotProductAttention

@@ -30,9 +30,15 @@ def test_transformers_trainer(
 
 def test_megatron_gpt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
-    path, shim = EXAMPLES / "megatron_gpt.py", Path(__file__).with_name("megatron_on_cpu.py")
-    assert len(path.read_text().splitlines()) <= 40
-    launch([sys.executable, str(shim), str(path)], 2, tmp_path / "logs")
-    losses = re.findall(r"step \d rank 0 loss ([0-9.]+)", capfd.readouterr().out)
+    path = EXAMPLES / "megatron_gpt.py"
+    assert len(path.read_text().splitlines()) <= 46
+    launch([sys.executable, str(path)], 2, tmp_path / "logs")
+    said = capfd.readouterr().out
+    losses = re.findall(r"step \d rank 0 loss ([0-9.]+)", said)
     assert len(losses) == 5
     assert float(losses[-1]) < 5.2 < 5.4 < float(losses[0])
+    before, after = (
+        float(re.findall(rf"rank 0 .*distca/{name} ([0-9.]+)", said)[0])
+        for name in ("imbalance_before", "imbalance")
+    )
+    assert 1 <= after < before

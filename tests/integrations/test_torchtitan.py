@@ -153,8 +153,13 @@ def test_example(
 ) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 40
     monkeypatch.chdir(tmp_path)
-    launch([sys.executable, str(HERE / "torchtitan_on_cpu.py"), str(EXAMPLE)], 2, tmp_path / "logs")
+    launch([sys.executable, str(EXAMPLE)], 2, tmp_path / "logs")
     said = capfd.readouterr()
     losses = [float(loss) for loss in re.findall(r"loss: +([0-9.]+)", said.out + said.err)]
     assert len(losses) == 5
     assert losses[-1] < 6 < losses[0]
+    figures = re.findall(
+        r"distca: imbalance ([0-9.]+)x without and ([0-9.]+)x", said.out + said.err
+    )
+    assert len(figures) == 5
+    assert all(float(after) <= float(before) for before, after in figures)

@@ -21,7 +21,7 @@ else:
     )
     from integrations import torchtitan_bodies as bodies
 
-from integrations.torchtitan_on_cpu import OwnAttention
+from integrations.torchtitan_attention import OwnAttention
 from torchtitan.config import OverrideConfig
 from torchtitan.config.override import apply_overrides
 from torchtitan.distributed import utils

@@ -56,11 +56,17 @@ BOTH_KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
 def test_trainer(pair: RankPool, name: str, ahead: bool) -> None:
     """It evaluates after each epoch; last batches are short, and the number of batches is odd."""
-    (losses, evaluation, _), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
+    (losses, evaluation, *_), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
     for found in pair.run(trainers.trained, "distca", ahead, name, {}, ranks=2):
-        assert found[0] == pytest.approx(losses, rel=1e-5)
-        assert found[1] == pytest.approx(evaluation, rel=1e-5)
-        assert found[2] > 0
+        assert found.losses == pytest.approx(losses, rel=1e-5)
+        assert found.evaluation == pytest.approx(evaluation, rel=1e-5)
+        assert found.exchanges > 0
+        assert len(found.figures) == len(losses)
+        for step in found.figures if ahead else ():
+            assert 1 <= step["imbalance"] <= step["imbalance_before"]
+            assert step["attention_s"] > 0
+            assert min(step["exposed_s"], step["plan_wait_s"], step["planning_s"]) >= 0
+        assert any(step.get("gb_per_layer", 0) > 0 for step in found.figures) == ahead
 
 
 @pytest.mark.parametrize("kind", BOTH_KINDS, ids=["reentrant", "not reentrant"])
@@ -70,7 +76,7 @@ def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[
         "gradient_checkpointing_kwargs": kind,
         "gradient_accumulation_steps": 2,
     }
-    (losses, evaluation, _), _ = pair.run(
+    (losses, evaluation, *_), _ = pair.run(
         trainers.trained, "sdpa", False, "llama", options, ranks=2
     )
     for found in pair.run(trainers.trained, "distca", True, "llama", options, ranks=2):
@@ -82,7 +88,7 @@ def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[
 def test_trainer_with_fsdp2(pair: RankPool, name: str) -> None:
     """Accelerate shards the model for a Trainer, and layers are recomputed."""
     again = {"gradient_checkpointing": True}
-    (losses, evaluation, _), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
+    (losses, evaluation, *_), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
     for found in pair.run(trainers.trained, "distca", True, name, again, True, ranks=2):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[1] == pytest.approx(evaluation, rel=1e-5)

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from integrations import torchtitan_on_cpu as on_cpu
+from integrations import torchtitan_attention  # before torchtitan
 from integrations.counting import counted, recorded_devices
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -29,7 +29,6 @@ from torchtitan.models.llama3 import config_registry as llama3
 from distca.integrations.shared import planned
 from distca.integrations.torchtitan import InnerAttention, adopt
 
-on_cpu.shim()
 LENGTHS = (700, 20, 45, 300, 9, 130, 64, 5)  # tokens of documents, drawn at random
 CHECKPOINTING = {"none": None, "selective": SelectiveAC.Config(), "full": FullAC.Config()}
 
@@ -110,7 +109,7 @@ def config_of(attention: str, folder: str) -> Any:
     if attention.startswith("distca"):
         return adopt(config, ahead=attention == "distca", cost="pairs", timeout_s=30.0)
     if attention != "none":
-        config.override.imports.append(f"integrations.torchtitan_on_cpu.{attention}_attention")
+        config.override.imports.append(f"{torchtitan_attention.__name__}.{attention}_attention")
     return config
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,20 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from distca.integrations.shared.figures import PREFIX
 from distca.integrations.transformers import register
 
 # Documents in the order of the sampler, which gives two at a time to each rank.
 DOCUMENTS = [500, 9, 33, 90, 450, 20, 300, 5, 64, 1, 200, 128, 40, 30]
+
+
+class Trained(NamedTuple):
+    """What a Trainer has logged, and the number of exchanges."""
+
+    losses: list[float]
+    evaluation: list[float]
+    exchanges: int
+    figures: list[dict[str, float]]  # of attention, for each loss
 
 
 def mark(rank: int, size: int) -> None:
@@ -43,8 +53,7 @@ def trained(
     name: str,
     options: dict[str, Any],
     fsdp2: bool = False,
-) -> tuple[list[float], list[float], int]:
-    """Returns the logged losses of training and of evaluation, and the number of exchanges."""
+) -> Trained:
     from transformers import DataCollatorWithFlattening, Trainer, TrainingArguments
 
     mark(dist.get_rank(), dist.get_world_size())
@@ -71,16 +80,22 @@ def trained(
             train_dataset=features(DOCUMENTS),
             eval_dataset=features(DOCUMENTS[:5], seed=1),  # the last batch is short
             data_collator=DataCollatorWithFlattening(),
-            callbacks=[one.callback()] if ahead else [],
         )
+        if ahead:
+            one.adopt(trainer)
         with fsdp2_of(trainer) if fsdp2 else nullcontext():
             trainer.train()
         assert isinstance(trainer.model_wrapped, FSDPModule) == fsdp2
     logged = trainer.state.log_history
-    return (
+    return Trained(
         [entry["loss"] for entry in logged if "loss" in entry],
         [entry["eval_loss"] for entry in logged if "eval_loss" in entry],
         len(sent),
+        [
+            {name.removeprefix(PREFIX): value for name, value in entry.items() if PREFIX in name}
+            for entry in logged
+            if "loss" in entry
+        ],
     )
 
 

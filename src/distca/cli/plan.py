@@ -51,7 +51,9 @@ class PlanCommand:
     seed: int = _batch("N", "Random seed of a distribution.", 0)
     end_of_document: int | None = _batch("ID", "Token id that ends each document in a .npy file.")
     mask: str = _batch("MASK", "causal, full, window:N, chunk:N or band:N.", "causal")
-    model: str | None = _batch("NAME", f"Name of a model. Default: {DEFAULT_MODEL}.")
+    model: str | None = _batch(
+        "NAME", f"Name of a model, or a Hugging Face folder. Default: {DEFAULT_MODEL}."
+    )
     heads: int | None = _batch("N", "Number of query heads; replaces the name of a model.")
     kv_heads: int | None = _batch(
         "N", "Number of key/value heads. Default: as many as query heads."
@@ -72,7 +74,7 @@ class PlanCommand:
     cost: str = _plan(
         "NAME",
         f"Cost model: h200, h200-flash, {', '.join(SCALED)} (by published rates), a profile file,"
-        " analytic or pairs.",
+        " scaled:TFLOPS:GB (a GPU by dense bf16 TFLOP/s and GB/s of memory), analytic or pairs.",
         DEFAULT_COST,
     )
     cp: int | None = _plan(
@@ -119,6 +121,7 @@ class PlanCommand:
         )
 
     def options(self) -> "PlanOptions":
+        from distca.cli.model_shapes import named_shape
         from distca.cli.sources import parse_bytes
         from distca.planning.options import PlanOptions
 
@@ -126,6 +129,8 @@ class PlanCommand:
         options = {name: value for name, value in vars(self).items() if name in known}
         if (self.model, self.heads, self.kv_heads, self.head_dim) == (None,) * 4:
             options["model"] = DEFAULT_MODEL
+        if self.model is not None:
+            options["model"] = named_shape(self.model, ", or heads, kv_heads and head_dim")
         options["workers_serve"] = self.workers_serve or None
         options["memory_bytes"] = None if self.memory is None else parse_bytes(self.memory)
         return PlanOptions(**options)

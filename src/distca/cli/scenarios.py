@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from distca.cli.model_shapes import check_dense, named_shape
 from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
 from distca.data.lengths import Lengths, distribution, names_distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.masks import Mask
-from distca.planning.models import MODELS, ModelShape
+from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
 from distca.planning.policies import PLACEMENTS, policy_of
-from distca.schema import choose
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
@@ -76,16 +76,18 @@ class Study:
 
 def model_of(settings: Settings) -> ModelShape:
     """Returns a model by name, with other sizes where they are given."""
-    known = choose(MODELS, settings.model, "model", ", and change its sizes as needed")
+    known = named_shape(settings.model, ", and change its sizes as needed")
+    if settings.ffn is None:
+        check_dense(settings.model)
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "v_head_dim", "vocab_size")
     changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
-    words = [settings.model, *(f"{name} {size}" for name, size in changed.items())]
+    words = [known.name, *(f"{name} {size}" for name, size in changed.items())]
     model = replace(known, name=", ".join(words), **changed)
     if not (model.hidden and model.ffn and model.vocab_size):
         raise ValueError(
-            f"model {settings.model} has the sizes of attention alone: give --hidden, --ffn and"
+            f"model {known.name} has the sizes of attention alone: give --hidden, --ffn and"
             " --vocab-size of its linear layers too"
         )
     return model

@@ -22,7 +22,7 @@ _model, _cluster, _data, _strategy = (
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    model: str = _model("NAME", "Name of a model.", "llama3-8b")
+    model: str = _model("NAME", "Name of a model, or a Hugging Face folder.", "llama3-8b")
     layers: int | None = _model(
         "N", "Number of layers; options from here on override the model's own."
     )
@@ -55,7 +55,12 @@ class ClusterOptions:
         "BANDWIDTH", "Of a GPU between nodes: 50GB/s (the default) or 400Gb/s.", ""
     )
     latency: float | None = _cluster("US", "Latency of an exchange between nodes, in microseconds.")
-    profile: str = _cluster("NAME", "Speed of the kernels: h200, h200-flash or a profile file.", "")
+    profile: str = _cluster(
+        "NAME",
+        "Speed of the kernels: h200, h200-flash, a profile file, or scaled:TFLOPS:GB by a GPU's"
+        " dense bf16 TFLOP/s and GB/s of memory.",
+        "",
+    )
     jitter: float = _cluster(
         "SHARE", "Relative standard deviation of kernel times, such as 0.05.", 0.0
     )

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from distca.sim.sweep import SweepResult
     from distca.sim.verdict import Verdict
 
+LINE_S = 10.0  # between two lines on the progress, where there is no terminal
 PICTURES = (".png", ".svg", ".pdf")
 FIGURES = (  # of a Summary, in the record of a strategy
     "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
@@ -67,7 +68,7 @@ class SimulateCommand(Settings):
 
         self._check_paths()
         study, screen = Study.of(self), console()
-        runs = _simulate(study, screen, quiet=self.as_json)
+        runs = _simulate(study, quiet=self.as_json)
         record = _study_record(study) | {"runs": [run.record() for run in runs]}
         written = []
         if self.trace is not None:
@@ -161,7 +162,7 @@ def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
     return record
 
 
-def _simulate(study: "Study", screen: Console, quiet: bool) -> list[_Run]:
+def _simulate(study: "Study", quiet: bool) -> list[_Run]:
     from distca.sim.sweep import best, candidates
     from distca.sim.verdict import verdict
 
@@ -172,8 +173,9 @@ def _simulate(study: "Study", screen: Console, quiet: bool) -> list[_Run]:
     )
     runs = []
     done = count(1)
-    quiet |= not screen.is_terminal  # elsewhere only results are printed
-    with progress(console(quiet), "simulated", total) as update:
+    # Results may be piped to a file, so progress goes to standard error.
+    errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
+    with progress(errors, "simulated", total, every_s=LINE_S) as update:
 
         def show(strategy: "Strategy") -> None:
             update(next(done), f"{strategy.name}, {strategy.sizes}")

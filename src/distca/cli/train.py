@@ -358,7 +358,7 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
 
     first, notes = os.environ["RANK"] == "0", list[str]()
     screen = console(quiet=as_json or not first)
-    with progress(screen, "step", config.train.steps) as update:
+    with progress(screen, "step", config.train.steps, start="preparing") as update:
 
         def show(record: dict[str, Any]) -> None:
             update(record["step"] + 1, step_line(record))

@@ -1,5 +1,10 @@
-"""Progress of long work: a bar on a terminal, a line for each step anywhere else."""
+"""Progress of long work: a bar on a terminal, lines anywhere else, both with the time that is left.
 
+The rate is that of all steps so far: some of them take longer than any fixed period.
+"""
+
+import math
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -10,16 +15,21 @@ Update = Callable[[int, str], None]  # the number of steps that are done, and a 
 
 
 @contextmanager
-def progress(console: Console, title: str, total: int) -> Iterator[Update]:
-    """Yields a function that shows how many of ``total`` steps are done."""
+def progress(
+    console: Console, title: str, total: int, *, start: str = "", every_s: float = 0.0
+) -> Iterator[Update]:
+    """Yields a function that shows how many of ``total`` steps are done.
 
-    def print_line(done: int, text: str) -> None:
-        count = f"{done:{len(str(total))}}/{total}"
-        console.print(f"{title} {count}  {text}", soft_wrap=True)
+    start: what is being done before the first step.
+    every_s: seconds between two lines, and before the first, where there is no terminal.
+    """
+    lines = _lines(console, title, total, every_s)
+    with lines if not console.is_terminal else _bar(console, title, total, start) as update:
+        yield update
 
-    if not console.is_terminal:
-        yield print_line
-        return
+
+@contextmanager
+def _bar(console: Console, title: str, total: int, start: str) -> Iterator[Update]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=None),
@@ -27,11 +37,38 @@ def progress(console: Console, title: str, total: int) -> Iterator[Update]:
         TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True) as bar:
+    with Progress(*columns, console=console, expand=True, speed_estimate_period=math.inf) as bar:
+        task = bar.add_task(title, total=total, start=False, text=start)
 
         def update(done: int, text: str) -> None:
-            if not bar.tasks:  # resumed work does not begin at 0
-                bar.add_task(title, total=total, completed=done - 1, text="")
-            bar.update(bar.tasks[0].id, completed=done, text=text)
+            bar.start_task(task)  # the first update is where the rate is measured from
+            bar.update(task, completed=done, text=text)
 
         yield update
+
+
+@contextmanager
+def _lines(console: Console, title: str, total: int, every_s: float) -> Iterator[Update]:
+    began, first, shown_at = 0.0, 0, time.monotonic()
+
+    def update(done: int, text: str) -> None:
+        nonlocal began, first, shown_at
+        now = time.monotonic()
+        began, first = (began, first) if began else (now, done)
+        if now - shown_at < every_s:
+            return
+        shown_at = now
+        left = ""
+        if first < done < total:
+            left = f"  {_duration((now - began) / (done - first) * (total - done))} left"
+        count = f"{done:{len(str(total))}}/{total}"
+        console.print(f"{title} {count}  {text}{left}", soft_wrap=True)
+
+    yield update
+
+
+def _duration(seconds: float) -> str:
+    minutes = round(seconds / 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min" if minutes else f"{math.ceil(seconds)} s"

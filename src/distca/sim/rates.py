@@ -45,8 +45,8 @@ class Rates:
             return Profile.read(self.cluster.profile)
         except OSError:
             raise ValueError(
-                f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash or a file"
-                f" of distca profile, or {', '.join(SCALED)} (scaled from h200)"
+                f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash, a file of"
+                f" distca profile, scaled:TFLOPS:GB, or {', '.join(SCALED)} (scaled from h200)"
             ) from None
 
     @cached_property

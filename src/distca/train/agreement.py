@@ -16,6 +16,10 @@ from distca.train.config import Config
 # All other keys must agree.
 MAY_DIFFER = {
     "out": "that of rank 0 is used on all ranks",
+    "log.tensorboard": "rank 0 writes",
+    "log.wandb": "rank 0 writes",
+    "log.prometheus": "rank 0 writes",
+    "log.prometheus_port": "rank 0 writes",
     "parallel.memory_gib": "each rank compares its own memory",
 }
 _LISTED = 3  # differences in an error

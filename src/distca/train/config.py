@@ -2,8 +2,8 @@
 
 Names, types and limits are checked when a configuration is read, so a run either starts as written
 or reports what is wrong in one sentence. The configuration is saved in the run's folder. The
-meaning of each key stands beside its default; ``distca train --print-config`` and docs/config.md
-show it (``train.config_text``).
+meaning of each key stands beside its default; ``distca train --print-config`` and
+docs/reference/config.md show it (``train.config_text``).
 """
 
 from __future__ import annotations
@@ -184,6 +184,24 @@ class TrainSection:
 
 
 @dataclass(frozen=True)
+class LogSection:
+    """Where figures go besides metrics.jsonl."""
+
+    tensorboard: bool = key(False, "Whether figures are written for TensorBoard, in out.")
+    wandb: str = key(
+        "",
+        "Project of Weights & Biases to which figures are sent; empty: none. They stay in out with"
+        " WANDB_MODE=offline.",
+    )
+    prometheus: bool = key(
+        False, "Whether the newest figures are in out/metrics.prom, as Prometheus reads them."
+    )
+    prometheus_port: int = key(
+        0, "With prometheus: port of this machine (127.0.0.1) with the same figures; 0: none."
+    )
+
+
+@dataclass(frozen=True)
 class Config:
     """The configuration of a run."""
 
@@ -191,6 +209,7 @@ class Config:
     data: DataSection = field(default_factory=DataSection)
     parallel: ParallelSection = field(default_factory=ParallelSection)
     train: TrainSection = field(default_factory=TrainSection)
+    log: LogSection = field(default_factory=LogSection)
     out: str = key("runs/latest", "Folder for records, logs and checkpoints.")
     resume: bool = key(
         True, "Whether to continue from the newest complete checkpoint in out, if there is one."
@@ -222,6 +241,14 @@ class Config:
                 f" choose one from 0 to {t.steps - 1}, or -1 for none"
             )
         _at_least("from_step", self.from_step, -1)
+        if not 0 <= self.log.prometheus_port < 1 << 16:
+            raise ValueError(
+                f"log.prometheus_port = {self.log.prometheus_port}: it must be from 0 to 65535"
+            )
+        if self.log.prometheus_port and not self.log.prometheus:
+            raise ValueError(
+                f"log.prometheus_port = {self.log.prometheus_port} without log.prometheus: set both"
+            )
         if self.from_step >= 0 and not self.resume:
             raise ValueError(
                 f"from_step = {self.from_step} with resume = false: choose one of them"

@@ -20,8 +20,8 @@ _KINDS = {bool: "boolean", int: "integer", float: "float", str: "string"}  # as 
 _ABOUT = (
     "`distca train CONFIG.toml` reads these keys, and `--set section.name=value` overrides them."
     " `distca train --print-config` prints all of them as commented TOML, with the values of a"
-    " config; [examples/train.toml](../examples/train.toml) is what it prints for the defaults."
-    " [training.md](training.md) describes how a run works."
+    " config; [examples/train.toml](../../examples/train.toml) is what it prints for the defaults."
+    " [training.md](../training.md) describes how a run works."
 )
 _SOURCE = "This page is generated from `src/distca/train/config.py` by `python docs/generate.py`."
 
@@ -43,7 +43,13 @@ def toml(config: Config) -> str:
 
 def markdown() -> str:
     """Returns a page with the type, default and meaning of every key."""
-    lines = ["# Keys of the training config", "", *textwrap.wrap(_ABOUT, 120), "", _SOURCE]
+    lines = [
+        "# Keys of the training config",
+        "",
+        *textwrap.wrap(_ABOUT, 120, break_on_hyphens=False),
+        "",
+        _SOURCE,
+    ]
     for section, found in groupby(keys(Config()), lambda key: key.section):
         title = f"`[{section}]`" if section else "Outside of sections"
         lines += ["", f"## {title}", ""]

@@ -1,4 +1,4 @@
-"""Records of a run: one line of JSON per step, and TensorBoard if it is installed."""
+"""Records of a run: one line of JSON per step."""
 
 import json
 import math
@@ -7,8 +7,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-Record = dict[str, Any]
+from distca.train.trackers import Trackers
 
+Record = dict[str, Any]
 
 ABANDONED = "metrics.abandoned.jsonl"
 
@@ -20,27 +21,23 @@ class Records:
         ``metrics.abandoned.jsonl``.
     """
 
-    def __init__(self, folder: Path, first_step: int = 0) -> None:
+    def __init__(self, folder: Path, first_step: int, trackers: Trackers) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        self._trackers = trackers
         self.path = folder / "metrics.jsonl"
         self.num_abandoned = _abandon_from(self.path, first_step)
         self._file = self.path.open("a")
-        self._board = _tensorboard(folder)
 
     def write(self, record: Record) -> None:
         with writing_to(self.path):
             self._file.write(_lines([record]))
             self._file.flush()
-        if self._board is not None:
-            for name, value in record.items():
-                if isinstance(value, int | float) and name != "step":
-                    self._board.add_scalar(name, value, record["step"])
+        self._trackers.write(record)
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written was told by ``write``
             self._file.close()
-        if self._board is not None:
-            self._board.close()
+        self._trackers.close()
 
 
 @contextmanager
@@ -94,11 +91,3 @@ def _for_json(record: Record) -> Record:
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in record.items()
     }
-
-
-def _tensorboard(folder: Path) -> Any | None:
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        return None
-    return SummaryWriter(folder / "tensorboard")

@@ -41,6 +41,7 @@ from distca.runtime.rank_device import local_device, rank_bytes, shares_gpu
 from distca.train import agreement
 from distca.train.config import Config
 from distca.train.optimizer import freeze
+from distca.train.trackers import check_trackers
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +79,7 @@ class Components:
         planner.plan(_full_documents(config))  # refuses costs, speeds and limits that cannot be
         check_backend(config, model, device)
         check_compile(config.parallel.compile, device)
+        check_trackers(config.log)
         memory = memory_of(config, parallel, model, device)
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         sharing = local if device.type == "cpu" or share_gpu or shares_gpu() else 1

@@ -42,6 +42,7 @@ from distca.train.step_folders import newest
 from distca.train.step_record import Measured, step_record
 from distca.train.stop import StopRequest
 from distca.train.trace import tracing
+from distca.train.trackers import Trackers
 
 Show = Callable[[Record], None]
 Tell = Callable[[str], None]
@@ -274,7 +275,8 @@ class Trainer:
         with writing_to(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
             self.config.save(self.folder / "config.json")
-            records = Records(self.folder, self.first_step)
+            trackers = Trackers(self.config.log, self.folder, self.config.to_json())
+            records = Records(self.folder, self.first_step, trackers)
         if self._tell is not None and (count := records.num_abandoned):
             self._tell(f"{count} records of later steps were moved to {self.folder / ABANDONED}")
         return records

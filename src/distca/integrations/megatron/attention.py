@@ -95,6 +95,11 @@ class DistcaDotProductAttention(MegatronModule):  # type: ignore[misc]
         cls.connect(pg_collection).submit(packed_seq_params)
         return packed_seq_params
 
+    @classmethod
+    def take_figures(cls, pg_collection: Any = None) -> dict[str, float]:
+        """Returns figures for the trainer's log since the last call: ``AttentionFigures.take``."""
+        return cls.connect(pg_collection).planned.take_figures()
+
     def __init__(
         self,
         config: Any,

@@ -41,6 +41,7 @@ from distca.integrations.shared.documents import (
     numbered,
     two_way_masks,
 )
+from distca.integrations.shared.figures import AttentionFigures
 from distca.integrations.shared.groups import PlanGroups
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.api import plan
@@ -92,6 +93,7 @@ class PlannedBatch:
         rank: int,
         options: PlanOptions,
         scheduler: str,
+        figures: AttentionFigures,
         *,
         local: bool,
     ) -> None:
@@ -99,8 +101,9 @@ class PlannedBatch:
         self.is_local = local  # it has the documents of this rank only
         self.documents = self.ranks[rank]
         self.lengths = tuple(map(num_tokens, self.documents))  # on this rank
-        self._options, self._scheduler = options, scheduler
+        self._options, self._scheduler, self._figures = options, scheduler, figures
         self._plans, self._lock = dict[tuple[AttentionSpec, bool], Plan](), Lock()
+        self._used: list[Plan] = []
         self._placement = Placement.from_ranks(numbered(self.ranks))
         self._two_way_masks = two_way_masks(self.ranks)
 
@@ -116,9 +119,18 @@ class PlannedBatch:
             if (spec, two_way) not in self._plans:
                 options = self._options.for_device(spec.tensors.device.type)
                 options = replace(options, model=spec.shape, mask=spec.mask)
-                planned = plan(placement, options, scheduler=self._scheduler)
+                with self._figures.timing("planning_s"):
+                    planned = plan(placement, options, scheduler=self._scheduler)
                 self._plans[spec, two_way] = planned
             return self._plans[spec, two_way]
+
+    def use(self, spec: AttentionSpec) -> Plan:
+        """Returns the plan for a layer that attends by it now."""
+        planned = self.plan(spec)
+        if not any(planned is one for one in self._used):
+            self._used.append(planned)
+            self._figures.add(planned)
+        return planned
 
 
 BatchFuture = Future[PlannedBatch | None]
@@ -177,6 +189,7 @@ class PlannedAttention:
         self._speeds: LearnedSpeeds | None = None
         self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
         self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
+        self._figures = AttentionFigures()
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
         self._cores: dict[tuple[bool, Scoring], CoreAttention] = {}
         # The layers so far, in order: what plans depend on, and their scores.
@@ -193,7 +206,9 @@ class PlannedAttention:
     def local(self, documents: Documents) -> PlannedBatch:
         """Returns a batch of this rank only: layers that attend by it exchange nothing."""
         options = replace(self._options, speed=None, busy_s=None, ranks_per_node=None)
-        return PlannedBatch([documents], 0, options, self._scheduler, local=True)
+        # Local batches are planned too, but nothing is shared: their figures are not shown.
+        unshown = AttentionFigures()
+        return PlannedBatch([documents], 0, options, self._scheduler, unshown, local=True)
 
     def gather(self, documents: Documents, error: str = "") -> PlannedBatch:
         """Returns the batch of all ranks.
@@ -219,17 +234,18 @@ class PlannedAttention:
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
-        try:
-            return future.result(_WARN_AFTER_S)
-        except TimeoutError:
-            if not future.done():
-                _log.warning(
-                    "waited %.0f s for the documents of all ranks, and will wait for up to %.0f s:"
-                    " every rank must call the model equally often",
-                    _WARN_AFTER_S,
-                    self._timeout.total_seconds(),
-                )
-            return future.result()
+        with self._figures.timing("plan_wait_s"):
+            try:
+                return future.result(_WARN_AFTER_S)
+            except TimeoutError:
+                if not future.done():
+                    _log.warning(
+                        "waited %.0f s for the documents of all ranks, and will wait for up to"
+                        " %.0f s: every rank must call the model equally often",
+                        _WARN_AFTER_S,
+                        self._timeout.total_seconds(),
+                    )
+                return future.result()
 
     def attend(
         self,
@@ -260,7 +276,7 @@ class PlannedAttention:
         self._layers.setdefault((spec, scoring))
         core = self._core(batch.is_local, scoring)
         latent = None if batch.is_local else inputs.latent
-        out: Tensor = core(q, k, v, batch.plan(spec), sinks=sinks, latent=latent)
+        out: Tensor = core(q, k, v, batch.use(spec), sinks=sinks, latent=latent)
         return out
 
     def take_seconds(self) -> dict[str, float]:
@@ -272,6 +288,13 @@ class PlannedAttention:
         self._read_meters(wait=True)
         seconds, self._untaken = self._untaken, {}
         return seconds
+
+    def take_figures(self) -> dict[str, float]:
+        """Returns what logs show of the batches since the last call, see ``AttentionFigures.take``.
+
+        It takes what ``take_seconds`` would return.
+        """
+        return self._figures.take(self.take_seconds())
 
     def close(self) -> None:
         """Ends the background thread after all submitted work; the next ``submit`` restarts it."""
@@ -289,7 +312,9 @@ class PlannedAttention:
         options, ranks = self._learned(batches), [one.documents for one in batches]
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
-        batch = PlannedBatch(ranks, groups.planning.rank, options, self._scheduler, local=False)
+        batch = PlannedBatch(
+            ranks, groups.planning.rank, options, self._scheduler, self._figures, local=False
+        )
         for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
             if core := self._cores.get((False, scoring)):

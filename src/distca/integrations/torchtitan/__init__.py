@@ -5,7 +5,8 @@ from distca.integrations.torchtitan.overrides import (
     adopt,
     dataloader,
     inner_attention,
+    metrics,
     selective_ac,
 )
 
-__all__ = ["InnerAttention", "adopt", "dataloader", "inner_attention", "selective_ac"]
+__all__ = ["InnerAttention", "adopt", "dataloader", "inner_attention", "metrics", "selective_ac"]

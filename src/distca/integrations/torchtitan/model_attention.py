@@ -63,12 +63,12 @@ class ModelAttention:
         return known
 
     @classmethod
-    def for_dataloader(cls, name: str) -> ModelAttention:
+    def named(cls, name: str) -> ModelAttention:
         """Returns the attention of the model that was built with this name."""
         if name not in _BY_NAME:
             raise ValueError(
                 f"no layer has the attention {name!r}: add the override inner_attention with this"
-                " name, or leave out the override of the dataloader"
+                " name, or leave out the overrides of the dataloader and of the metrics"
             )
         return _BY_NAME[name]
 

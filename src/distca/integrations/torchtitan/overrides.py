@@ -28,6 +28,7 @@ try:
     import spmd_types as spmd
     from spmd_types.runtime import get_partition_spec
     from torchtitan.components.dataloader import BaseDataLoader
+    from torchtitan.components.metrics import MetricsProcessor
     from torchtitan.config.override import derive, override
     from torchtitan.distributed.activation_checkpoint import SelectiveAC
     from torchtitan.distributed.utils import get_spmd_backend
@@ -38,6 +39,7 @@ except ImportError as error:
         " pip install 'distca[torchtitan]'"
     ) from error
 
+from distca.integrations.torchtitan.metrics import AttentionMetrics
 from distca.integrations.torchtitan.model_attention import DEFAULT_NAME, ModelAttention
 from distca.integrations.torchtitan.prefetch import PlannedDataLoader
 from distca.planning.masks import CAUSAL, FULL, Mask
@@ -171,6 +173,13 @@ def dataloader(config: Any, *, name: str = DEFAULT_NAME) -> Any:
     return PlannedDataLoader.Config(loader=config, name=name)
 
 
+@override(target=MetricsProcessor.Config, exact=True, description="figures of attention")  # type: ignore[untyped-decorator]
+@_of_package
+def metrics(config: Any, *, name: str = DEFAULT_NAME) -> Any:
+    """Adds figures to what is logged. name: that given to ``inner_attention``."""
+    return derive(config, AttentionMetrics.Config, name=name)
+
+
 def adopt(config: Any, *, ahead: bool = True, name: str | None = None, **options: Any) -> Any:
     """Adds the overrides to a ``Trainer.Config``, and turns CUDA graphs off, which hold no plans.
 
@@ -190,6 +199,7 @@ def adopt(config: Any, *, ahead: bool = True, name: str | None = None, **options
     config.override.imports += [
         (f"{_PACKAGE}.inner_attention", shared | options),
         f"{_PACKAGE}.selective_ac",
+        (f"{_PACKAGE}.metrics", shared),
     ]
     if ahead:
         config.override.imports.append((f"{_PACKAGE}.dataloader", shared))

@@ -39,7 +39,7 @@ class PlannedDataLoader(BaseDataLoader):  # type: ignore[misc]
         name: str = DEFAULT_NAME
 
     def __init__(self, config: Config, *, dp_world_size: int, dp_rank: int, **given: Any) -> None:
-        self._shared = ModelAttention.for_dataloader(config.name)
+        self._shared = ModelAttention.named(config.name)
         self._shared.use_degree(dp_world_size, dp_rank)
         self._loader = config.loader.build(dp_world_size=dp_world_size, dp_rank=dp_rank, **given)
         self._size = given["local_batch_size"], given["seq_len"]

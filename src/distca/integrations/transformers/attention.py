@@ -4,7 +4,7 @@
 
     distca = register()
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="distca")
-    loader = distca.plan_ahead(loader)          # or Trainer(..., callbacks=[distca.callback()])
+    loader = distca.plan_ahead(loader)          # or distca.adopt(trainer)
 
 [Note: local] Without gradients (evaluation, ``generate``) attention is computed on each rank
 without any exchange, so that ranks may evaluate different numbers of batches, or one of them may
@@ -18,8 +18,9 @@ that of values and outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,9 @@ from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskF
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
 from distca.planning.masks import BAND
 from distca.planning.placement import Entry
+
+if TYPE_CHECKING:
+    from transformers import Trainer
 
 
 def register(
@@ -83,9 +87,14 @@ class Registered:
         """
         return plan_ahead(loader, self.attention)
 
-    def callback(self) -> PrefetchCallback:
-        """Returns a callback with which a ``Trainer`` plans its training batches in advance."""
-        return PrefetchCallback(self)
+    def adopt(self, trainer: Trainer) -> Trainer:
+        """Lets a ``Trainer`` plan its training batches in advance, and log figures of attention.
+
+        They join the other figures of each logging step, in every place to which it reports.
+        """
+        trainer.add_callback(PrefetchCallback(self))
+        trainer.log = _with_figures(trainer.log, self.attention)
+        return trainer
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def mask(self, **asked: Any) -> PackedMask | Tensor | None:
@@ -174,3 +183,15 @@ class PrefetchCallback(TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, *_: Any, train_dataloader: Any = None, **__: Any) -> None:
         if wraps_loader(train_dataloader):
             self._registered.plan_ahead(train_dataloader)
+
+
+def _with_figures(log: Callable[..., None], attention: PlannedAttention) -> Callable[..., None]:
+    """Returns a ``Trainer.log`` that adds the figures of attention to those of training steps."""
+
+    @wraps(log)
+    def logging(logs: dict[str, Any], *args: Any, **options: Any) -> None:
+        if "loss" in logs:  # not for the results of an evaluation, or those at the end
+            logs = logs | attention.take_figures()
+        log(logs, *args, **options)
+
+    return logging

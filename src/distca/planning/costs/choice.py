@@ -23,6 +23,7 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     except OSError:
         raise ValueError(
             f"cost {cost!r} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
-            f" {', '.join(SCALED)} (scaled from h200), or the path of a profile file"
+            f" {', '.join(SCALED)} (scaled from h200), scaled:TFLOPS:GB, or the path of a profile"
+            " file"
         ) from None
     return table_cost(profile, shape)

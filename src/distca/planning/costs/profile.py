@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Literal
 
-from distca.planning.costs.published import MEASURED, PUBLISHED
+from distca.planning.costs.published import MEASURED, PUBLISHED, PublishedRates, published_rates
 from distca.schema import build
 
 DEFAULT_COST = "h200"  # the profile that plans use by default
@@ -154,8 +154,8 @@ class Profile:
 
         A GPU with published rates alone (``costs.published``) has a scaled profile.
         """
-        if name in PUBLISHED and name != MEASURED:
-            return cls.read(MEASURED).scaled(name)
+        if (rates := published_rates(name)) is not None:
+            return cls.read(MEASURED).scaled(name, rates)
         shipped = resources.files("distca.planning.costs") / "profiles" / f"{name}.json"
         try:
             source = shipped if shipped.is_file() else Path(name)
@@ -169,10 +169,10 @@ class Profile:
         except ValueError as error:
             raise ValueError(f"profile {name}: {error}") from None
 
-    def scaled(self, gpu: str) -> Profile:
+    def scaled(self, gpu: str, rates: PublishedRates) -> Profile:
         """Returns the profile of another GPU, by the published rates of both."""
-        ours, theirs = PUBLISHED[MEASURED], PUBLISHED[gpu]
-        compute, memory = theirs.tflops / ours.tflops, theirs.bytes_per_s / ours.bytes_per_s
+        ours = PUBLISHED[MEASURED]
+        compute, memory = rates.tflops / ours.tflops, rates.bytes_per_s / ours.bytes_per_s
         forward, backward = (
             tuple(tuple(rate and rate * compute for rate in row) for row in rates)
             for rates in (self.forward_tflops, self.backward_tflops)

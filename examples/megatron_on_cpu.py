@@ -1,12 +1,10 @@
-"""Runs Megatron-Core without a GPU: its "cuda" becomes "cpu".
+"""Runs Megatron-Core, which needs a GPU, on a CPU: its "cuda" becomes "cpu".
 
-python megatron_on_cpu.py SCRIPT            runs a script that way
+For trying things out only. It replaces functions of torch and of Megatron-Core.
 """
 
 from __future__ import annotations
 
-import runpy
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -16,6 +14,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
+_until_the_end = ExitStack()
 
 
 class _ForCuda(TorchFunctionMode):
@@ -52,6 +51,6 @@ def on_cpu() -> Iterator[None]:
         yield
 
 
-if __name__ == "__main__":
-    with on_cpu():
-        runpy.run_path(sys.argv[1], run_name="__main__")
+def stay_on_cpu() -> None:
+    """Does the same until this process ends."""
+    _until_the_end.enter_context(on_cpu())
