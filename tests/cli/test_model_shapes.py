@@ -102,5 +102,5 @@ def test_latent_attention(tmp_path: Path) -> None:
     found, known = named_shape(write(tmp_path, config), ""), MODELS["deepseek-v3"]
     assert (found.kv_bytes, found.kv_memory_bytes) == (known.kv_bytes, known.kv_memory_bytes)
     assert (found.q_bytes, found.expansion_bytes) == (known.q_bytes, known.expansion_bytes)
-    with pytest.raises(ValueError, match="v_head_dim = None in .*: it must be a whole number"):
+    with pytest.raises(ValueError, match=r"v_head_dim = None in .*: it must be a whole number"):
         named_shape(write(tmp_path, LLAMA | sizes), "")
