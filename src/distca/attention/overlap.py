@@ -38,6 +38,7 @@ from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 from distca.attention.sinks import add_sinks, sinks_gradient
+from distca.dispatch.latent import Latent
 
 
 @dataclass(frozen=True)
@@ -59,13 +60,19 @@ class AsyncAttention:
     """The attention of one layer in progress."""
 
     def __init__(
-        self, plan: PreparedPlan, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
+        self,
+        plan: PreparedPlan,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None = None,
+        latent: Latent | None = None,
     ) -> None:
         self.plan = plan
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
-        self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks)
+        self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks, *(latent or ()))
         self._computed = False
         # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
         # would keep both, and the graph, in memory.
@@ -95,10 +102,16 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None
+        ctx: Any,
+        pending: AsyncAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _: Tensor | None,
+        *latent: Tensor,
     ) -> Tensor:
         ctx.pending = pending
-        pending.forward = ForwardPass(pending.plan, q, k, v)
+        pending.forward = ForwardPass(pending.plan, q, k, v, Latent(*latent) if latent else None)
         return q.new_empty(0)
 
     @staticmethod
@@ -107,7 +120,8 @@ class _Dispatch(torch.autograd.Function):
         grads = ctx.pending.backward.combine()
         ctx.pending.backward = None
         inputs, ctx.pending.inputs = ctx.pending.inputs, ()
-        return None, *differentiable_once(grads, inputs), None
+        dq, dk, dv, *dlatent = differentiable_once(grads, inputs)
+        return None, dq, dk, dv, None, *dlatent
 
 
 class _Compute(torch.autograd.Function):
@@ -138,6 +152,7 @@ class _Combine(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        *latent: Tensor,
     ) -> Tensor:
         assert pending.forward is not None
         attended = pending.forward.combine()
@@ -145,14 +160,15 @@ class _Combine(torch.autograd.Function):
         if sinks is not None:
             attended = add_sinks(attended, sinks)
         ctx.pending = pending
-        ctx.save_for_backward(*Saved(q, k, v, *attended), sinks)
+        ctx.save_for_backward(*Saved(q, k, v, *attended), sinks, *latent)
         return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, sinks = ctx.saved_tensors
-        saved, inputs = Saved(*tensors), (grad_out, *tensors[:3])
-        ctx.pending.backward = BackwardPass(ctx.pending.plan, grad_out, saved)
+        q, k, v, out, lse, sinks, *latent = ctx.saved_tensors
+        saved, inputs = Saved(q, k, v, out, lse), (grad_out, q, k, v, *latent)
+        factors = Latent(*latent) if latent else None
+        ctx.pending.backward = BackwardPass(ctx.pending.plan, grad_out, saved, factors)
         if torch.is_grad_enabled():
             ctx.pending.inputs = inputs
         dsinks = None
@@ -160,4 +176,4 @@ class _Combine(torch.autograd.Function):
             with torch.no_grad():
                 dsinks = sinks_gradient(grad_out, Attended(saved.out, saved.lse), sinks)
             (dsinks,) = differentiable_once([dsinks], (*inputs, sinks))
-        return None, grad_out.new_empty(0), None, None, None, dsinks
+        return None, grad_out.new_empty(0), None, None, None, dsinks, *[None] * len(latent)

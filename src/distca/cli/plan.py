@@ -59,6 +59,11 @@ class PlanCommand:
         "N", "Number of key/value heads. Default: as many as query heads."
     )
     head_dim: int | None = _batch("N", "Size of a head.")
+    v_head_dim: int | None = _batch("N", "Size of a head of values. Default: the same.")
+    latent_dim: int | None = _batch(
+        "N", "Size of the latent that is sent instead of keys and values. Default: none is."
+    )
+    rope_dim: int | None = _batch("N", "Size of the rotary part of a key, sent with the latent.")
 
     policy: str = _plan("NAME", f"One of {', '.join(POLICIES)}.", "distca")
     placement: str = _plan(

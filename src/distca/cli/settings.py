@@ -33,6 +33,7 @@ class ModelOptions:
     heads: int | None = _model("N", "Number of query heads.")
     kv_heads: int | None = _model("N", "Number of key/value heads.")
     head_dim: int | None = _model("N", "Size of a head.")
+    v_head_dim: int | None = _model("N", "Size of a head of values. Default: the model's own.")
     vocab_size: int | None = _model("N", "Size of the vocabulary.")
 
 

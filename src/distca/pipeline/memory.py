@@ -68,12 +68,12 @@ def estimate(
         parameters = layers * matrices + (1 if parallel.pp > 1 else 2) * ends
     if parallel.gathers_once:
         gathered = parameters * (compute_bytes + reduce_bytes)
-    qkvo = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkvo = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
     kept = shape.hidden + qkvo  # between seams: x, q, k, v and the attention output
     inside = 3 * shape.hidden + 3 * shape.ffn  # inside a seam; with recompute, of one at a time
     held = layers * in_flight
     per_token = (kept * held + inside * (1 if recompute else held)) * compute_bytes
-    received = 2 * tokens * (qkvo + shape.heads * shape.head_dim) * compute_bytes
+    received = 2 * tokens * (qkvo + shape.heads * shape.value_dim) * compute_bytes
     return Memory(
         state=STATE_BYTES * parameters // (parallel.workers_per_stage * parallel.tp),
         gathered=gathered // parallel.tp,

@@ -114,7 +114,7 @@ class StepPlanner:
         """Options of a single plan: for the heads and the servers of one tensor-parallel index."""
         shape = self.options.shape.share(self.parallel.tp)
         servers = self.parallel.servers // self.parallel.tp
-        options = replace(self.options, heads=None, kv_heads=None, head_dim=None, model=shape)
+        options = self.options.of_shape(shape)
         return replace(options, cost=self.cost, servers=servers)
 
     def plan(self, lengths: Ints, *, prefixes: Ints | None = None, train: bool = True) -> StepPlan:

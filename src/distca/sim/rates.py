@@ -70,15 +70,11 @@ class Rates:
 
     def before(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of a layer before its attention: norm and projections."""
-        s = self.share
-        elements = s.hidden * (s.heads + 2 * s.kv_heads) * s.head_dim
-        return self._linear(tokens, elements, 1, backward)
+        return self._linear(tokens, self.share.elements_before, 1, backward)
 
     def after(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of a layer after its attention: output projection and feed-forward."""
-        s = self.share
-        elements = s.hidden * (s.heads * s.head_dim + 3 * s.ffn)
-        return self._linear(tokens, elements, 3, backward)
+        return self._linear(tokens, self.share.elements_after, 3, backward)
 
     def head(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of logits and loss."""

@@ -216,7 +216,7 @@ def _memory(rates: Rates, planned: Planned) -> Memory:
     if isinstance(planned, PackedPlan):
         p = replace(p, keep_weights=True)
         tokens, held = planned.largest_tokens, min(p.pp, len(planned.order))
-        kv_bytes, width = planned.plan.shape.kv_bytes, planned.width
+        kv_bytes, width = planned.plan.shape.kv_memory_bytes, planned.width
         if planned.group_size is None:
             gathered_keys = int(planned.tokens.max()) * (width - 1) // width
             received = gathered_keys * kv_bytes * layers * held
@@ -242,7 +242,7 @@ def _received_bytes(step: StepPlan) -> int:
         for plan in slot:
             tasks = plan.forward if phase == FORWARD else plan.backward
             used = memory_bytes(tasks, plan.placement, plan.shape, plan.devices.num_ranks)
-            own = plan.placement.tokens * (2 * plan.shape.q_bytes + plan.shape.kv_bytes)
+            own = plan.placement.tokens * plan.shape.token_bytes
             received += used[: len(own)] - own
         most = max(most, int(received.max()))
     return most

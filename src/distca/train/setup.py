@@ -228,7 +228,7 @@ def _full_documents(config: Config) -> Ints:
 def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:
     """Raises ValueError unless the backend supports this model on this device."""
     dtype = precision_of(config, device).compute
-    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, dtype, device)
     masks = [model.mask_of(layer) for layer in range(model.layers)]
     traits = Traits.of(spec, masks, deterministic=config.train.deterministic)
     choose(config.parallel.backend, traits)

@@ -12,7 +12,8 @@ generate. Whole documents use distca's kernels; with a cache or padding it is tr
 for sinks and soft caps, plain arithmetic.
 A batch that carries its plans is always shared by all ranks.
 
-Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size.
+Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size of queries and keys, V
+that of values and outputs.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ except ImportError as error:
 
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
+from distca.integrations.transformers.latents import latent_of
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
@@ -113,7 +115,7 @@ class Registered:
         scaling: float | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
-        """Returns [B, S, H, D] of query [B, H, S, D], key and value [B, G, S, D]."""
+        """Returns [B, S, H, V] of query [B, H, S, D], key [B, G, S, D] and value [B, G, S, V]."""
         where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
         for call in in_progress():
             call.attended.add(module)
@@ -132,7 +134,15 @@ class Registered:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B x S, ...]
         softcap, sinks = given.get("softcap") or 0.0, given.get("s_aux")
         out = self.attention.attend(
-            q, k, v, batch, mask=mask, scale=scaling, softcap=softcap, sinks=sinks
+            q,
+            k,
+            v,
+            batch,
+            mask=mask,
+            scale=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            latent=latent_of(key),
         )
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from distca.integrations.transformers import refusals
+from distca.integrations.transformers import latents, refusals
 from distca.integrations.transformers.batches import DOCUMENTS, PLANNED
 
 
@@ -107,6 +107,7 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     if not outer:
         refusals.refuse_arguments(call)
         _names[self.config._attn_implementation](self)
+        latents.remember(self)
     elif isinstance(prepared := kwargs.get("attention_mask"), PreparedMask):
         # transformers recognizes prepared masks as tensors; without one it asks us for a mask.
         call.prepared = prepared

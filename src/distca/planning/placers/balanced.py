@@ -186,7 +186,7 @@ class _Measure:
         worker, document, start, stop = table.T
         keys = problem.masks.num_keys(document, start, stop) - (stop - start)
         # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
-        q, kv = 2 * shape.q_bytes, shape.kv_bytes
+        q, kv = shape.qo_bytes, shape.kv_bytes
         c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
         surplus, task_bytes, imbalance = [], [], []
         for cost, documents in self._directions:

@@ -35,8 +35,7 @@ def karmarkar_karp(problem: Problem) -> Placement:
     worker = as_ints([0] * len(lengths))
     for number, members in enumerate(partition(cost, workers)):
         worker[members] = number
-    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    limit = problem.devices.memory_bytes[:workers] // token_bytes
+    limit = problem.devices.memory_bytes[:workers] // problem.shape.token_bytes
     _keep_limits(worker, lengths, cost, np.minimum(limit, problem.max_tokens))
     order = np.argsort(worker, kind="stable")
     placement = Placement(
