@@ -92,7 +92,8 @@ noise = Noise()
 def usable() -> list[Backend]:
     """fa4 and flash, as far as this machine has them."""
     like = noise(1, MODEL.heads)
-    traits = Traits.of(TensorSpec.of(like, like[:, : MODEL.kv_heads]), [Mask.parse("causal")])
+    keys = like[:, : MODEL.kv_heads]
+    traits = Traits.of(TensorSpec.of(like, keys, keys), [Mask.parse("causal")])
     return [b for b in backends() if b.name in ("fa4", "flash") and not b.refusal(traits)]
 
 
@@ -171,7 +172,7 @@ def exactness() -> Iterator[Record]:
         exact = oracle.forward(*wide[:3], call, SCALE)
         right = oracle.backward(wide[3], Saved(*wide[:3], *exact), call, SCALE)
         for backend in backends():
-            traits = Traits.of(TensorSpec.of(q, k), [Mask.parse(mask)])
+            traits = Traits.of(TensorSpec.of(q, k, v), [Mask.parse(mask)])
             if refusal := backend.refusal(traits):
                 yield {"backend": backend.name, "mask": mask, "refused": refusal}
                 continue
@@ -310,7 +311,7 @@ def replay_ranks(plan: Plan, backend: Backend, servers: Sequence[int]) -> Record
         q, k, v, grad = (
             noise(tokens, heads, number) for heads, number in ((32, 0), (8, 0), (8, 1), (32, 1))
         )
-        prepared = attention.prepare(TensorSpec.of(q, k), forward=plan, backward=plan)
+        prepared = attention.prepare(TensorSpec.of(q, k, v), forward=plan, backward=plan)
         saved = Saved(q, k, v, *ForwardPass(prepared, q, k, v).combine())
 
         def forward(prepared=prepared, q=q, k=k, v=v) -> None:  # type: ignore[no-untyped-def]

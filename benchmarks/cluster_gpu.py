@@ -41,7 +41,9 @@ from cluster_sides import (
 
 from distca.attention.core import CoreAttention
 from distca.data.documents import Batch, Document
-from distca.data.lengths import distribution
+from distca.data.length_names import FORMS, names_distribution
+from distca.data.lengths import distribution, take
+from distca.data.readers import read_lengths
 from distca.model.config import ModelConfig
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
@@ -63,7 +65,9 @@ EVEN_DOCUMENTS = 8  # of a rank, with lengths "even"
 def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--lengths", default="pretrain", help="pretrain, prolong, even, ...")
+    parser.add_argument(
+        "--lengths", default="pretrain", help=f"even, {FORMS}; or a file of lengths"
+    )
     parser.add_argument("--context", default="128K")
     parser.add_argument("--backend", default="flash")
     parser.add_argument("--steps", type=int, default=20)
@@ -214,7 +218,7 @@ def sides_of(
             except ValueError as error:
                 refused[name] = str(error)
             continue
-        choices = planners(way, config, options.ranks, options.tokens, cost)
+        choices = planners(way, config, options.ranks, options.tokens, cost, recompute=recompute)
         sides[name] = PlannedSide(
             config, context, precision, choices, attentions, recompute=recompute
         )
@@ -226,8 +230,12 @@ def batch_of(options: argparse.Namespace, seed: int) -> Batch:
     spec = options.lengths
     if spec == "even":
         spec = f"fixed:{options.tokens // EVEN_DOCUMENTS}"
-    lengths = distribution(spec, options.tokens).batch(options.ranks * options.tokens, seed)
-    rng = np.random.default_rng(seed)
+    rng, tokens = np.random.default_rng(seed), options.ranks * options.tokens
+    if names_distribution(spec):
+        lengths = distribution(spec, options.tokens).batch(tokens, seed)
+    else:  # in another order in every step
+        known = np.minimum(read_lengths(spec), options.tokens)
+        lengths = take(rng.permutation(np.tile(known, -(-tokens // int(known.sum())))), tokens)
     vocabulary = 256 if options.cpu else VOCABULARY
     return Batch(tuple(Document.from_tokens(rng.integers(0, vocabulary, n)) for n in lengths))
 

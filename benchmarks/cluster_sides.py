@@ -20,6 +20,7 @@ from distca.model.llama import Arriving, on_meta, plainly
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import StepPlan
 from distca.pipeline.step_planner import StepPlanner
+from distca.planning.costs.choice import cost_model
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.runtime.batches import Step
@@ -36,7 +37,11 @@ KK_LIMITS = (1.25, 1.5, 2.0, 4.0)  # tokens of a rank over the mean; the first o
 class Way(NamedTuple):
     """How a side of distca's own runtime places and plans.
 
-    cp: all ranks share every document, or each has documents of its own.
+    ``dynamic-cp`` has one micro-batch: every document is on a group of its own size, and the keys
+    that its ranks need are sent by distca's exchange. In Megatron-Core, groups of different sizes
+    are micro-batches of their own, which takes more kernels and no fewer bytes.
+
+    cp: all ranks may share a document, or each has documents of its own.
     rows: a step has one micro-batch for each rank, of about ``context`` tokens, so that head-tail
         chunks are those of a row, as published, and not of all rows together.
     """
@@ -56,6 +61,7 @@ WAYS: Mapping[str, Way | None] = {
     "head-tail-cp": Way("head-tail-cp", cp=True, rows=True),
     "per-document-cp": Way("per-document-cp", cp=True),
     "kk": Way("kk"),
+    "dynamic-cp": Way("dynamic-cp", cp=True),
     TORCH_CP: None,
     "given": Way("distca"),
     "given+ping-pong": Way("distca", ping_pong=True),
@@ -99,16 +105,24 @@ class Side:
 
 
 def planners(
-    way: Way, config: ModelConfig, ranks: int, context: int, cost: str
+    way: Way, config: ModelConfig, ranks: int, context: int, cost: str, *, recompute: bool
 ) -> list[StepPlanner]:
-    """Returns planners of a side, the first of which is used where it can be."""
+    """Returns planners of a side, the first of which is used where it can be.
+
+    recompute: whether linear layers run a second time in the backward pass.
+    """
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
     parallel = MeshShape(cp=ranks, keep_weights=way.rows) if way.cp else MeshShape(dp=ranks)
-    options = PlanOptions(model=config.shape, cost=cost, cp=ranks if way.cp else 1)
     shape = config.shape
+    flops = (4 if recompute else 3) * shape.linear_flops_per_token
+    options = PlanOptions(
+        model=shape,
+        cost=cost,
+        cp=ranks if way.cp else 1,
+        token_s=flops / (cost_model(cost, shape).linear_tflops * 1e12),
+    )
     limits: Sequence[float] = KK_LIMITS if way.policy == "kk" else ()
-    token_bytes = context * (2 * shape.q_bytes + shape.kv_bytes)
-    choices = [replace(options, memory_bytes=int(limit * token_bytes)) for limit in limits]
+    choices = [replace(options, max_tokens=int(limit * context)) for limit in limits]
     return [
         StepPlanner(
             parallel,

@@ -138,7 +138,7 @@ def compared(plan: Plan, rank: int, ways: dict[str, Any], device: torch.device) 
     for way, module in ways.items():
         moves._on = lambda device, module=module: module  # type: ignore[assignment]
         attention = CoreAttention(transport=transport, backend="reference")
-        spec = TensorSpec.of(q, k)
+        spec = TensorSpec.of(q, k, v)
         made = attention.prepare(spec, forward=plan, backward=plan, announce=False)
         prepared = replace(made, backend=NoAttention())  # type: ignore[arg-type]
         for name, (run, num_bytes) in parts(prepared, q, k, v, grad_out).items():

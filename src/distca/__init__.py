@@ -12,6 +12,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Config",
     "CoreAttention",
+    "Latent",
     "Layout",
     "Placement",
     "Plan",
@@ -24,6 +25,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from distca.attention.core import CoreAttention
+    from distca.dispatch.latent import Latent
     from distca.dispatch.layout import Layout
     from distca.planning.api import place, plan
     from distca.planning.options import PlanOptions
@@ -35,6 +37,7 @@ else:  # hidden from type checkers, which would otherwise accept any name at all
     _MODULES = {
         "Config": "train.config",
         "CoreAttention": "attention.core",
+        "Latent": "dispatch.latent",
         "Layout": "dispatch.layout",
         "Placement": "planning.placement",
         "Plan": "planning.plan",

@@ -7,13 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from attention.tokens import SCALE, Tokens
+from attention.tokens import SCALE, Tokens, expand
 from ranks import IMPATIENT
 from torch import Tensor
 
 from distca.attention.backends.base import Saved
 from distca.attention.core import CoreAttention
+from distca.attention.inputs import Inputs
 from distca.attention.passes import BackwardPass, ForwardPass
+from distca.dispatch.latent import Latent
 from distca.planning.plan import Plan
 
 FACES = ("op", "async")
@@ -30,31 +32,55 @@ def attend(
 ) -> list[Tensor]:
     """Returns [out, dq, dk, dv] of this rank; gradients that are not wanted are zeros.
 
-    If the tokens have sinks, their gradient is the last result. It is always wanted.
+    The gradients of sinks, and of the matrix that expands latents, come last. They are always
+    wanted.
     """
     rank = attention.transport.rank
     q, k, v, grad_out = (t.to(device) for t in tokens.of_rank(rank))
-    sinks = None if tokens.sinks is None else tokens.sinks.to(device, copy=True).requires_grad_()
+    shared = [t.to(device, copy=True).requires_grad_() for t in tokens.shared]
     if rank >= plan.placement.num_workers:
         attention.serve(plan, layers=1)
-        return [q, q, k, v, *([] if sinks is None else [torch.zeros_like(sinks)])]
+        none = [t[tokens.rows(rank)] for t in (tokens.grad_out, tokens.q, *tokens.factors)]
+        return none + [torch.zeros_like(t) for t in shared]
     if face == "steps":  # without autograd, which has one thread per GPU, not one per rank
-        prepared = attention._agree_on(q, k, v, plan).plan
-        attended = ForwardPass(prepared, q, k, v).combine()
-        grads = BackwardPass(prepared, grad_out, Saved(q, k, v, *attended)).combine()
-        return [attended.out, *grads]
-    leaves = [t.requires_grad_(want) for t, want in zip((q, k, v), wanted, strict=True)]
+        return steps(attention, plan, tokens, Inputs(q, k, v), grad_out)
+    mine = [q, *(t[tokens.rows(rank)].to(device) for t in tokens.factors)]
+    leaves = [t.requires_grad_(want) for t, want in zip(mine, wanted, strict=True)]
+    given, latent = leaves, None
+    if tokens.latent is not None:
+        latent = Latent(*leaves[1:], shared[-1])
+        given = [leaves[0], *expand(latent, k.shape[1], q.shape[2])]
+    options = {"sinks": None if tokens.sinks is None else shared[0], "latent": latent}
     if face == "op":
-        out = attention(*leaves, plan, sinks=sinks)
+        out = attention(*given, plan, **options)
     else:
-        pending = attention.dispatch(*leaves, plan, sinks=sinks)
+        pending = attention.dispatch(*given, plan, **options)
         pending.compute()
         out = pending.combine()
     if out.requires_grad:
         out.backward(grad_out)
-    leaves += [] if sinks is None else [sinks]
+    leaves += shared
     grads = [torch.zeros_like(t) if t.grad is None else t.grad for t in leaves]
     return [out.detach(), *grads]
+
+
+def steps(
+    attention: CoreAttention, plan: Plan, tokens: Tokens, inputs: Inputs, grad_out: Tensor
+) -> list[Tensor]:
+    """The same by hand: where latents travel, home adds what follows from its own dk and dv."""
+    if tokens.latent is not None:
+        rows = tokens.rows(attention.transport.rank)
+        mine = (*(t[rows] for t in tokens.factors), tokens.latent.weight)
+        inputs = inputs._replace(latent=Latent(*(t.to(grad_out.device) for t in mine)))
+    q, k, v, _, latent = inputs
+    prepared = attention._agree_on(inputs, plan)[1].plan
+    attended = ForwardPass(prepared, q, k, v, latent).combine()
+    saved = Saved(q, k, v, *attended)
+    dq, dk, dv, *received = BackwardPass(prepared, grad_out, saved, latent).combine()
+    if latent is None:
+        return [attended.out, dq, dk, dv]
+    own = latent.differentiate(dk, dv)
+    return [attended.out, dq, *(a + b for a, b in zip(own, received, strict=True))]
 
 
 def exact(

@@ -24,6 +24,7 @@ class Case:
     scale: float = 0.3
     seed: int = 0
     softcap: float = 0.0
+    v_head_dim: int = 0  # 0: head_dim
 
     def call(self, device: torch.device | str = "cpu") -> PackedCall:
         offsets = (np.cumsum(column) for column in zip((0, 0), *self.tasks, strict=True))
@@ -34,23 +35,24 @@ class Case:
 class Inputs:
     q: Tensor  # [Tq, H, D]
     k: Tensor  # [Tk, G, D]
-    v: Tensor  # [Tk, G, D]
-    grad_out: Tensor  # [Tq, H, D]
+    v: Tensor  # [Tk, G, V]
+    grad_out: Tensor  # [Tq, H, V]
 
 
 def inputs_of(case: Case, dtype: torch.dtype, device: str = "cpu") -> Inputs:
     generator = torch.Generator().manual_seed(case.seed)
 
-    def draw(tokens: int, heads: int) -> Tensor:
-        drawn = torch.randn(tokens, heads, case.head_dim, generator=generator, dtype=torch.float64)
+    def draw(tokens: int, heads: int, size: int) -> Tensor:
+        drawn = torch.randn(tokens, heads, size, generator=generator, dtype=torch.float64)
         return drawn.to(device, dtype)
 
     queries, keys = (sum(column) for column in zip((0, 0), *case.tasks, strict=True))
+    size, values = case.head_dim, case.v_head_dim or case.head_dim
     return Inputs(
-        draw(queries, case.heads),
-        draw(keys, case.kv_heads),
-        draw(keys, case.kv_heads),
-        draw(queries, case.heads),
+        draw(queries, case.heads, size),
+        draw(keys, case.kv_heads, size),
+        draw(keys, case.kv_heads, values),
+        draw(queries, case.heads, values),
     )
 
 

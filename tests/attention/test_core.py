@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from distca.attention import op
 from distca.attention.core import CoreAttention
+from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
@@ -237,7 +238,7 @@ def test_the_op_is_sound() -> None:
     plan = Batch([[9, 4]]).plan()
     attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
     qkv = leaves(Tokens(plan, torch.float64), 0)
-    ready = attention._agree_on(*qkv, plan)
+    _, ready = attention._agree_on(Inputs(*qkv), plan)
     torch.library.opcheck(torch.ops.distca.core_attention.default, (*qkv, ready.handle))
 
 
@@ -268,7 +269,7 @@ def test_second_derivatives_are_refused(face: str) -> None:
         (lambda q, k, v: (q[0, 0, 0], k, v), r"q has shape \(\) on rank 0"),
         (lambda q, k, v: (q, k.float(), v), "k is torch.float32 on cpu but q is torch.float64"),
         (lambda q, k, v: (q, k.to("meta"), v), "k is torch.float64 on meta but q is"),
-        (lambda q, k, v: (q, k[:, :1], v), "k and v must have the same shape"),
+        (lambda q, k, v: (q, k[:, :1], v), "k and v must have the same number of heads"),
         (lambda q, k, v: (q[:, :3], k, v), "multiple of their heads"),
         (lambda q, k, v: (q.int(), k.int(), v.int()), "no attention backend fits"),
     ],

@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest) -> str:
     """A backend that takes bfloat16 on this machine."""
     like = torch.empty(1, *HEADS[::2], dtype=torch.bfloat16, device="cuda")
     traits = Traits.of(
-        TensorSpec.of(like, like[:, : HEADS[1]]), [Mask.parse("causal")], deterministic=True
+        TensorSpec.of(like, *[like[:, : HEADS[1]]] * 2), [Mask.parse("causal")], deterministic=True
     )
     chosen = next(b for b in backends() if b.name == request.param)
     if refusal := chosen.refusal(traits):
@@ -237,7 +237,7 @@ def test_one_rank_of_nccl_is_the_bare_kernel(backend: str) -> None:
     attention = CoreAttention(backend=backend, scale=SCALE, deterministic=True)
     found = [t.cpu() for t in attend(attention, plan, tokens, device="cuda")]
     q, k, v, grad_out = (t.cuda() for t in tokens.of_rank(0))
-    prepared = attention.prepare(TensorSpec.of(q, k), forward=plan)
+    prepared = attention.prepare(TensorSpec.of(q, k, v), forward=plan)
     assert prepared.forward is not None
     assert prepared.forward.layout.is_one_call
     call = prepared.forward.local[0].packed

@@ -97,7 +97,9 @@ def test_a_plan_of_hundreds_of_pieces_takes_a_dozen_launches(
     if dense:
         q, k, v = (each.contiguous() for each in (q, k, v))
     attention = CoreAttention(transport=Instantaneous(0, RANKS, 1e9), backend="reference")
-    prepared = attention.prepare(TensorSpec.of(q, k), forward=plan, backward=plan, announce=False)
+    prepared = attention.prepare(
+        TensorSpec.of(q, k, v), forward=plan, backward=plan, announce=False
+    )
     prepared = replace(prepared, backend=Uncounted())  # type: ignore[arg-type]
     assert num_runs(Layout.of(plan, 0)) > 400
     with Launches() as forward:

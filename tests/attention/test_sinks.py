@@ -16,6 +16,7 @@ from strategies import Batch, batches
 
 from distca.attention import sinks as sinks_module
 from distca.attention.core import CoreAttention
+from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
@@ -110,7 +111,7 @@ def test_the_op_is_sound() -> None:
     q, k, v = (t.requires_grad_() for t in tokens.of_rank(0)[:3])
     assert tokens.sinks is not None
     sinks = tokens.sinks.requires_grad_()
-    ready = attention._agree_on(q, k, v, plan, sinks)
+    _, ready = attention._agree_on(Inputs(q, k, v, sinks), plan)
     arguments = (q, k, v, ready.handle, sinks)
     torch.library.opcheck(torch.ops.distca.core_attention.default, arguments)
 

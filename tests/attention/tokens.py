@@ -8,14 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from distca.dispatch.latent import Latent
 from distca.planning.masks import BAND, FULL
 from distca.planning.plan import Plan
 
 SCALE = 0.3
 EXACT = {torch.float64: 1e-10, torch.float32: 1e-5}
-NAMES = ("out", "dq", "dk", "dv", "dsinks")
-Heads = tuple[int, int, int]  # query heads, key/value heads, head size
+NAMES = ("out", "dq", "dk or dlatent", "dv or drotary", "dsinks or dweight", "dweight")
+Heads = tuple[int, ...]  # query heads, key/value heads, head size, and that of values if it differs
 GROUPED: Heads = (4, 2, 8)
+LATENT = (5, 3)  # the sizes of latents and of rotary parts
 
 
 class Tokens:
@@ -23,6 +25,8 @@ class Tokens:
 
     sinks: whether there are random sinks too; then their gradient is the last of all results.
     softcap: of the scores; 0 does not cap them.
+    latent: the sizes of latents and of rotary parts, if k and v are made of random ones. Then the
+        gradients of these replace those of k and v, and that of the matrix is the last result.
     """
 
     def __init__(
@@ -33,6 +37,7 @@ class Tokens:
         *,
         sinks: bool = False,
         softcap: float = 0.0,
+        latent: tuple[int, int] | None = None,
     ) -> None:
         generator = torch.Generator().manual_seed(0)
         self.plan = plan
@@ -40,15 +45,21 @@ class Tokens:
         self.prefix = placement.prefixes.length
         self.first = np.concatenate([[0], np.cumsum(placement.lengths - self.prefix)])
         total = int(self.first[-1])
-        query_heads, kv_heads, size = heads
+        query_heads, kv_heads, size, *other = heads
+        value_size = other[0] if other else size
 
-        def draw(heads: int) -> Tensor:
-            return torch.randn(total, heads, size, dtype=torch.float64, generator=generator).to(
-                dtype
-            )
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, dtype=torch.float64, generator=generator).to(dtype)
 
-        self.q, self.k, self.v = draw(query_heads), draw(kv_heads), draw(kv_heads)
-        self.grad_out = draw(query_heads)
+        self.q, self.k = draw(total, query_heads, size), draw(total, kv_heads, size)
+        self.v = draw(total, kv_heads, value_size)
+        self.grad_out = draw(total, query_heads, value_size)
+        self.latent = None
+        if latent is not None:
+            rank, rotary = latent
+            weight = draw(kv_heads * (size - rotary + value_size), rank)
+            self.latent = Latent(draw(total, rank), draw(total, rotary), weight)
+            self.k, self.v = expand(self.latent, kv_heads, size)
         drawn = torch.randn(query_heads, dtype=torch.float64, generator=generator) * 2
         self.sinks = drawn.to(dtype) if sinks else None
         self.softcap = softcap
@@ -78,21 +89,35 @@ class Tokens:
         rows = self.rows(rank)
         return [t[rows] for t in (self.q, self.k, self.v, self.grad_out)]
 
+    @property
+    def factors(self) -> list[Tensor]:
+        """What keys and values are made of, by row: latents and rotary parts, or themselves."""
+        return [self.k, self.v] if self.latent is None else list(self.latent[:2])
+
+    @property
+    def shared(self) -> list[Tensor]:
+        """What all ranks have: sinks, and the matrix that expands latents."""
+        weight = None if self.latent is None else self.latent.weight
+        return [each for each in (self.sinks, weight) if each is not None]
+
     def gathered(self, results: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """[out, dq, dk, dv] of the ranks, by global row, and the sum of their dsinks."""
-        whole = [torch.full_like(like, torch.nan) for like in (self.q, self.q, self.k, self.k)]
+        """[out, dq, dk, dv] of the ranks, by global row, and the sums of gradients of the rest."""
+        whole = [
+            torch.full_like(each, torch.nan) for each in (self.grad_out, self.q, *self.factors)
+        ]
         for rank, result in enumerate(results):
             for target, part in zip(whole, result[:4], strict=True):
                 target[self.rows(rank)] = part.to(target)
-        if self.sinks is not None:
-            whole.append(torch.stack([result[4].to(self.sinks) for result in results]).sum(0))
-        return whole
+        sums = zip(*(result[4:] for result in results), strict=True)
+        return whole + [torch.stack([part.cpu() for part in parts]).sum(0) for parts in sums]
 
     def expected(self) -> list[Tensor]:
         """Dense softmax in float64 over each document's mask; gradients by autograd."""
-        given = (self.q, self.k, self.v, *([] if self.sinks is None else [self.sinks]))
+        given = (self.q, *self.factors, *self.shared)
         leaves = [t.double().clone().requires_grad_() for t in given]
         q, k, v, *sinks = leaves
+        if self.latent is not None:
+            k, v = expand(Latent(k, v, sinks.pop()), self.k.shape[1], q.shape[2])
         group = q.shape[1] // k.shape[1]
         out = []
         for document, length in enumerate(self.plan.placement.lengths.tolist()):
@@ -127,6 +152,16 @@ class Tokens:
         whole = torch.cat(out)
         grads = torch.autograd.grad(whole, leaves, self.grad_out.double())
         return [whole.detach(), *grads]
+
+
+def expand(latent: Latent, kv_heads: int, size: int) -> tuple[Tensor, Tensor]:
+    """k and v, head by head: the rotary part is last in a key."""
+    c, rotary, weight = latent
+    plain, keys, values = size - rotary.shape[1], [], []
+    for rows in weight.chunk(kv_heads):
+        keys.append(torch.cat([c @ rows[:plain].t(), rotary], 1))
+        values.append(c @ rows[plain:].t())
+    return torch.stack(keys, 1), torch.stack(values, 1)
 
 
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> dict[str, float]:

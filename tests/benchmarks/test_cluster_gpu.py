@@ -134,7 +134,7 @@ def test_the_script_runs_on_the_cpu(tmp_path: Path) -> None:
     (cell,) = json.loads((tmp_path / "cluster_gpu.json").read_text()).values()
     assert "sharding strategy" in cell["sides"].pop("torch-cp")["refused"]
     base = cell["sides"]["packed-dp"]
-    assert len(cell["sides"]) == 9
+    assert len(cell["sides"]) == 10
     for side in cell["sides"].values():
         assert len(side["seconds"]) == 2
         assert side["loss"] == pytest.approx(base["loss"], abs=1e-5)

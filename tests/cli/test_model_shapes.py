@@ -93,3 +93,14 @@ def test_a_gpu_by_its_rates() -> None:
 def test_rates_that_cannot_be_meant(name: str) -> None:
     with pytest.raises(ValueError, match=r"write the dense bf16 TFLOP/s of the GPU and the GB/s"):
         Profile.read(name)
+
+
+def test_latent_attention(tmp_path: Path) -> None:
+    """DeepSeek-V3: every head has keys and values, which are made of latents."""
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128}
+    config = LLAMA | sizes | {"num_attention_heads": 128, "v_head_dim": 128}
+    found, known = named_shape(write(tmp_path, config), ""), MODELS["deepseek-v3"]
+    assert (found.kv_bytes, found.kv_memory_bytes) == (known.kv_bytes, known.kv_memory_bytes)
+    assert (found.q_bytes, found.expansion_bytes) == (known.q_bytes, known.expansion_bytes)
+    with pytest.raises(ValueError, match=r"v_head_dim = None in .*: it must be a whole number"):
+        named_shape(write(tmp_path, LLAMA | sizes), "")

@@ -20,7 +20,7 @@ def test_labels_are_the_next_token_and_prompts_are_ignored(tokens: list[int], pr
 @given(TOKENS, st.integers(1, 8))
 def test_pieces_keep_the_label_across_the_cut(tokens: list[int], longest: int) -> None:
     document = Document.from_tokens(tokens, source=2, index=5)
-    pieces = document.pieces(longest)
+    pieces = [piece for (piece,) in document.pieces(longest)]
     assert [len(piece) for piece in pieces[:-1]] == [longest] * len(pieces[:-1])
     assert [token for piece in pieces for token in piece.tokens] == tokens
     assert [label for piece in pieces for label in piece.labels] == document.labels.tolist()

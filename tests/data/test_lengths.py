@@ -3,10 +3,14 @@
 import numpy as np
 import pytest
 
-from distca.data.lengths import distribution, names_distribution, take
+from distca.data.length_names import names_distribution
+from distca.data.lengths import distribution, take
 
 CONTEXT = 131072
-SPECS = ["pretrain", "prolong", "lognormal:4000:1.2", "fixed:5000"]
+SPECS = [
+    "pretrain", "prolong", "prolong:0.5", "reasoning", "agent", "chat", "lognormal:4000:1.2",
+    "fixed:5000",
+]  # fmt: skip
 
 
 def long_share(spec: str, context: int = CONTEXT) -> float:
@@ -30,6 +34,35 @@ def test_pretrain_has_about_ten_documents_per_context_and_some_of_exactly_that()
     lengths = distribution("pretrain", CONTEXT).sample(100_000, np.random.default_rng(2))
     assert CONTEXT / lengths.mean() == pytest.approx(10, rel=0.1)
     assert np.mean(lengths == CONTEXT) == pytest.approx(0.06 * 0.3, rel=0.1)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.8, 1.0])
+def test_prolong_has_the_share_of_long_documents_that_is_asked_for(share: float) -> None:
+    assert long_share(f"prolong:{share}", 524288) == pytest.approx(share, abs=0.01)
+
+
+def test_a_share_of_more_than_all_tokens_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"prolong:1.5: the share .* must be from 0 to 1"):
+        distribution("prolong:1.5", CONTEXT)
+
+
+def test_one_in_ten_completions_and_the_tail_of_the_others_reach_the_limit() -> None:
+    """A log-normal of median 700 and sigma 0.9 exceeds 4,096 with a chance of 2.5 %."""
+    lengths = distribution("reasoning", 4096).sample(400_000, np.random.default_rng(4))
+    assert np.mean(lengths == 4096) == pytest.approx(0.1 + 0.9 * 0.025, abs=0.003)
+    assert np.median(lengths[lengths < 4096]) == pytest.approx(678, rel=0.02)
+
+
+def test_agent_traces_have_the_published_mean_and_largest_length() -> None:
+    lengths = distribution("agent", 1 << 20).sample(67_074, np.random.default_rng(5))
+    assert lengths.mean() == pytest.approx(27_000, rel=0.01)
+    assert lengths.max() == pytest.approx(131_072, rel=0.2)
+
+
+def test_chats_are_short_and_have_a_tail() -> None:
+    lengths = distribution("chat", CONTEXT).sample(400_000, np.random.default_rng(6))
+    assert np.median(lengths) == pytest.approx(550, rel=0.05)
+    assert np.quantile(lengths, 0.99) == pytest.approx(3_700, rel=0.1)
 
 
 def test_lognormal_has_its_median_and_sigma() -> None:
@@ -74,7 +107,7 @@ def test_a_longer_batch_begins_like_a_shorter_one() -> None:
     ],
 )
 def test_an_unknown_distribution_is_refused(spec: str) -> None:
-    with pytest.raises(ValueError, match=r"is unknown: choose pretrain, prolong, lognormal:MEDIAN"):
+    with pytest.raises(ValueError, match=r"is unknown: choose pretrain, prolong, prolong:SHARE"):
         distribution(spec, CONTEXT)
 
 

@@ -1,15 +1,19 @@
-"""Sweeps the model families of the installed transformers.
+"""Sweeps the model families of the installed transformers, and writes the page about them.
 
 Each family is trained for one step on packed documents with ``attn_implementation="distca"``. The
 reference is the same model with transformers' own attention, which gets each document as a row.
 
-    PYTHONPATH=src:tests python -m integrations.families
+    PYTHONPATH=src:tests python -m integrations.families               # all of them
+    PYTHONPATH=src:tests python -m integrations.families llama bert    # only the rows of these
 """
 
 from __future__ import annotations
 
 import logging
+import multiprocessing
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,27 +21,30 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from integrations.family_models import VOCAB, families, model_of
+from integrations.family_models import CAUSAL, ENCODER, KINDS, VOCAB, cases, model_of
 from torch import Tensor
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "transformers_families.md"
 LENGTHS = (19, 7, 1, 12)
 PADDED = "padding"
-KINDS = {
-    "equal": "Logits and gradients are those of the reference, whatever is given.",
-    "refused": "One sentence says why, at the first training step at the latest.",
-    "warned": "A warning names `distca check`.",
-    "wrong": "None may be here.",
-    "not built": "These could not be made small, or take no text alone.",
+ERROR = 1e-5  # relative, of all logits and of all gradients
+LIMIT_S = 600
+RESULTS = {
+    "exact": "logits and gradients are those of the reference, whatever is given",
+    "refused": "one sentence says why, at the first training step at the latest",
+    "warned": "a warning names `distca check`",
+    "wrong": "none may be here",
+    "not built": "could not be made small, or does not run with text alone, for the reason given",
 }
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one family did. ``kind`` is equal, refused, warned, wrong or not built."""
+    """What one family did. ``result`` is one of ``RESULTS``."""
 
     family: str
     kind: str
+    result: str
     words: str = ""
 
 
@@ -48,11 +55,11 @@ def packed(lengths: tuple[int, ...] = LENGTHS) -> dict[str, Tensor]:
     return {"input_ids": tokens, "position_ids": positions}
 
 
-def logits_by_document(model: Any, batch: dict[str, Tensor]) -> Tensor:
+def logits_by_document(model: Any, batch: dict[str, Tensor], given: dict[str, Any]) -> Tensor:
     """Returns the logits of each document as a row of its own."""
     parts = zip(*(batch[name].split(list(LENGTHS), dim=1) for name in batch), strict=True)
-    given = (dict(zip(batch, part, strict=True)) for part in parts)
-    return torch.cat([model(**one, use_cache=False).logits for one in given], 1)
+    rows = (dict(zip(batch, part, strict=True)) for part in parts)
+    return torch.cat([model(**row, **given).logits for row in rows], 1)
 
 
 def gradients(model: Any, logits: Tensor) -> Tensor:
@@ -64,13 +71,19 @@ def gradients(model: Any, logits: Tensor) -> Tensor:
     return torch.cat([grad.flatten() for grad in found])
 
 
-def ways(num_tokens: int) -> dict[str, dict[str, Any]]:
+def ways(kind: str, num_tokens: int) -> dict[str, dict[str, Any]]:
     """Returns further arguments with which trainers call models."""
     from transformers import DynamicCache
 
     ones = torch.ones(1, num_tokens, dtype=torch.int64)
     padded = ones.clone()
     padded[:, -3:] = 0
+    if kind == ENCODER:
+        return {
+            "packed": {},
+            "a mask of ones": {"attention_mask": ones},
+            PADDED: {"attention_mask": padded},
+        }
     return {
         "packed": {"use_cache": False},
         "a mask of ones": {"use_cache": False, "attention_mask": ones},
@@ -80,45 +93,48 @@ def ways(num_tokens: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def outcome(family: str) -> Outcome:
+def outcome(family: str, kind: str = CAUSAL, dtype: torch.dtype = torch.float32) -> Outcome:
+    given_in_all_ways = ways(kind, sum(LENGTHS))
     try:
-        model = model_of(family, "eager")
-        right = logits_by_document(model, packed())
+        model = model_of(family, "eager", kind).to(dtype)
+        right = logits_by_document(model, packed(), given_in_all_ways["packed"])
         exact = gradients(model, right)
     except Exception as error:
-        return Outcome(family, "not built", _first(error))
+        return Outcome(family, kind, "not built", f"{type(error).__name__}: {_first(error)}")
     words: dict[str, str] = {}
     with recorded_warnings() as warned:
-        for way, given in ways(sum(LENGTHS)).items():
+        for way, given in given_in_all_ways.items():
             try:
-                model = model_of(family, "distca")
+                model = model_of(family, "distca", kind).to(dtype)
                 logits = model(**packed() | given).logits
                 error = max(_error(logits, right), _error(gradients(model, logits), exact))
-                words[way] = "" if error < 1e-4 else f"{way}: off by {error:.0%}"
+                words[way] = "" if error < ERROR else f"{way}: off by {error:.1e}"
             except Exception as raised:
                 words[way] = _first(raised)
                 if way == "packed":
-                    return Outcome(family, "refused", words[way])
+                    return Outcome(family, kind, "refused", words[way])
     wrong = [said for said in words.values() if ": off by " in said]
+    if wrong and dtype == torch.float32:  # it may be rounding
+        return outcome(family, kind, torch.float64)
     if not words[PADDED]:
         wrong.append(f"{PADDED} is computed")
-    if warned:
-        return Outcome(family, "warned", warned[0])
     if wrong:
-        return Outcome(family, "wrong", "; ".join(wrong))
-    raised = [f"{way}: {said}" for way, said in words.items() if said and way != PADDED]
-    return Outcome(family, "equal", "; ".join(raised))
+        return Outcome(family, kind, "wrong", "; ".join(wrong))
+    if warned:
+        return Outcome(family, kind, "warned", warned[0])
+    raised = [f"with {way}: {said}" for way, said in words.items() if said and way != PADDED]
+    return Outcome(family, kind, "exact", "; ".join(raised))
 
 
 def _error(found: Tensor, right: Tensor) -> float:
     if found.shape != right.shape:
         return float("inf")
-    return float((found - right).norm() / right.norm())
+    return float(((found - right).norm() / right.norm()).detach())
 
 
 def _first(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[0][:200]}"
+    return lines[0][:400].replace("|", " ")
 
 
 @contextmanager
@@ -137,92 +153,98 @@ def recorded_warnings() -> Iterator[list[str]]:
         refusals._log.removeHandler(handler)
 
 
-REASONS = {  # what is said, and its short form on the page
-    "computes its attention itself": "compute their attention themselves; refused at load",
-    "ignores position_ids": "ignore `position_ids`; refused with several documents in a row",
-    "carries a state": "carry a state from token to token; refused with several documents in a row",
-    "has not called": "never call the attention that they are given",
-    "bias to its scores": "add a bias to their scores",
-    "none of those that distca supports": "have another kind of mask",
-    "computes with its masks": "compute with their masks",
-    "mask of its own": "give layers a mask of their own",
-    "do not call distca's": "have layers that were not called (cross attention, without images)",
-    "million parameters": "are too large at their smallest",
-    "pixel_values": "need images",
-    "requires the timm library": "need timm",
-}
+def outcome_in_process(family: str, kind: str) -> Outcome:
+    """Returns the outcome from a process of its own, which may crash or take too long."""
+    context = multiprocessing.get_context("fork")  # what is imported need not be imported again
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_outcome, args=(sender, family, kind))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(LIMIT_S):
+            return Outcome(family, kind, "not built", f"takes more than {LIMIT_S} s")
+        found: Outcome = receiver.recv()
+    except EOFError:
+        process.join()
+        return Outcome(family, kind, "not built", f"its process ends with {process.exitcode}")
+    else:
+        return found
+    finally:
+        process.kill()
+        process.join()
+        receiver.close()
+
+
+def _send_outcome(sender: Any, family: str, kind: str) -> None:
+    import transformers
+
+    from distca.integrations.transformers import register
+
+    torch.set_num_threads(1)  # the threads of the process above do not exist here
+    transformers.logging.set_verbosity_error()
+    warnings.simplefilter("ignore")
+    register(cost="pairs")
+    sender.send(outcome(family, kind))
+
 
 INTRODUCTION = """# Families of transformers
 
-Each family of transformers {version} with a causal or an image-text model is trained for one step on four
-packed documents, as a tiny model with random weights and with text alone. Its logits and gradients are
-compared with those of transformers' `eager` attention, which gets each document as a row. Besides plain
-packed batches it is given an `attention_mask` of ones, an empty cache and `use_cache=True`; padding must be
-refused. `tests/integrations/test_transformers_families.py` (`-m slow`) compares this page with a new sweep.
-It is written by
+All families of transformers {version} with a causal model, an image-text model or an encoder (a
+masked language model): each is trained for one step on four packed documents of 19, 7, 1 and 12
+tokens, as a tiny model with random weights and with text alone. Its logits and gradients are
+compared with those of transformers' `eager` attention, which gets each document as a row: both are
+within {error:g}, relative to their norm, in float32 or, if they are not, in float64. Besides plain
+packed batches it is given an `attention_mask` of ones and, if it is no encoder, an empty cache and
+`use_cache=True`; padding must be refused.
+
+`tests/integrations/test_transformers_families.py` (`-m slow`) compares each row of this page with a
+new sweep, so that a release of transformers shows what has changed. The page is written by
 
 ```
 PYTHONPATH=src:tests python -m integrations.families
 ```
-"""  # noqa: E501
+
+| result | | {kinds} |
+|---|---|{lines}|
+"""
+HEADER = "| family | kind | result | sentence |"
 
 
 def page(outcomes: list[Outcome]) -> str:
     import transformers
 
-    lines = [INTRODUCTION.format(version=transformers.__version__)]
-    for kind, meaning in KINDS.items():
-        found = [one for one in outcomes if one.kind == kind]
-        if not found:
-            continue
-        lines += [f"## {kind.capitalize()}: {len(found)}", "", meaning, ""]
-        if kind == "equal":
-            lines += [_listed(found), ""]
-            lines += [
-                f"`{one.family}` raises an error with {one.words}" for one in found if one.words
-            ]
-        else:
-            lines += ["| families | |", "|---|---|", *_rows(found)]
-        lines += [""]
-    return "\n".join(lines)
+    lines = INTRODUCTION.format(
+        version=transformers.__version__,
+        error=ERROR,
+        kinds=" | ".join(KINDS),
+        lines="|".join(["---"] * len(KINDS)),
+    ).splitlines()
+    counts = Counter((one.result, one.kind) for one in outcomes)
+    for result, meaning in RESULTS.items():
+        cells = [str(counts[result, kind]) for kind in KINDS]
+        lines.append(f"| {result} | {meaning} | {' | '.join(cells)} |")
+    lines += ["", HEADER, "|---|---|---|---|"]
+    found = sorted(outcomes, key=lambda one: (one.family, one.kind))
+    lines += [f"| {o.family} | {o.kind} | {o.result} | {o.words} |" for o in found]
+    return "\n".join(lines) + "\n"
 
 
-def _rows(outcomes: list[Outcome]) -> Iterator[str]:
-    """Yields one row for each reason, and one for each family that has a reason of its own."""
-    left = outcomes
-    for words, reason in REASONS.items():
-        found = [one for one in left if words in one.words]
-        left = [one for one in left if words not in one.words]
-        if found:
-            yield f"| {_listed(found)} | {reason} |"
-    yield from (f"| {_listed([one])} | {one.words.replace('|', ' ')} |" for one in left)
-
-
-def _listed(outcomes: list[Outcome]) -> str:
-    return ", ".join(f"`{one.family}`" for one in outcomes)
-
-
-def documented() -> dict[str, str]:
-    """Returns the kind of each family on the page."""
-    kinds: dict[str, str] = {}
-    for section in PAGE.read_text().split("\n## ")[1:]:
-        kind = section.partition(":")[0].lower()
-        for line in section.splitlines()[4:]:
-            names = line.split("|")[1] if line.startswith("|") else line
-            kinds |= dict.fromkeys(names.replace("`", " ").replace(",", " ").split(), kind)
-    return kinds
+def documented() -> dict[tuple[str, str], Outcome]:
+    """Returns the rows of the page, by family and kind."""
+    if HEADER not in (text := PAGE.read_text()):
+        return {}
+    rows = text.partition(HEADER)[2].splitlines()[2:]
+    cells = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)
+    return {(family, kind): Outcome(family, kind, *rest) for family, kind, *rest in cells}
 
 
 if __name__ == "__main__":
-    import transformers
+    import distca.integrations.transformers  # noqa: F401  # once for all processes
 
-    from distca.integrations.transformers import register
-
-    register(cost="pairs")
-    transformers.logging.set_verbosity_error()
-    warnings.simplefilter("ignore")
-    found = []
-    for number, family in enumerate(families(), 1):
-        found.append(outcome(family))
-        print(number, found[-1], flush=True)
-    PAGE.write_text(page(found))
+    wanted = set(sys.argv[1:])
+    swept = documented() if wanted else {}
+    for number, case in enumerate(cases(), 1):
+        if not wanted or case[0] in wanted:
+            swept[case] = outcome_in_process(*case)
+            print(number, swept[case], flush=True)
+    PAGE.write_text(page([*swept.values()]))

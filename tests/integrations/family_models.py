@@ -74,33 +74,51 @@ OF_FAMILY: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 4, "head_dim": 16},
     "nemotron": {"num_key_value_heads": 2, "head_dim": 8},
     "xlnet": {"d_head": 8},
+    "xmod": {"default_language": "en_XX"},
     "xlstm": {"embedding_dim": 32, "num_blocks": 4},
 }
 
 
-def families() -> list[str]:
+CAUSAL, IMAGE_TEXT, ENCODER = KINDS = ("causal", "image-text", "encoder")
+
+
+def cases() -> list[tuple[str, str]]:
+    """Returns each family with its kinds; one that is causal is not tried with images too."""
+    names = {kind: model_names(kind) for kind in KINDS}
+    both = names[CAUSAL].keys() & names[IMAGE_TEXT].keys()
+    found = [(family, kind) for kind in KINDS for family in names[kind]]
+    return sorted(case for case in found if case[1] != IMAGE_TEXT or case[0] not in both)
+
+
+def model_names(kind: str) -> dict[str, str]:
+    """Returns the class of each family of a kind, as transformers' auto classes know it."""
     from transformers.models.auto import modeling_auto as auto
 
-    causal = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    return sorted(causal | auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    mapping = {
+        CAUSAL: auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        IMAGE_TEXT: auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+        ENCODER: auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    }[kind]
+    names = {family: name if isinstance(name, str) else name[0] for family, name in mapping.items()}
+    if kind == ENCODER:  # without those that have a decoder too
+        names = {f: name for f, name in names.items() if "ConditionalGeneration" not in name}
+    return names
 
 
-def model_class(family: str) -> Any:
+def model_class(family: str, kind: str) -> Any:
     import transformers
-    from transformers.models.auto import modeling_auto as auto
 
-    names = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    name = names[family]
-    return getattr(transformers, name if isinstance(name, str) else name[0])
+    return getattr(transformers, model_names(kind)[family])
 
 
-def small_config(family: str) -> Any:
+def small_config(family: str, kind: str = CAUSAL) -> Any:
     """Returns the family's default config with small sizes and without dropout."""
     from transformers import CONFIG_MAPPING
 
     whole, own = CONFIG_MAPPING[family](), OF_FAMILY.get(family, {})
-    kind = model_class(family).config_class
-    config = next((part for part in _with_parts(whole) if isinstance(part, kind)), whole)
+    own = own | ({"is_decoder": False} if kind == ENCODER else {})
+    needed = model_class(family, kind).config_class
+    config = next((part for part in _with_parts(whole) if isinstance(part, needed)), whole)
     for part in _with_parts(config):
         _shrink(part, own)
     try:
@@ -148,11 +166,12 @@ def _shrink(config: Any, own: dict[str, Any]) -> None:
             setattr(config, name, value)
 
 
-def model_of(family: str, attention: str) -> Any:
-    kind = model_class(family)
+def model_of(family: str, attention: str, kind: str = CAUSAL) -> Any:
+    made = model_class(family, kind)
     with torch.device("meta"):
-        size = sum(p.numel() for p in kind(small_config(family)).parameters())
+        size = sum(p.numel() for p in made(small_config(family, kind)).parameters())
     if size > MOST_PARAMETERS:
         raise ValueError(f"{size / 1e6:.0f} million parameters at its smallest")
     torch.manual_seed(0)
-    return kind._from_config(small_config(family), attn_implementation=attention).float().train()
+    config = small_config(family, kind)
+    return made._from_config(config, attn_implementation=attention).float().train()

@@ -11,6 +11,7 @@ from integrations.counting import recorded_devices
 from recorded import preparing_threads
 from slow_rank import timed_attention
 
+from distca.dispatch.tensors import TensorSpec
 from distca.integrations.shared.planned import (
     AttentionSpec,
     BatchFuture,
@@ -18,6 +19,11 @@ from distca.integrations.shared.planned import (
     PlannedBatch,
 )
 from distca.planning.masks import CAUSAL, Mask
+
+
+def tensors(heads: int, kv_heads: int, size: int) -> TensorSpec:
+    device = torch.device("cpu")
+    return TensorSpec(heads, kv_heads, size, size, torch.float32, device)
 
 
 def gathered(group: dist.ProcessGroup, lengths: list[list[int]]) -> tuple[tuple[int, ...], ...]:
@@ -41,7 +47,7 @@ def devices_of(
     group: dist.ProcessGroup, local_world_size: int, options: dict[str, Any]
 ) -> list[dict[str, list[Any]]]:
     """Returns the devices of two plans: of a batch of all ranks, and of a local one."""
-    spec = AttentionSpec(Mask(CAUSAL), 4, 2, 8, "cpu")
+    spec = AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
     with recorded_devices(local_world_size) as found:
         attention = PlannedAttention(cost="pairs", **options)
         attention.gather([8]).plan(spec)
@@ -115,7 +121,7 @@ def with_a_slow_rank(
     """
     rank = dist.get_rank(group)
     attention = PlannedAttention(cost="pairs", tile=16, min_shard=16, learn_speed=learns)
-    draw, spec = torch.Generator().manual_seed(rank), AttentionSpec(Mask(CAUSAL), 1, 1, 8, "cpu")
+    draw, spec = torch.Generator().manual_seed(rank), AttentionSpec(Mask(CAUSAL), tensors(1, 1, 8))
     found = []
 
     def submit() -> BatchFuture:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from integrations import gathering
+from integrations.gathering import tensors
 from integrations.tiny import packed
 from ranks import RankPool, World
 
@@ -75,7 +76,7 @@ def test_exit_waits_for_submitted_work_but_not_for_long(
 def test_windows_that_no_document_exceeds_share_the_causal_plan() -> None:
     batch = PlannedAttention(cost="pairs").local([30, 12])
     causal, wide, narrow = (
-        batch.plan(AttentionSpec(Mask(reach), 4, 2, 8, "cpu")) for reach in (CAUSAL, 30, 29)
+        batch.plan(AttentionSpec(Mask(reach), tensors(4, 2, 8))) for reach in (CAUSAL, 30, 29)
     )
     assert wide is causal
     assert narrow is not causal

@@ -158,11 +158,12 @@ def test_layers_outside_of_a_model_are_told_nothing_of_documents() -> None:
 
 def test_three_positions_for_each_token() -> None:
     """Models such as Qwen2-VL take them, but they do not tell where documents begin."""
+    from integrations.family_models import IMAGE_TEXT
     from integrations.family_models import model_of as family
 
     tokens, positions = packed([20, 9])["input_ids"], torch.zeros(3, 1, 29, dtype=torch.int64)
     with pytest.raises(ValueError, match=r"layer 0 .*\(3, 1, 29\) for 1 rows of 29 tokens: give"):
-        family("qwen2_vl", "distca")(input_ids=tokens, position_ids=positions)
+        family("qwen2_vl", "distca", IMAGE_TEXT)(input_ids=tokens, position_ids=positions)
 
 
 def test_arguments_of_models_that_ask_for_more() -> None:

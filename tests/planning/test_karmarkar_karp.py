@@ -19,8 +19,8 @@ costs = st.lists(st.integers(1, 60), max_size=7)
 
 
 def placed(lengths: list[int], workers: int, **options: Any) -> Placement:
-    model = options.pop("model", SHAPE)
-    return distca.place(lengths, workers, placer="karmarkar-karp", model=model, **options)
+    options = {"model": SHAPE, "cost": "pairs", **options}
+    return distca.place(lengths, workers, placer="karmarkar-karp", **options)
 
 
 def largest_sum(cost: list[int], sets: list[list[int]]) -> int:
@@ -68,11 +68,19 @@ def test_many_documents_take_work_for_each_set_only(monkeypatch: pytest.MonkeyPa
 
 def test_linear_layers_count_as_well_as_pairs() -> None:
     """Tokens decide while documents are short, pairs when they are long."""
-    model = model_shape("llama3-8b")
-    assert placed([64] * 4 + [256], 2, model=model).tokens.tolist() == [256, 256]
-    long = placed([131072, *[8192] * 48], 2, model=model).tokens
+    model = {"model": model_shape("llama3-8b"), "cost": "h200"}
+    assert placed([64] * 4 + [256], 2, **model).tokens.tolist() == [256, 256]
+    long = placed([131072, *[8192] * 48], 2, **model).tokens
     assert sorted(long.tolist())[0] == 131072
     assert max(long) == 48 * 8192
+
+
+def test_the_time_of_a_token_outside_attention_can_be_given() -> None:
+    """Pairs cost 7 ps forward and backward: 3 documents of 2 tokens have 21 each, one of 6 147."""
+    assert sorted(placed([6, 2, 2, 2], 2).tokens.tolist()) == [6, 6]
+    short = [6, *[2] * 6]
+    assert sorted(placed(short, 2).tokens.tolist()) == [6, 12]
+    assert sorted(placed(short, 2, token_s=1e-9).tokens.tolist()) == [8, 10]
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 5))
@@ -95,11 +103,13 @@ def test_short_documents_move_where_there_is_room() -> None:
     """By pairs alone, 36 documents of 10 tokens weigh about as much as one of 63."""
     lengths = [63] + [10] * 36
     assert sorted(placed(lengths, 2).tokens.tolist()) == [63, 360]
-    kept = placed(lengths, 2, memory_bytes=250 * OWN_BYTES)
-    assert sorted(kept.tokens.tolist()) == [173, 250]
+    for limit in ({"memory_bytes": 250 * OWN_BYTES}, {"max_tokens": 250}):
+        assert sorted(placed(lengths, 2, **limit).tokens.tolist()) == [173, 250]
 
 
 def test_documents_that_fit_nowhere_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"worker \d has 60 tokens, but max_tokens is 50, and no"):
+        placed([30] * 3, 2, max_tokens=50)
     with pytest.raises(ValueError, match="holds 60 tokens"):
         distca.plan(
             placed([30] * 3, 2, memory_bytes=50 * OWN_BYTES),

@@ -24,7 +24,7 @@ from distca.planning.checks import verify
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES
 
-BASELINES = ("colocated", "head-tail-cp", "per-document-cp", "wlb", "kk", "greedy")
+BASELINES = ("colocated", "head-tail-cp", "per-document-cp", "wlb", "kk", "dynamic-cp", "greedy")
 
 
 def plan_of(ranks: list[list[Entry]], policy: str, **options: Any) -> Plan:

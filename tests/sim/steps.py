@@ -41,7 +41,7 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.plan import Plan
 from distca.sim.cluster import Cluster, Link
-from distca.sim.packed import PackedPlan
+from distca.sim.packing import PackedPlan
 
 # -- transfers -----------------------------------------------------------------------------------
 

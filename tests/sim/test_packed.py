@@ -16,7 +16,8 @@ from sim.tiny import END, KV_BYTES, LAYER, MODEL, US, machines
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import Phase
 from distca.planning.spans import Ints, as_ints
-from distca.sim.packed import KEEP_SEQUENCES, PackedPlan, PackedStep, events, pack
+from distca.sim.packed_step import PackedStep, events
+from distca.sim.packing import KEEP_SEQUENCES, PackedPlan, pack
 from distca.sim.rates import Rates
 
 
@@ -49,6 +50,7 @@ STRATEGIES = [
     ("wlb", MeshShape(dp=3)),
     ("wlb", MeshShape(pp=3, cp=2)),
     ("wlb", MeshShape(pp=2, dp=2)),
+    ("kk", MeshShape(dp=3)),
     ("kk", MeshShape(pp=2, dp=2)),
 ]
 
@@ -330,7 +332,7 @@ def test_events_show_every_micro_batch_on_its_ranks(profile: str) -> None:
     rates = rates_of(profile, MeshShape(pp=2, cp=2), layers=2)
     packed = pack(rates, sequences([8], [8]), "head-tail-cp", 2)
     timeline = PackedStep(rates, packed).run()
-    found = events(timeline, cp=2)
+    found = events(timeline, width=2)
     taken = np.sum([event.stop - event.start for event in found], axis=0)
     every = sum((timeline.stop[phase] - timeline.start[phase]).sum(axis=1) for phase in "FB")
     assert taken.tolist() == close(np.repeat(np.ravel(every), 2).tolist())

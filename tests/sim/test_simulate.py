@@ -184,6 +184,9 @@ STRATEGIES = [
     Strategy("per-document-cp", MeshShape(cp=4)),
     Strategy("wlb", MeshShape(dp=4)),
     Strategy("kk", MeshShape(dp=4)),
+    Strategy("kk", MeshShape(pp=2, dp=2), micro_batches=2),
+    Strategy("dynamic-cp", MeshShape(dp=2, cp=2)),
+    Strategy("dynamic-cp", MeshShape(pp=2, cp=2), micro_batches=2),
 ]
 strategies = pytest.mark.parametrize(
     "strategy", STRATEGIES, ids=lambda strategy: f"{strategy.name}, {strategy.sizes}"

@@ -76,20 +76,18 @@ def _events(events: Events) -> Iterator[None]:
         queue.append(layer)
         return call(self, layer, half, *qkv)
 
-    def starting_forward(
-        self: ForwardPass, plan: Any, q: Any, k: Any, v: Any, where: str = ""
-    ) -> None:
+    def starting_forward(self: ForwardPass, plan: Any, q: Any, *others: Any) -> None:
         layer = queue.pop() if queue else None
         if layer is not None:
             layers[q.data_ptr()] = layer
         events.append(("forward", layer))
-        forward(self, plan, q, k, v, where)
+        forward(self, plan, q, *others)
 
     def starting_backward(
-        self: BackwardPass, plan: Any, grad_out: Any, saved: Any, where: str = ""
+        self: BackwardPass, plan: Any, grad_out: Any, saved: Any, *others: Any
     ) -> None:
         events.append(("backward", layers.get(saved.q.data_ptr()) if len(saved.q) else None))
-        backward(self, plan, grad_out, saved, where)
+        backward(self, plan, grad_out, saved, *others)
 
     def told(kind: str, method: Any) -> Any:
         @wraps(method)

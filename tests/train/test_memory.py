@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -10,7 +12,8 @@ from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB, Memory
 from distca.pipeline.memory import estimate as estimate_shape
 from distca.pipeline.mesh import MeshShape
-from distca.train.setup import available_bytes, check_memory
+from distca.train.config import Config
+from distca.train.setup import available_bytes, check_host_memory, check_memory, memory_of
 
 TINY = ModelConfig(vocab_size=10, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=16)
 
@@ -67,3 +70,17 @@ def test_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert available_bytes(gpu, 4, limit_gib=7) == 7 << 30
     with pytest.raises(ValueError, match=r"100 ranks need at least 125 GiB .* start at most 80,"):
         available_bytes(gpu, 100)
+
+
+def test_a_checkpoint_is_copied_before_it_is_written() -> None:
+    """Into the memory of the ranks on a CPU, and into that of the host from a GPU."""
+    config = Config()
+    model, mesh = model_config("debug"), MeshShape(dp=2)
+    on_cpu = memory_of(config, mesh, model, torch.device("cpu"))
+    assert on_cpu.checkpoint == on_cpu.saved == 12 * model.num_parameters // 2
+    never = replace(config, train=replace(config.train, save_at_end=False))
+    assert memory_of(never, mesh, model, torch.device("cpu")).checkpoint == 0
+    assert memory_of(config, mesh, model, torch.device("cuda", 0)).checkpoint == 0
+    check_host_memory(on_cpu.saved * 8, on_cpu.saved * 8)
+    with pytest.raises(ValueError, match=r"takes 96\.0 GiB for .*, and it has 64\.0: use more"):
+        check_host_memory(96 * GIB, 64 * GIB)

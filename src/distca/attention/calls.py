@@ -16,7 +16,7 @@ from distca.dispatch.layout import Call
 from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec
-from distca.dispatch.wire import ByteLayout, Messages, RowSpec, RowSpecs
+from distca.dispatch.wire import ByteLayout, RowSpec, RowSpecs
 
 _Rows = tuple[RowSpec, Rows]  # of one tensor
 
@@ -37,16 +37,23 @@ class PreparedCall:
 
     @classmethod
     def of(
-        cls, call: Call, messages: Messages, spec: TensorSpec, *, backward: bool
+        cls,
+        call: Call,
+        received: ByteLayout,
+        home: ByteLayout,
+        spec: TensorSpec,
+        *,
+        backward: bool,
     ) -> PreparedCall:
-        specs = RowSpecs.of(spec)
-        q, kv, lse = (specs.q, call.q), (specs.kv, call.kv), (specs.lse, call.q)
-        inputs = [q, kv, kv, q, lse, q] if backward else [q, kv, kv]
-        home = messages.combine.send
+        """received, home: the layouts of what peers sent, and of results that are sent home."""
+        rows = RowSpecs.of(spec)
+        q, out, lse = ((row, call.q) for row in (rows.q, rows.out, rows.lse))
+        k, v = (rows.k, call.kv), (rows.v, call.kv)
+        inputs = [q, k, v, out, lse, out] if backward else [q, k, v]
         return cls(
             packed=PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, spec.device),
-            gather=Gather(inputs, messages.dispatch.recv, spec.device),
-            scatter=_sums([q, kv, kv], home, spec) if backward else _puts([q, lse], home, spec),
+            gather=Gather(inputs, received, spec.device),
+            scatter=_sums([q, k, v], home, spec) if backward else _puts([out, lse], home, spec),
             behind=PreparedKeysBehind.of(call.behind, spec.device) if call.behind else None,
         )
 

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from distca.attention.backends.base import Backend, Traits, kind_of
 from distca.attention.backends.choice import choose
+from distca.attention.inputs import Inputs, num_tokens
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan, Watch
-from distca.attention.sinks import refusal as sinks_refusal
 from distca.dispatch.agreement import DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
+from distca.dispatch.latent import Latent
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
@@ -82,31 +83,49 @@ class CoreAttention:
         self.backend, self.deterministic = backend, deterministic
         self.scale, self.softcap = scale, float(softcap)
         self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
+        self._expansion_checked = False  # once, since it waits for the device
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        *,
+        sinks: Tensor | None = None,
+        latent: Latent | None = None,
     ) -> Tensor:
-        """q [T, H, D], k and v [T, G, D] -> [T, H, D]; the plan places T tokens on this rank.
+        """q [T, H, D], k [T, G, D], v [T, G, V] -> [T, H, V]; the plan places T tokens here.
 
         sinks: [H] a score of each head that takes part in the softmax and has no value. Ranks may
             have different ones, as tensor parallelism does; each gets the gradient of its own rows.
+        latent: the factors of k and v in latent attention, which travel instead of them; a server
+            expands them. The gradient of ``latent.weight`` is summed over all ranks, each of which
+            gets that of the keys that it received: reduce it as data parallelism does.
         """
-        ready = self._agree_on(q, k, v, plan, sinks)
-        return attend(_joining(q, k, v, sinks, ready), k, v, ready.handle, sinks)
+        inputs, ready = self._agree_on(Inputs(q, k, v, sinks, latent), plan)
+        return attend(*inputs[:3], ready.handle, sinks, latent)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def dispatch(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, *, sinks: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        plan: Plan,
+        *,
+        sinks: Tensor | None = None,
+        latent: Latent | None = None,
     ) -> AsyncAttention:
         """Dispatches the same attention without waiting, so that other work overlaps with it.
 
         Call ``compute()`` and then ``combine()`` of the result; see ``distca.attention.overlap``.
         """
-        ready = self._agree_on(q, k, v, plan, sinks)
-        return AsyncAttention(ready.plan, _joining(q, k, v, sinks, ready), k, v, sinks)
+        inputs, ready = self._agree_on(Inputs(q, k, v, sinks, latent), plan)
+        return AsyncAttention(ready.plan, *inputs)
 
     def serve(self, plan: Plan, *, layers: int, backward: int | None = None) -> None:
         """Takes this rank's part of a plan without tokens or weights of its own.
@@ -150,6 +169,9 @@ class CoreAttention:
             heads=spec.heads,
             kv_heads=spec.kv_heads,
             head_dim=spec.head_dim,
+            v_head_dim=spec.v_head_dim,
+            latent_dim=spec.latent_dim,
+            rope_dim=spec.rope_dim,
             dtype=str(spec.dtype).removeprefix("torch."),
             device=spec.device.type,
             scale=scale,
@@ -199,36 +221,38 @@ class CoreAttention:
             self._backends[key] = choose(self.backend, traits)
         return self._backends[key]
 
-    def _agree_on(
-        self, q: Tensor, k: Tensor, v: Tensor, plan: Plan, sinks: Tensor | None = None
-    ) -> _Ready:
-        """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise."""
-        of_sinks = None if sinks is None else (sinks.device, sinks.dtype, sinks.shape)
-        key = (q.device, q.dtype, q.shape, k.shape, v.shape, torch.is_grad_enabled(), of_sinks)
-        ready = self._ready.setdefault(plan, {})
-        if key not in ready:
+    def _agree_on(self, inputs: Inputs, plan: Plan) -> tuple[Inputs, _Ready]:
+        """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise.
+
+        Returns the tensors that take part in autograd as the ranks have agreed.
+        """
+        made = self._ready.setdefault(plan, {})
+        if inputs.kind not in made:
             with self._raising_on_all(plan):
-                _check(q, k, v, plan, self.transport)
-                if sinks is not None and (refusal := sinks_refusal(sinks, q)):
-                    raise ValueError(refusal)
+                inputs.check(plan, self.transport)
+                if not self._expansion_checked:
+                    inputs.check_expansion()
+                    self._expansion_checked = inputs.latent is not None
                 prepared = self.prepare(
-                    TensorSpec.of(q, k),
+                    inputs.spec,
                     forward=plan,
                     backward=plan,
                     grad_mode=torch.is_grad_enabled(),
-                    sinks=sinks is not None,
+                    sinks=inputs.sinks is not None,
                 )
-            first_use, wants = _first_use(plan, prepared.handshake), _wants_gradient(q, k, v, sinks)
-            agreed = agree(self.transport, replace(first_use, wants_gradient=wants))
+            first_use = _first_use(plan, prepared.handshake)
+            wants = replace(first_use, wants_gradient=inputs.wants_gradient)
+            agreed = agree(self.transport, wants)
             if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
                 agree(self.transport, _first_use(plan))
-            ready[key] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
-        return ready[key]
+            made[inputs.kind] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
+        ready = made[inputs.kind]
+        return inputs.joining() if ready.wants_gradient else inputs, ready
 
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""
         rank = self.transport.rank
-        if tokens := _num_tokens(plan, rank):
+        if tokens := num_tokens(plan, rank):
             error = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
         mine = Handshake(grad_mode=grad_mode, error=error)
         common = agree(self.transport, _first_use(plan, mine)).common
@@ -239,6 +263,9 @@ class CoreAttention:
             heads=common.heads,
             kv_heads=common.kv_heads,
             head_dim=common.head_dim,
+            v_head_dim=common.v_head_dim or common.head_dim,
+            latent_dim=common.latent_dim or 0,
+            rope_dim=common.rope_dim or 0,
             dtype=getattr(torch, common.dtype),
             device=torch.empty(0, device=common.device).device,  # with its index
         )
@@ -261,50 +288,3 @@ class CoreAttention:
 
 def _first_use(plan: Plan, handshake: Handshake = _NOTHING) -> Handshake:
     return replace(handshake, plan=plan.fingerprint, direction="forward")
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, plan: Plan, transport: Transport) -> None:
-    rank, ranks = transport.rank, transport.num_ranks
-    if plan.devices.num_ranks != ranks:
-        raise ValueError(
-            f"the plan is for {plan.devices.num_ranks} ranks but the group has {ranks}:"
-            " plan for the ranks of the group"
-        )
-    if refusal := transport.refusal(q.device):
-        raise ValueError(f"{refusal}: move q, k and v, or use another group")
-    tokens = _num_tokens(plan, rank)
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        if tensor.ndim != 3 or tensor.shape[0] != tokens:
-            raise ValueError(
-                f"{name} has shape {tuple(tensor.shape)} on rank {rank}, where the plan places"
-                f" {tokens} tokens: it must be [{tokens}, heads, head size]"
-            )
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}:"
-                " all three must agree"
-            )
-    if k.shape != v.shape or q.shape[2] != k.shape[2] or q.shape[1] % max(k.shape[1], 1):
-        raise ValueError(
-            f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have the"
-            " same shape, and q the same head size and a multiple of their heads"
-        )
-
-
-def _num_tokens(plan: Plan, rank: int) -> int:
-    return int(plan.placement.tokens[rank]) if rank < plan.placement.num_workers else 0
-
-
-def _wants_gradient(*inputs: Tensor | None) -> bool:
-    given = (tensor for tensor in inputs if tensor is not None)
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given)
-
-
-def _joining(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ready: _Ready) -> Tensor:
-    """Returns q, as a new leaf if peers need a gradient and this rank does not.
-
-    Autograd then runs the backward exchange on this rank too; without it, peers would deadlock.
-    """
-    if ready.wants_gradient and torch.is_grad_enabled() and not _wants_gradient(q, k, v, sinks):
-        return q.detach().requires_grad_()
-    return q

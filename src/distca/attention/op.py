@@ -18,6 +18,7 @@ from distca.attention.backends.base import Attended, Saved
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 from distca.attention.sinks import add_sinks, sinks_gradient
+from distca.dispatch.latent import Latent
 
 # Weak: a prepared plan lives as long as its plan, or as a graph whose backward has not yet run.
 _PREPARED: WeakValueDictionary[int, PreparedPlan] = WeakValueDictionary()
@@ -31,48 +32,97 @@ def register(plan: PreparedPlan) -> int:
     return handle
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None) -> Tensor:
-    """q [T, H, D], k and v [T, G, D], sinks [H] -> [T, H, D]."""
-    out: Tensor = torch.ops.distca.core_attention(q, k, v, handle, sinks)[0]
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    sinks: Tensor | None = None,
+    latent: Latent | None = None,
+) -> Tensor:
+    """q [T, H, D], k [T, G, D], v [T, G, V], sinks [H] -> [T, H, V]."""
+    factors = [] if latent is None else list(latent)
+    out: Tensor = torch.ops.distca.core_attention(q, k, v, handle, sinks, *factors)[0]
     return out
 
 
 @torch.library.custom_op("distca::core_attention", mutates_args=())
 def _core_attention(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    sinks: Tensor | None = None,
+    latent: Tensor | None = None,
+    rotary: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    attended = ForwardPass(_PREPARED[handle], q, k, v).combine()
+    factors = _factors(latent, rotary, weight)
+    attended = ForwardPass(_PREPARED[handle], q, k, v, factors).combine()
     return attended if sinks is None else add_sinks(attended, sinks)
 
 
 @_core_attention.register_fake
 def _(
-    q: Tensor, k: Tensor, v: Tensor, handle: int, sinks: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    handle: int,
+    sinks: Tensor | None = None,
+    latent: Tensor | None = None,
+    rotary: Tensor | None = None,
+    weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    return Attended.empty(q)
+    return Attended.empty(q, v)
 
 
 @torch.library.custom_op("distca::core_attention_backward", mutates_args=())
 def _core_attention_backward(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return BackwardPass(_PREPARED[handle], grad_out, Saved(q, k, v, out, lse)).combine()
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+    latent: Tensor | None = None,
+    rotary: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> list[Tensor]:
+    factors, saved = _factors(latent, rotary, weight), Saved(q, k, v, out, lse)
+    return list(BackwardPass(_PREPARED[handle], grad_out, saved, factors).combine())
 
 
 @_core_attention_backward.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, handle: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    handle: int,
+    latent: Tensor | None = None,
+    rotary: Tensor | None = None,
+    weight: Tensor | None = None,
+) -> list[Tensor]:
+    factors = _factors(latent, rotary, weight)
+    return [torch.empty_like(each) for each in (q, k, v, *(factors or ()))]
+
+
+def _factors(latent: Tensor | None, rotary: Tensor | None, weight: Tensor | None) -> Latent | None:
+    if latent is None or rotary is None or weight is None:
+        return None
+    return Latent(latent, rotary, weight)
 
 
 def _save(
     ctx: Any,
-    inputs: tuple[Tensor, Tensor, Tensor, int, Tensor | None],
+    inputs: tuple[Any, ...],
     output: tuple[Tensor, Tensor],
 ) -> None:
-    q, k, v, handle, sinks = inputs
-    ctx.save_for_backward(*Saved(q, k, v, *output), sinks)
+    q, k, v, handle, sinks, *factors = inputs
+    ctx.save_for_backward(*Saved(q, k, v, *output), sinks, *factors)
     ctx.handle = handle
     ctx.plan = _PREPARED.get(handle)  # keeps it alive as long as the graph
 
@@ -80,14 +130,17 @@ def _save(
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
     # The lse is a result only so that it is saved; it has no gradient.
     # The tensors are read once, since checkpointing computes them again for each read.
-    *saved, sinks = ctx.saved_tensors
+    *saved, sinks, latent, rotary, weight = ctx.saved_tensors
+    factors = _factors(latent, rotary, weight) or ()
     with torch.no_grad():
-        grads = list(torch.ops.distca.core_attention_backward(grad_out, *saved, ctx.handle))
+        backward = torch.ops.distca.core_attention_backward
+        grads = list(backward(grad_out, *saved, ctx.handle, *factors))
         if sinks is not None:
             grads.append(sinks_gradient(grad_out, Attended(*saved[3:]), sinks))
-    inputs = (grad_out, *saved[:3], *([] if sinks is None else [sinks]))
-    dq, dk, dv, *dsinks = differentiable_once(grads, inputs)
-    return dq, dk, dv, None, dsinks[0] if dsinks else None
+    inputs = (grad_out, *saved[:3], *factors, *([] if sinks is None else [sinks]))
+    dq, dk, dv, *others = differentiable_once(grads, inputs)
+    dsinks = None if sinks is None else others.pop()
+    return dq, dk, dv, None, dsinks, *(others or (None, None, None))
 
 
 def differentiable_once(grads: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[Tensor, ...]:

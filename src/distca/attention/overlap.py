@@ -38,6 +38,7 @@ from distca.attention.op import differentiable_once
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedPlan
 from distca.attention.sinks import add_sinks, sinks_gradient
+from distca.dispatch.latent import Latent
 from distca.dispatch.ranges import place
 
 
@@ -70,13 +71,14 @@ class AsyncAttention:
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None = None,
+        latent: Latent | None = None,
         where: str = "",
     ) -> None:
         self.plan, self.where = plan, where
         self.forward: ForwardPass | None = None
         self.backward: BackwardPass | None = None
         self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
-        self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks)
+        self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks, *(latent or ()))
         self._computed = False
         # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
         # would keep both, and the graph, in memory.
@@ -106,10 +108,17 @@ class _Dispatch(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, pending: AsyncAttention, q: Tensor, k: Tensor, v: Tensor, _: Tensor | None
+        ctx: Any,
+        pending: AsyncAttention,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        _: Tensor | None,
+        *latent: Tensor,
     ) -> Tensor:
         ctx.pending = pending
-        pending.forward = ForwardPass(pending.plan, q, k, v, pending.where)
+        factors = Latent(*latent) if latent else None
+        pending.forward = ForwardPass(pending.plan, q, k, v, factors, pending.where)
         return q.new_empty(0)
 
     @staticmethod
@@ -118,7 +127,8 @@ class _Dispatch(torch.autograd.Function):
         grads = ctx.pending.backward.combine()
         ctx.pending.backward = None
         inputs, ctx.pending.inputs = ctx.pending.inputs, ()
-        return None, *differentiable_once(grads, inputs), None
+        dq, dk, dv, *dlatent = differentiable_once(grads, inputs)
+        return None, dq, dk, dv, None, *dlatent
 
 
 class _Compute(torch.autograd.Function):
@@ -149,6 +159,7 @@ class _Combine(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         sinks: Tensor | None,
+        *latent: Tensor,
     ) -> Tensor:
         assert pending.forward is not None
         attended = pending.forward.combine()
@@ -156,15 +167,16 @@ class _Combine(torch.autograd.Function):
         if sinks is not None:
             attended = add_sinks(attended, sinks)
         ctx.pending = pending
-        ctx.save_for_backward(*Saved(q, k, v, *attended), sinks)
+        ctx.save_for_backward(*Saved(q, k, v, *attended), sinks, *latent)
         return attended.out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        *tensors, sinks = ctx.saved_tensors
-        saved, inputs = Saved(*tensors), (grad_out, *tensors[:3])
+        q, k, v, out, lse, sinks, *latent = ctx.saved_tensors
+        saved, inputs = Saved(q, k, v, out, lse), (grad_out, q, k, v, *latent)
+        factors = Latent(*latent) if latent else None
         pending = ctx.pending
-        pending.backward = BackwardPass(pending.plan, grad_out, saved, pending.where)
+        pending.backward = BackwardPass(pending.plan, grad_out, saved, factors, pending.where)
         if torch.is_grad_enabled():
             pending.inputs = inputs
         dsinks = None
@@ -172,4 +184,4 @@ class _Combine(torch.autograd.Function):
             with torch.no_grad():
                 dsinks = sinks_gradient(grad_out, Attended(saved.out, saved.lse), sinks)
             (dsinks,) = differentiable_once([dsinks], (*inputs, sinks))
-        return None, grad_out.new_empty(0), None, None, None, dsinks
+        return None, grad_out.new_empty(0), None, None, None, dsinks, *[None] * len(latent)

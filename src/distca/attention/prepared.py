@@ -17,7 +17,8 @@ from distca.attention.calls import PreparedCall
 from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
-from distca.dispatch.layout import Layout
+from distca.dispatch.latent_buffers import LatentBuffers
+from distca.dispatch.layout import Call, Layout
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
@@ -31,6 +32,7 @@ class PreparedLayout:
     """One direction of a plan on one rank: its calls on the device, and its two messages.
 
     planned_s: the seconds of each call on a device of speed 1: an equal share of the rank's load.
+    latents: between what travels and what kernels read, where latents travel.
     handshakes: what this rank announces before each message; None: nothing.
     """
 
@@ -39,19 +41,25 @@ class PreparedLayout:
     remote: tuple[PreparedCall, ...]
     messages: Messages
     planned_s: float
+    latents: LatentBuffers | None = None
     handshakes: tuple[Handshake, Handshake] | None = None
 
     @classmethod
     def of(cls, plan: Plan, rank: int, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
         layout = Layout.of(plan, rank, backward=backward)
         messages = Messages.of(layout, spec, backward=backward)
-        local, remote = (
-            tuple(PreparedCall.of(call, messages, spec, backward=backward) for call in calls)
-            for calls in (layout.local, layout.remote)
-        )
+        received, home, latents = messages.dispatch.recv, messages.combine.send, None
+        if spec.latent_dim:
+            latents = LatentBuffers.of(layout, messages, spec, backward=backward)
+            received, home = latents.here, latents.home if backward else home
+
+        def prepared(call: Call) -> PreparedCall:
+            return PreparedCall.of(call, received, home, spec.expanded, backward=backward)
+
+        local, remote = (tuple(map(prepared, calls)) for calls in (layout.local, layout.remote))
         load_ps = plan.backward_load_ps if backward else plan.forward_load_ps
         planned_s = float(load_ps[rank]) / PS / max(len(local) + len(remote), 1)
-        return cls(layout, local, remote, messages, planned_s)
+        return cls(layout, local, remote, messages, planned_s, latents)
 
     def announced(self, handshake: Handshake) -> PreparedLayout:
         """Returns the same layout, whose messages are announced."""

@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 
 from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
+from distca.data.length_names import FORMS
 from distca.planning.policies import PLACEMENTS
 from distca.report.progress import Update, progress
 from distca.report.replay import CAPTION, heading, replay_facts, replay_table
@@ -47,9 +48,7 @@ class ReplayCommand:
     """
 
     ranks: int = _plan("N", "Ranks of the plan, each with tp GPUs.", 64)
-    lengths: str = _plan(
-        "NAME", "Lengths: pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N.", "pretrain"
-    )
+    lengths: str = _plan("NAME", f"Lengths: {FORMS}.", "pretrain")
     context: str | None = _plan("TOKENS", "Longest document. Default: 128K, or 8K on the CPU.")
     tokens: str | None = _plan("TOKENS", "Tokens of a rank. Default: 64K, or 1K on the CPU.")
     placement: str = _plan("NAME", f"Placement: {' or '.join(PLACEMENTS)}.", "given")

@@ -7,7 +7,6 @@ from pathlib import Path
 import typer
 
 from distca.cli.command import argument, json_switch, option
-from distca.cli.sources import parse_tokens
 
 GIB = 1 << 30
 
@@ -40,13 +39,14 @@ class InitCommand:
             raise ValueError(f"{self.path} exists: give another name, or --force to replace it")
         if self.ranks is not None and self.ranks < 1:
             raise ValueError(f"--ranks {self.ranks}: give 1 or more")
-        context = None if self.context is None else parse_tokens(self.context)
         import torch
 
+        from distca.cli.sources import parse_tokens
         from distca.runtime.launch import local_ranks
         from distca.train.config_text import toml
         from distca.train.first_config import first_config
 
+        context = None if self.context is None else parse_tokens(self.context)
         # A cluster may have more ranks than this machine has GPUs.
         ranks = self.ranks or local_ranks(None)
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -28,12 +28,32 @@ def named_shape(name: str, otherwise: str) -> ModelShape:
         return choose(MODELS, name, "model", f", give a Hugging Face folder{otherwise}")
     raw = _read(file)
     sizes = {ours: _size(raw, theirs, file) for ours, theirs in _NAMES.items()}
+    if raw.get("kv_lora_rank"):
+        return _latent_shape(raw, sizes, file)
     return ModelShape(
         file.resolve().parent.name,
         **sizes,
         kv_heads=_size(raw, ("num_key_value_heads",), file, sizes["heads"]),
         head_dim=_size(raw, ("head_dim",), file, sizes["hidden"] // sizes["heads"]),
         ffn=_size(raw, ("intermediate_size", "n_inner", "ffn_dim"), file, 4 * sizes["hidden"]),
+    )
+
+
+def _latent_shape(raw: Mapping[str, Any], sizes: dict[str, int], file: Path) -> ModelShape:
+    """Returns the shape of a model with latent attention: every head has keys and values."""
+    latent, rope, plain, values = (
+        _size(raw, (name,), file)
+        for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    )
+    return ModelShape(
+        file.resolve().parent.name,
+        **sizes,
+        kv_heads=sizes["heads"],
+        head_dim=plain + rope,
+        v_head_dim=values,
+        latent_dim=latent,
+        rope_dim=rope,
+        ffn=_size(raw, ("intermediate_size",), file, 4 * sizes["hidden"]),
     )
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.data.length_names import FORMS
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
 from distca.planning.policies import POLICIES
@@ -39,8 +40,7 @@ class PlanCommand:
         "LENGTHS",
         'A JSON file {"ranks": \\[\\[length, ...], ...]}; or documents: a .json list,'
         " .jsonl, .txt, .npy, Megatron .bin/.idx, a folder or a glob; or a distribution:"
-        " pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N. Documents and distributions"
-        " need --ranks.",
+        f" {FORMS}. Documents and distributions need --ranks.",
     )
     ranks: int | None = _batch("N", "Number of workers to pack the documents on.")
     context: str | None = _batch(
@@ -59,6 +59,11 @@ class PlanCommand:
         "N", "Number of key/value heads. Default: as many as query heads."
     )
     head_dim: int | None = _batch("N", "Size of a head.")
+    v_head_dim: int | None = _batch("N", "Size of a head of values. Default: the same.")
+    latent_dim: int | None = _batch(
+        "N", "Size of the latent that is sent instead of keys and values. Default: none is."
+    )
+    rope_dim: int | None = _batch("N", "Size of the rotary part of a key, sent with the latent.")
 
     policy: str = _plan("NAME", f"One of {', '.join(POLICIES)}.", "distca")
     placement: str = _plan(
@@ -73,7 +78,9 @@ class PlanCommand:
         DEFAULT_COST,
     )
     cp: int | None = _plan(
-        "N", "Workers that share a sequence in context-parallel policies. Default: up to 8."
+        "N",
+        "Workers that share a sequence in context-parallel policies, at most in dynamic-cp."
+        " Default: up to 8.",
     )
     tile: int = _plan("TOKENS", "Documents are cut at multiples of this.", 128)
     min_shard: int = _plan("TOKENS", "Smallest piece of a document.", 128)
@@ -83,6 +90,9 @@ class PlanCommand:
         "", "Workers compute attention too, besides the servers.", False, "--workers-serve"
     )
     ranks_per_node: int | None = _ranks("N", "Ranks of a node. Default: all.")
+    max_tokens: int | None = _ranks(
+        "TOKENS", "Most tokens of a worker in policies kk and dynamic-cp. Default: any number."
+    )
     memory: str | None = _ranks(
         "BYTES", "Limit of a rank for one layer's q, k, v and o, such as 40GB."
     )

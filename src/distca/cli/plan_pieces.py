@@ -71,7 +71,8 @@ def _tasks(plan: Plan, cost: CostModel, *, backward: bool) -> dict[str, Any]:
     count = placement.num_documents
     group = moves.server * count + placement.document[moves.shard]
     known, number = np.unique(group, return_inverse=True)
-    received = np.bincount(number, (sent.out + sent.back)[num_moved:], minlength=len(known))
+    of_keys = slice(num_moved, num_moved + len(group))
+    received = np.bincount(number, (sent.out + sent.back)[of_keys], minlength=len(known))
     own = tasks.server * count + tasks.document
     kv_bytes = np.zeros(len(tasks), np.int64)
     if len(known):

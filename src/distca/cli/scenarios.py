@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from distca.cli.model_shapes import check_dense, named_shape
 from distca.cli.settings import COMPARED, Settings
 from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
-from distca.data.lengths import Lengths, distribution, names_distribution
+from distca.data.length_names import names_distribution
+from distca.data.lengths import Lengths, distribution
 from distca.pipeline.mesh import MeshShape
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
@@ -79,12 +80,18 @@ def model_of(settings: Settings) -> ModelShape:
     known = named_shape(settings.model, ", and change its sizes as needed")
     if settings.ffn is None:
         check_dense(settings.model)
-    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "vocab_size")
+    names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "v_head_dim", "vocab_size")
     changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
         _at_least(_flag(name), size, 1)
     words = [known.name, *(f"{name} {size}" for name, size in changed.items())]
-    return replace(known, name=", ".join(words), **changed)
+    model = replace(known, name=", ".join(words), **changed)
+    if not (model.hidden and model.ffn and model.vocab_size):
+        raise ValueError(
+            f"model {known.name} has the sizes of attention alone: give --hidden, --ffn and"
+            " --vocab-size of its linear layers too"
+        )
+    return model
 
 
 def cluster_of(settings: Settings) -> Cluster:

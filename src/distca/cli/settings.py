@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from distca.cli.command import option
+from distca.data.length_names import FORMS
 from distca.planning.policies import PLACEMENTS, POLICIES
 from distca.schema import check, check_known, read_toml
 
-COMPARED = ("colocated", "head-tail-cp", "wlb", "distca")  # policies, unless others are chosen
+# Policies, unless others are chosen.
+COMPARED = ("colocated", "kk", "head-tail-cp", "wlb", "dynamic-cp", "distca")
 _model, _cluster, _data, _strategy = (
     partial(option, panel=panel) for panel in ("Model", "Cluster", "Data", "Strategies to compare")
 )
@@ -31,6 +33,7 @@ class ModelOptions:
     heads: int | None = _model("N", "Number of query heads.")
     kv_heads: int | None = _model("N", "Number of key/value heads.")
     head_dim: int | None = _model("N", "Size of a head.")
+    v_head_dim: int | None = _model("N", "Size of a head of values. Default: the model's own.")
     vocab_size: int | None = _model("N", "Size of the vocabulary.")
 
 
@@ -76,8 +79,7 @@ class ClusterOptions:
 class DataOptions:
     lengths: str = _data(
         "LENGTHS",
-        "pretrain, prolong, lognormal:MEDIAN:SIGMA, fixed:N, or documents as"
-        " distca plan reads them.",
+        f"{FORMS}; or documents as distca plan reads them.",
         "pretrain",
     )
     context: str = _data("TOKENS", "Tokens of a sequence, and of the longest document.", "128K")

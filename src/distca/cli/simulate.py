@@ -149,6 +149,10 @@ def _strategy_record(result: "SweepResult", other: "Summary | None") -> dict[str
 
 def _verdict_record(verdict: "Verdict") -> dict[str, Any]:
     record: dict[str, Any] = {name: getattr(verdict, name) for name in REASONS}
+    record["enough"] = verdict.enough and {
+        "policy": verdict.enough.strategy.policy,
+        "busiest": verdict.enough.busiest,
+    }
     for side in ("ours", "other"):
         one = getattr(verdict, side)
         record[side] = one and {

@@ -4,7 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from distca.data.lengths import FORMS, Lengths, distribution, names_distribution, take
+from distca.data.length_names import FORMS, names_distribution
+from distca.data.lengths import Lengths, distribution, take
 from distca.data.readers import LONGEST, read_json, read_lengths
 from distca.planning.placement import Placement
 

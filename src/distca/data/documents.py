@@ -2,7 +2,8 @@
 
 A label is the next token of the same document. So a document may be cut anywhere: the last label of
 a piece is still the true next token. Positions are not stored; they count from 0 in every document
-of a batch, and in every piece.
+of a batch, and in every piece. A document of a tree begins behind its prefix, which is stored with
+the document before it.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class Document:
     source: int = 0  # number of the source in its loader
     index: int = 0  # number of the document in its source
     offset: int = 0  # position of the first token in the source's document
+    prefix: int = 0  # tokens that come before, and are the first of the document before it
 
     def __post_init__(self) -> None:
         assert self.tokens.ndim == 1
@@ -59,9 +61,50 @@ class Document:
             offset=self.offset + start,
         )
 
-    def pieces(self, longest: int) -> list[Document]:
-        """Returns the document in pieces of at most ``longest`` tokens."""
-        return [self.piece(start, start + longest) for start in range(0, len(self), longest)]
+    def pieces(self, longest: int) -> list[tuple[Document, ...]]:
+        """Returns the document in pieces of at most ``longest`` tokens, each by itself."""
+        return [(self.piece(start, start + longest),) for start in range(0, len(self), longest)]
+
+    @property
+    def longest_row(self) -> int:
+        return len(self)
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """Rows that begin alike, as documents of which each may continue the one before it.
+
+    A tree is never cut: all of its documents are in the same batch.
+    """
+
+    documents: tuple[Document, ...]
+    source: int = 0  # number of the source in its loader
+    index: int = 0  # number of the tree in its source
+    offset: int = 0  # as that of a document
+
+    def __len__(self) -> int:
+        return sum(map(len, self.documents))
+
+    @property
+    def tokens(self) -> Tokens:
+        return np.concatenate([document.tokens for document in self.documents])
+
+    @property
+    def labels(self) -> Tokens:
+        return np.concatenate([document.labels for document in self.documents])
+
+    @property
+    def longest_row(self) -> int:
+        """The number of tokens of the longest row, with its prefix."""
+        return max(document.prefix + len(document) for document in self.documents)
+
+    def piece(self, start: int, stop: int) -> Tree:
+        assert (start, stop) == (0, len(self))
+        return self
+
+    def pieces(self, _: int) -> list[tuple[Document, ...]]:
+        """Returns the only piece."""
+        return [self.documents]
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,7 +113,7 @@ class Source:
 
     name: str
     num_documents: int
-    document: Callable[[int], Document]
+    document: Callable[[int], Document | Tree]
     files: Sequence[Path] = ()  # whose contents it depends on
 
     def __len__(self) -> int:
@@ -84,12 +127,24 @@ class Batch:
     documents: tuple[Document, ...]
 
     @cached_property
+    def prefixes(self) -> Lengths:
+        """The tokens that each document shares with the one before it."""
+        return np.array([document.prefix for document in self.documents], dtype=np.int64)
+
+    @cached_property
     def lengths(self) -> Lengths:
-        return np.array([len(document) for document in self.documents], dtype=np.int64)
+        """The tokens of each document, with its prefix."""
+        own = np.array([len(document) for document in self.documents], dtype=np.int64)
+        return own + self.prefixes
 
     @cached_property
     def num_tokens(self) -> int:
-        return int(self.lengths.sum())
+        return int((self.lengths - self.prefixes).sum())
+
+    @property
+    def num_saved(self) -> int:
+        """The number of tokens that are not computed, because documents share them."""
+        return int(self.prefixes.sum())
 
     @cached_property
     def num_targets(self) -> int:

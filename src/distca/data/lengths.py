@@ -6,12 +6,13 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from distca.data.length_names import FORMS
+
 Lengths = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 Draw = Callable[[np.random.Generator, int], Floats]
 
-NAMES = ("pretrain", "prolong", "lognormal", "fixed")
-FORMS = "pretrain, prolong, lognormal:MEDIAN:SIGMA or fixed:N"
+PROLONG_SHARE = 0.135
 BLOCK = 1024  # documents drawn at once; another number changes the batch of a seed
 
 
@@ -66,16 +67,59 @@ def pretrain(context: int) -> LengthDistribution:
     return LengthDistribution("pretrain", context, draw)
 
 
-def prolong(context: int) -> LengthDistribution:
-    """Draws mostly short documents for any context; long ones hold 13.5 % of the tokens."""
-    short_mean, long_mean, share = 2900.0, 0.75 * context, 0.135
+def prolong(context: int, share: float = PROLONG_SHARE) -> LengthDistribution:
+    """Draws mostly short documents for any context; long ones hold ``share`` of the tokens."""
+    if not 0 <= share <= 1:
+        raise ValueError(f"prolong:{share:g}: the share of the tokens must be from 0 to 1")
+    short_mean, long_mean = 2900.0, 0.75 * context
     chance = share * short_mean / (share * short_mean + (1 - share) * long_mean)
 
     def draw(rng: np.random.Generator, n: int) -> Floats:
         short = rng.lognormal(np.log(1900.0), 0.92, n)
         return np.where(rng.random(n) < chance, rng.uniform(context / 2, context, n), short)
 
-    return LengthDistribution("prolong", context, draw)
+    name = "prolong" if share == PROLONG_SHARE else f"prolong:{share:g}"
+    return LengthDistribution(name, context, draw)
+
+
+def reasoning(context: int) -> LengthDistribution:
+    """Draws completions of a reasoning model in RL, one in ten of which reaches the limit.
+
+    The lengths with which TRL's dynamic batching was measured (huggingface/trl pull request 6092):
+    log-normal, with a median of 700 of at most 4,096 tokens and sigma 0.9, and 10 % cut off at the
+    limit. Their prompts are left out.
+    """
+
+    def draw(rng: np.random.Generator, n: int) -> Floats:
+        ended = rng.lognormal(np.log(context * 700 / 4096), 0.9, n)
+        return np.where(rng.random(n) < 0.1, context, ended)
+
+    return LengthDistribution("reasoning", context, draw)
+
+
+def agent(context: int) -> LengthDistribution:
+    """Draws traces of a coding agent with many turns, for any context.
+
+    Fitted to what ai-dynamo/aiperf issue 1019 states of the 67,074 traces of
+    nebius/SWE-rebench-openhands-trajectories: a mean of about 27K tokens and at most 131K.
+    """
+    return LengthDistribution(
+        "agent", context, lambda rng, n: rng.lognormal(np.log(24_900), 0.4, n)
+    )
+
+
+def chat(context: int) -> LengthDistribution:
+    """Draws conversations of supervised fine-tuning, for any context: one prompt and one reply.
+
+    Replies are fitted to the published lengths of 781,924 replies of the Tulu 3 mixture
+    (Korea-MES/Tulu3-Multiturn-MLT), of which half are shorter than 190 tokens. 97 % of the
+    conversations have one turn. Prompts have the median of TRL's measurement (see ``reasoning``).
+    """
+
+    def draw(rng: np.random.Generator, n: int) -> Floats:
+        return rng.lognormal(np.log(256), 0.9, n) + rng.lognormal(np.log(190), 1.2, n)
+
+    return LengthDistribution("chat", context, draw)
 
 
 def lognormal(context: int, median: float, sigma: float) -> LengthDistribution:
@@ -97,7 +141,7 @@ def fixed(context: int, length: int) -> LengthDistribution:
 
 
 def distribution(spec: str, context: int) -> LengthDistribution:
-    """Parses ``pretrain``, ``prolong``, ``lognormal:MEDIAN:SIGMA`` or ``fixed:N``."""
+    """Parses one of ``FORMS``."""
     name, *words = spec.split(":")
     try:
         numbers = [float(word) for word in words]
@@ -108,13 +152,16 @@ def distribution(spec: str, context: int) -> LengthDistribution:
             return pretrain(context)
         case "prolong", []:
             return prolong(context)
+        case "prolong", [share] if not np.isnan(share):
+            return prolong(context, share)
+        case "reasoning", []:
+            return reasoning(context)
+        case "agent", []:
+            return agent(context)
+        case "chat", []:
+            return chat(context)
         case "lognormal", [median, sigma]:
             return lognormal(context, median, sigma)
         case "fixed", [length] if length.is_integer():
             return fixed(context, int(length))
     raise ValueError(f"length distribution {spec!r} is unknown: choose {FORMS}")
-
-
-def names_distribution(spec: str) -> bool:
-    """Returns whether ``spec`` names a distribution, even if its numbers are wrong."""
-    return spec.partition(":")[0] in NAMES

@@ -3,9 +3,10 @@
 [Note: Order] In every epoch, the documents of a source are in the order of a hash of (seed, source,
 epoch, index). The next document comes from the source that is furthest behind its share of the
 tokens so far, so no source is ahead of its share by more than one document. A batch takes documents
-until it is full; the rest of the last one becomes the first document of the next batch. So the
-state is a cursor for each source and a reference to that rest: a few numbers, from which exactly
-the same batches follow. tokens_per_step and context may change when a run is resumed.
+until it is full; the rest of the last one becomes the first document of the next batch. A tree is
+not cut: if it does not fit, the batch stays smaller, and the tree is the first of the next one. So
+the state is a cursor for each source and a reference to that rest: a few numbers, from which
+exactly the same batches follow. tokens_per_step and context may change when a run is resumed.
 """
 
 import math
@@ -16,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from distca.data.documents import IGNORE, Batch, Document, Source
+from distca.data.documents import IGNORE, Batch, Document, Source, Tree
 from distca.data.fingerprint import change, source_fingerprint
 from distca.data.shuffle import Ints, choose_held_out, shuffled
 
@@ -38,12 +39,13 @@ class Counts:
 
 
 class Loader:
-    """Draws batches of exactly ``tokens_per_step`` tokens; see [Note: Order].
+    """Draws batches of ``tokens_per_step`` tokens, or fewer if a tree does not fit; [Note: Order].
 
     weights: each source's share of the tokens, in any unit; equal by default.
     overlong: whether a document longer than ``context`` is split into pieces (``"split"``) or left
         out (``"drop"``).
     held_out: the number of documents kept for ``evaluation``, or their share if it is below 1.
+    tree_tokens: the most tokens of a tree, by default those of a step.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Loader:
         weights: Sequence[float] | None = None,
         overlong: Overlong = "split",
         held_out: float = 0,
+        tree_tokens: int | None = None,
     ) -> None:
         if not 1 <= context <= tokens_per_step:
             raise ValueError(
@@ -69,6 +72,7 @@ class Loader:
         self.sources = tuple(sources)
         self.tokens_per_step, self.context, self.seed = tokens_per_step, context, seed
         self.overlong, self.held_out = overlong, held_out
+        self._tree_tokens = tokens_per_step if tree_tokens is None else tree_tokens
         self._weights = _whole_weights(weights, self.sources)
         self._sizes = [len(source) for source in self.sources]
         self.fingerprints = [source_fingerprint(source) for source in self.sources]
@@ -85,20 +89,28 @@ class Loader:
                 )
         self._counts = [Counts() for _ in self.sources]
         self._orders: list[tuple[int, Ints]] = [(-1, trained) for trained in self._trained]
-        self._rest: Document | None = None  # of the document that the last batch cut
+        self._rest: Document | Tree | None = None  # of what the last batch cut, or left out
 
     @property
     def num_held_out(self) -> int:
         return sum(map(len, self._held_out))
 
     def next_batch(self) -> Batch:
-        """Returns the next batch, with exactly ``tokens_per_step`` tokens."""
-        documents, missing = [], self.tokens_per_step
+        """Returns the next batch, with at most ``tokens_per_step`` tokens."""
+        documents: list[Document] = []
+        missing = self.tokens_per_step
         while missing:
             document = self._draw() if self._rest is None else self._rest
-            stop = min(len(document), self.context, missing)
-            documents.append(document.piece(0, stop))
-            self._rest = document.piece(stop, len(document)) if stop < len(document) else None
+            if isinstance(document, Tree):
+                if (stop := len(document)) > missing:
+                    self._rest = document
+                    break
+                documents += document.documents
+                self._rest = None
+            else:
+                stop = min(len(document), self.context, missing)
+                documents.append(document.piece(0, stop))
+                self._rest = document.piece(stop, len(document)) if stop < len(document) else None
             self._counts[document.source].tokens += stop
             missing -= stop
         return Batch(tuple(documents))
@@ -189,8 +201,8 @@ class Loader:
             "documents": self._sizes,
         }
 
-    def _draw(self) -> Document:
-        """Returns the next whole document for training."""
+    def _draw(self) -> Document | Tree:
+        """Returns the next whole document or tree for training."""
         number = self._furthest_behind()
         counts = self._counts[number]
         # Twice the size of the source covers a full epoch from any position.
@@ -202,7 +214,7 @@ class Loader:
                 counts.empty += 1
             else:
                 counts.documents += 1
-                counts.split += len(document) > self.context
+                counts.split += document.longest_row > self.context
                 return document
         raise ValueError(
             f"{self.sources[number].name} has nothing to train on: all of its"
@@ -227,26 +239,40 @@ class Loader:
             counts.epochs, counts.cursor = counts.epochs + 1, 0
         return index
 
-    def _read(self, number: int, index: int) -> Document:
-        return replace(self.sources[number].document(index), source=number)
+    def _read(self, number: int, index: int) -> Document | Tree:
+        document = replace(self.sources[number].document(index), source=number)
+        if isinstance(document, Tree) and self.overlong != "drop" and self._is_overlong(document):
+            raise ValueError(
+                f"document {index} of {self.sources[number].name} has {len(document)} tokens and a"
+                f" row of {document.longest_row}, but there is room for {self._tree_tokens} tokens"
+                f" that begin alike, and for {self.context} in a row: they are not split, so raise"
+                ' train.tokens_per_step or data.context, or set data.overlong = "drop"'
+            )
+        return document
 
-    def _is_dropped(self, document: Document) -> bool:
-        return self.overlong == "drop" and len(document) > self.context
+    def _is_overlong(self, document: Document | Tree) -> bool:
+        fits = isinstance(document, Document) or len(document) <= self._tree_tokens
+        return document.longest_row > self.context or not fits
+
+    def _is_dropped(self, document: Document | Tree) -> bool:
+        return self.overlong == "drop" and self._is_overlong(document)
 
 
 def in_batches(
-    documents: Iterable[Document], longest_piece: int, num_tokens: int
+    documents: Iterable[Document | Tree], longest_piece: int, num_tokens: int
 ) -> Iterator[Batch]:
     """Yields documents in order, in pieces, in batches of at most ``num_tokens`` tokens."""
     pieces: list[Document] = []
     left = num_tokens
     for document in documents:
         for piece in document.pieces(longest_piece):
-            if len(piece) > left:
-                yield Batch(tuple(pieces))
+            size = sum(map(len, piece))
+            if size > left:
+                if pieces:
+                    yield Batch(tuple(pieces))
                 pieces, left = [], num_tokens
-            pieces.append(piece)
-            left -= len(piece)
+            pieces += piece
+            left -= size
     if pieces:
         yield Batch(tuple(pieces))
 

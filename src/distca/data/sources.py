@@ -7,7 +7,8 @@
 a folder                 all ``.txt`` files below it, one document each
 ``docs/**/*.md``         a glob: every file that matches, each by its own suffix
 ``text.jsonl``           one document a line: ``text``; or ``prompt`` and ``completion``, where
-                         only the completion has a loss; or ``tokens`` or ``input_ids``
+                         only the completion has a loss; or ``prompt`` and ``completions``
+                         (``trees``), which share the prompt; or ``tokens`` or ``input_ids``
 ``tokens.npy``           token ids, divided after each eos or by ``tokens.lengths.npy``
 ``data.bin, data.idx``   a Megatron indexed data set
 any other file           one document of UTF-8 text
@@ -24,9 +25,11 @@ import numpy as np
 import numpy.typing as npt
 
 from distca.data import readers
-from distca.data.documents import Document, Source
-from distca.data.lengths import FORMS, LengthDistribution, Lengths, distribution, names_distribution
+from distca.data.documents import Document, Source, Tree
+from distca.data.length_names import FORMS, names_distribution
+from distca.data.lengths import LengthDistribution, Lengths, distribution
 from distca.data.tokenizers import Tokenizer
+from distca.data.trees import read_tree
 
 KNOWN = (
     "stdlib, a text, .jsonl, .npy, .bin or .idx file, a folder of .txt files, a glob, or a"
@@ -62,31 +65,37 @@ def _json_lines(path: Path, tokenizer: Tokenizer) -> Source:
     readers.check_not_empty(found, path)
     lines = np.array(found, np.int64)  # [documents, 2]: number and offset of a line
 
-    def document(index: int) -> Document:
+    def document(index: int) -> Document | Tree:
         number, offset = lines[index].tolist()
         with path.open("rb") as file:
             file.seek(offset)
-            line = file.readline()
+            found = file.readline()
         where = f"line {number} of {path}"
-        match readers.parse_json(line, where):
+        match readers.parse_json(found, where):
+            case {"completions": _} as line:
+                return read_tree(line, tokenizer, where, index)
             case {"prompt": str(prompt), "completion": str(completion)}:
                 return tokenizer.document(completion, prompt=prompt, index=index)
             case {"text": str(text)}:
                 return tokenizer.document(text, index=index)
             case {"tokens": list(ids)} | {"input_ids": list(ids)}:
                 tokens = readers.whole_numbers(ids, lambda place: f"token {place} of {where}")
-                _check_ids(tokens, tokenizer.vocab_size, where)
+                tokenizer.check_ids(tokens, where)
                 return Document.from_tokens(ids, index=index)
         raise ValueError(
             f'{where} is not a document: it needs "text", or "prompt" and "completion" (strings),'
-            ' or "tokens" or "input_ids" (a list)'
+            ' or "completions" (a list), or "tokens" or "input_ids" (a list)'
         )
 
     return Source(str(path), len(lines), document, (path,))
 
 
 def _token_file(
-    path: Path, row: npt.NDArray[np.integer[Any]], lengths: Lengths, vocab_size: int, *beside: Path
+    path: Path,
+    row: npt.NDArray[np.integer[Any]],
+    lengths: Lengths,
+    tokenizer: Tokenizer,
+    *beside: Path,
 ) -> Source:
     """Returns an array of token ids on disk, divided into documents of the given lengths."""
     stops = np.cumsum(lengths)
@@ -99,7 +108,7 @@ def _token_file(
     def document(index: int) -> Document:
         start = int(stops[index - 1]) if index else 0
         tokens = np.asarray(row[start : int(stops[index])], dtype=np.int64)
-        _check_ids(tokens, vocab_size, f"document {index} of {path}")
+        tokenizer.check_ids(tokens, f"document {index} of {path}")
         return Document.from_tokens(tokens, index=index)
 
     return Source(str(path), len(stops), document, (path, *beside))
@@ -109,14 +118,14 @@ def _numpy_tokens(path: Path, tokenizer: Tokenizer) -> Source:
     """Opens ``tokens.npy``, divided by ``tokens.lengths.npy`` if it exists, else after each eos."""
     row, beside = readers.open_array(path), path.with_suffix(".lengths.npy")
     if beside.is_file():
-        return _token_file(path, row, readers.read_lengths(beside), tokenizer.vocab_size, beside)
+        return _token_file(path, row, readers.read_lengths(beside), tokenizer, beside)
     if tokenizer.eos is None:
         raise ValueError(
             f"{path} does not say where its documents end: write their lengths to {beside.name}"
             " next to it, or set data.eos to the token that ends them"
         )
     lengths = readers.read_lengths(path, end_of_document=tokenizer.eos)
-    return _token_file(path, row, lengths, tokenizer.vocab_size)
+    return _token_file(path, row, lengths, tokenizer)
 
 
 def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
@@ -133,7 +142,7 @@ def _megatron_tokens(path: Path, tokenizer: Tokenizer) -> Source:
         )
     readers.check_not_empty(index.lengths, path)
     tokens = np.memmap(path, index.dtype, mode="r")
-    return _token_file(path, tokens, index.lengths, tokenizer.vocab_size, beside)
+    return _token_file(path, tokens, index.lengths, tokenizer, beside)
 
 
 def _random_tokens(lengths: LengthDistribution, vocab_size: int, seed: int) -> Source:
@@ -151,7 +160,7 @@ def _joined(name: str, sources: Sequence[Source]) -> Source:
     """Returns several sources as one, in order."""
     stops = np.cumsum([len(source) for source in sources])
 
-    def document(index: int) -> Document:
+    def document(index: int) -> Document | Tree:
         number = int(np.searchsorted(stops, index, side="right"))
         start = int(stops[number - 1]) if number else 0
         return replace(sources[number].document(index - start), index=index)
@@ -209,12 +218,3 @@ def _open_file(path: Path, tokenizer: Tokenizer) -> Source:
         case ".json":
             raise ValueError(f"{path} is JSON: write one document per line to a .jsonl file")
     return _text_files(str(path), [path], tokenizer)
-
-
-def _check_ids(tokens: npt.NDArray[Any], vocab_size: int, where: str) -> None:
-    bad = np.flatnonzero((tokens < 0) | (tokens >= vocab_size))
-    if len(bad):
-        raise ValueError(
-            f"token {int(bad[0])} of {where} is {int(tokens[bad[0]])} but the vocabulary has"
-            f" {vocab_size}: set the tokenizer that the tokens were made with"
-        )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from distca.data.documents import Document, Tokens
 from distca.data.readers import read_json
@@ -57,6 +58,15 @@ class Tokenizer:
         known = np.concatenate([bos, self.encode(prompt)])
         tokens = np.concatenate([known, self.encode(text), eos])
         return Document.from_tokens(tokens, num_prompt=len(known), index=index)
+
+    def check_ids(self, tokens: npt.NDArray[Any], where: str) -> None:
+        """Raises ValueError for a token that is not in the vocabulary."""
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if len(bad):
+            raise ValueError(
+                f"token {int(bad[0])} of {where} is {int(tokens[bad[0]])} but the vocabulary has"
+                f" {self.vocab_size}: set the tokenizer that the tokens were made with"
+            )
 
 
 def open_tokenizer(

@@ -23,6 +23,7 @@ _ADVICE = {
     "attention": _ORDER,
     "plan": "make it from the same lengths and options on every rank",
     "sinks": "give sinks to the same layers on every rank",
+    "latent_dim": "give latents to the same layers on every rank",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
 }
 
@@ -40,6 +41,9 @@ class Handshake:
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    v_head_dim: int | None = None
+    latent_dim: int | None = None  # 0: keys and values travel
+    rope_dim: int | None = None
     dtype: str | None = None
     device: str | None = None
     scale: float | None = None

@@ -20,14 +20,14 @@ from distca.dispatch.kernel_sequences import (
     queries_with_keys_behind,
     sequences_of,
 )
-from distca.dispatch.rows import Rows
+from distca.dispatch.rows import Rows, Run
 from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
 from distca.planning.spans import Bools, Ints, Spans, cumulative, overlaps
 from distca.planning.tasks import Tasks
-from distca.planning.traffic import KeyMoves, key_moves
+from distca.planning.traffic import KeyMoves, expansion_moves, key_moves
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +71,7 @@ class Layout:
     num_tokens: int  # own rows
     q: PeerRows  # of queries
     kv: PeerRows  # of keys and values
+    matrix: PeerRows  # of the matrix that expands latents, as one row, where latents travel
     local: tuple[Call, ...]
     remote: tuple[Call, ...]
 
@@ -89,7 +90,8 @@ class Layout:
         # 3. The calls over them.
         local, remote = _calls(tasks, plan.reach, placement, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
-        return cls(rank, num_ranks, num_tokens, q, kv, local, remote)
+        matrix = _move_matrix(tasks, placement, rank)
+        return cls(rank, num_ranks, num_tokens, q, kv, matrix, local, remote)
 
     @property
     def is_one_call(self) -> bool:
@@ -134,6 +136,12 @@ class _Found(NamedTuple):
 
     def only(self, chosen: Bools) -> _Found:
         return _Found(*(column[chosen] for column in self))
+
+
+def _move_matrix(tasks: Tasks, placement: Placement, rank: int) -> PeerRows:
+    pairs = list(zip(*(ranks.tolist() for ranks in expansion_moves(tasks, placement)), strict=True))
+    send = {server: Rows((Run(0, 0, 1),)) for worker, server in pairs if worker == rank}
+    return PeerRows(send, {worker: 1 for worker, server in pairs if server == rank}, bool(pairs))
 
 
 def _move_queries(tasks: Tasks, placement: Placement, rank: int) -> tuple[PeerRows, _Queries]:

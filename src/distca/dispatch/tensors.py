@@ -1,11 +1,12 @@
 """The shapes, dtypes and device of the tensors that attention exchanges.
 
-Legend: T own token rows, H heads, G key/value heads, D head size.
+Legend: T own token rows, H heads, G key/value heads, D head size of queries and keys, V that of
+values and outputs. Latents have rank R, and E elements of a key are rotary (``attention.latent``).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -15,23 +16,42 @@ from distca.planning.spans import Ints
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """The sizes, dtype and device of q [T, H, D] and of k and v [T, G, D] on every rank."""
+    """The sizes, dtype and device of q [T, H, D], k [T, G, D] and v [T, G, V] on every rank.
+
+    latent_dim, rope_dim: R and E, if latents travel instead of keys and values; 0 if they do not.
+    """
 
     heads: int
     kv_heads: int
     head_dim: int
+    v_head_dim: int
     dtype: torch.dtype
     device: torch.device
+    latent_dim: int = 0
+    rope_dim: int = 0
 
     @classmethod
-    def of(cls, q: Tensor, k: Tensor) -> TensorSpec:
-        return cls(q.shape[1], k.shape[1], q.shape[2], q.dtype, q.device)
+    def of(cls, q: Tensor, k: Tensor, v: Tensor) -> TensorSpec:
+        return cls(q.shape[1], k.shape[1], q.shape[2], v.shape[2], q.dtype, q.device)
+
+    @property
+    def expanded(self) -> TensorSpec:
+        """The same tensors, of which keys and values travel."""
+        return replace(self, latent_dim=0, rope_dim=0)
+
+    @property
+    def expansion(self) -> tuple[int, int]:
+        """The shape of the matrix that expands latents: rows are by head, of its key and value."""
+        return self.kv_heads * (self.head_dim - self.rope_dim + self.v_head_dim), self.latent_dim
 
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of a rank without tokens."""
-        q = torch.empty(0, self.heads, self.head_dim, dtype=self.dtype, device=self.device)
-        k = torch.empty(0, self.kv_heads, self.head_dim, dtype=self.dtype, device=self.device)
-        return q, k, k
+        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)
+        q, k, v = (
+            torch.empty(0, *size, dtype=self.dtype, device=self.device)
+            for size in (*sizes, (self.kv_heads, self.v_head_dim))
+        )
+        return q, k, v
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -87,17 +87,25 @@ class Message:
 
 
 class RowSpecs(NamedTuple):
-    """The rows of one query and of one key, for tensors of one kind."""
+    """The rows of one query and of one key, as they travel, for tensors of one kind.
+
+    Those of a latent and of a rotary part replace k and v where latents travel.
+    """
 
     q: RowSpec
-    kv: RowSpec
+    k: RowSpec
+    v: RowSpec
+    out: RowSpec
     lse: RowSpec
 
     @classmethod
     def of(cls, spec: TensorSpec) -> RowSpecs:
-        q, kv = ((heads, spec.head_dim) for heads in (spec.heads, spec.kv_heads))
-        lse = RowSpec((spec.heads,), wide(spec.dtype))
-        return cls(RowSpec(q, spec.dtype), RowSpec(kv, spec.dtype), lse)
+        keys: list[tuple[int, ...]] = [(spec.latent_dim,), (spec.rope_dim,)]
+        if not spec.latent_dim:
+            keys = [(spec.kv_heads, size) for size in (spec.head_dim, spec.v_head_dim)]
+        k, v = (RowSpec(size, spec.dtype) for size in keys)
+        q, out = (RowSpec((spec.heads, d), spec.dtype) for d in (spec.head_dim, spec.v_head_dim))
+        return cls(q, k, v, out, RowSpec((spec.heads,), wide(spec.dtype)))
 
 
 class Messages(NamedTuple):
@@ -108,19 +116,21 @@ class Messages(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, spec: TensorSpec, *, backward: bool) -> Messages:
-        specs = RowSpecs.of(spec)
-        q, kv, lse = (specs.q, layout.q), (specs.kv, layout.kv), (specs.lse, layout.q)
+        rows = RowSpecs.of(spec)
+        q, o, lse = ((row, layout.q) for row in (rows.q, rows.out, rows.lse))
+        k, v = (rows.k, layout.kv), (rows.v, layout.kv)
+        matrix = [(RowSpec(spec.expansion, spec.dtype), layout.matrix)] if spec.latent_dim else []
         if backward:  # q, k, v, out, lse and grad_out, since servers keep nothing; dq, dk and dv
-            out, back = [q, kv, kv, q, lse, q], [q, kv, kv]
+            out, back = [q, k, v, o, lse, o, *matrix], [q, k, v, *matrix]
         else:  # q, k and v; out and lse
-            out, back = [q, kv, kv], [q, lse]
+            out, back = [q, k, v, *matrix], [o, lse]
         away, here = _sides(out, layout.num_ranks)
         own, buffer = _places(out, away)
         dispatch = Message(away, here, _moves(out), copies(own, buffer, spec.device))
         # Servers send as many rows home as they received.
         away, here = _sides(back, layout.num_ranks)
         if backward:
-            move = _sums(back, away, layout.num_tokens, spec)
+            move = _sums(back[:3], away, layout.num_tokens, spec)
         else:
             own, buffer = _places(back, away)
             move = copies(buffer, own, spec.device)
@@ -162,7 +172,7 @@ def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
 def _sums(tensors: Traveling, away: ByteLayout, num_tokens: int, spec: TensorSpec) -> Move:
     """Returns the move that copies dq, and adds to the sums of dk and dv in the order of ranks."""
     values, targets, initial = [], [], []
-    for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
+    for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=False)):
         width, before = prod(row.shape), (-1, 3, 4)[index]
         rows, count = _sent(peers)
         targets.append(rows.places(width, 5 + index))

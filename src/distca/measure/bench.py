@@ -111,7 +111,8 @@ class Bench:
         several = dist.is_initialized() and dist.get_world_size() > 1
         self.control = dist.new_group(backend="gloo") if several else None
         self.ranks = dist.get_world_size() if several else 1
-        spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, self.dtype, device)
+        size = model.head_dim
+        spec = TensorSpec(model.heads, model.kv_heads, size, size, self.dtype, device)
         self.backend = choose(backend, Traits.of(spec, [Mask(CAUSAL)]))
 
     def attention(self, queries: Sequence[int], keys: Sequence[int]) -> Seconds:

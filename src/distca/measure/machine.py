@@ -72,7 +72,7 @@ def kernels() -> list[dict[str, str | None]]:
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", 0) if on_gpu else torch.device("cpu")
     dtype = torch.bfloat16 if on_gpu else torch.float32
-    traits = Traits.of(TensorSpec(32, 8, 128, dtype, device), [Mask(CAUSAL)])
+    traits = Traits.of(TensorSpec(32, 8, 128, 128, dtype, device), [Mask(CAUSAL)])
     return [{"backend": one.name, "refusal": one.refusal(traits)} for one in backends()]
 
 

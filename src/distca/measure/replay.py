@@ -157,7 +157,8 @@ def layers_of(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> 
 
 def backend_of(config: ModelConfig, device: torch.device, dtype: torch.dtype, name: str) -> str:
     """Returns the name of the backend that is used; ``auto`` is resolved."""
-    spec = TensorSpec(config.heads, config.kv_heads, config.head_dim, dtype, device)
+    size = config.head_dim
+    spec = TensorSpec(config.heads, config.kv_heads, size, size, dtype, device)
     masks = {config.mask_of(layer) for layer in range(config.layers)}
     return choose(name, Traits.of(spec, masks)).name
 

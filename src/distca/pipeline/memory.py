@@ -10,6 +10,7 @@ from distca.planning.models import ModelShape
 
 GIB = 1 << 30
 STATE_BYTES = 16  # per parameter: weight, gradient and two moments in float32
+SAVED_BYTES = 12  # of those in a checkpoint: all but the gradient
 LOSS_CHUNK = 2048  # tokens whose logits and their gradients exist at the same time, in float32
 
 
@@ -22,14 +23,21 @@ class Memory:
     activations: int  # saved for the backward pass
     logits: int
     exchange: int  # received queries, keys, values and outputs
+    checkpoint: int = 0  # the copy that is written in the background, if it shares this memory
 
     @property
     def total(self) -> int:
         return sum(asdict(self).values())
 
+    @property
+    def saved(self) -> int:
+        """Bytes of this rank's share of a checkpoint, which is copied before it is written."""
+        return self.state * SAVED_BYTES // STATE_BYTES
+
     def table(self) -> dict[str, float]:
         """Returns GiB by purpose."""
-        parts = asdict(self) | {"total": self.total}
+        parts = {name: size for name, size in asdict(self).items() if size}
+        parts["total"] = self.total
         return {name: num_bytes / GIB for name, num_bytes in parts.items()}
 
 
@@ -60,12 +68,12 @@ def estimate(
         parameters = layers * matrices + (1 if parallel.pp > 1 else 2) * ends
     if parallel.gathers_once:
         gathered = parameters * (compute_bytes + reduce_bytes)
-    qkvo = (2 * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+    qkvo = (shape.heads + shape.kv_heads) * (shape.head_dim + shape.value_dim)
     kept = shape.hidden + qkvo  # between seams: x, q, k, v and the attention output
     inside = 3 * shape.hidden + 3 * shape.ffn  # inside a seam; with recompute, of one at a time
     held = layers * in_flight
     per_token = (kept * held + inside * (1 if recompute else held)) * compute_bytes
-    received = 2 * tokens * (qkvo + shape.heads * shape.head_dim) * compute_bytes
+    received = 2 * tokens * (qkvo + shape.heads * shape.value_dim) * compute_bytes
     return Memory(
         state=STATE_BYTES * parameters // (parallel.workers_per_stage * parallel.tp),
         gathered=gathered // parallel.tp,

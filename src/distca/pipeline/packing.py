@@ -1,7 +1,9 @@
 """Packs whole documents into micro-batches and onto groups of workers, before they are planned.
 
 No document is dropped or split over two sets, so the sum of all gradients does not depend on how a
-batch is split. A document's number is its position in the list of lengths.
+batch is split. A document's number is its position in the list of lengths. A document with a prefix
+continues the one before it, and is in the same set: lengths count the prefix, which is stored with
+the other document.
 """
 
 import heapq
@@ -9,32 +11,38 @@ import heapq
 import numpy as np
 
 from distca.planning.placement import Placement, Shard
+from distca.planning.prefixes import NO_PARENT, Prefixes
 from distca.planning.spans import Ints, as_ints, cumulative
 
 FILLER = 128  # most tokens of a filler document: one tile of a kernel
 
 
-def split(lengths: Ints, count: int) -> list[Ints]:
+def split(lengths: Ints, count: int, prefixes: Ints | None = None) -> list[Ints]:
     """Splits documents into sets with about equal tokens and about equal attention.
 
     The sets are micro-batches, or the two halves of a ping-pong step. Documents keep their order.
     """
     lengths = as_ints(lengths)
+    prefix = np.zeros_like(lengths) if prefixes is None else as_ints(prefixes)
+    tree = np.cumsum(prefix == 0) - 1  # of each document: those with a prefix stay together
+    num_trees = int(tree[-1]) + 1 if len(tree) else 0
     if count < 1:
         raise ValueError(f"{count} sets of documents: give 1 or more")
-    if len(lengths) < count:
+    if num_trees < count:
         raise ValueError(
-            f"{len(lengths)} documents cannot be split into {count} sets of whole documents: take"
+            f"{num_trees} documents cannot be split into {count} sets of whole documents: take"
             " more tokens per step, shorter documents, fewer micro-batches, or ping-pong off"
         )
     # The weight of a document is its share of the attention plus its share of the tokens. Long
     # documents come first and balance the attention; the short ones then balance the tokens.
-    pairs = lengths * (lengths + 1) / 2
-    weight = pairs / pairs.sum() + lengths / lengths.sum()
-    return [np.sort(members) for members in _spread(weight, count)]
+    pairs, tokens = (lengths * (lengths + 1) - prefix * (prefix + 1)) / 2, lengths - prefix
+    weight = np.bincount(tree, pairs / pairs.sum() + tokens / tokens.sum())
+    return [np.flatnonzero(np.isin(tree, members)) for members in _spread(weight, count)]
 
 
-def pack_in_groups(lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1) -> Placement:
+def pack_in_groups(
+    lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1, prefixes: Ints | None = None
+) -> Placement:
     """Places each document on one group of ``cp`` workers, as packed data parallelism does.
 
     The ``dp`` groups get about equal tokens. Inside a group, documents are packed in order over its
@@ -44,14 +52,18 @@ def pack_in_groups(lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1) ->
     if dp < 1 or cp < 1 or multiple < 1:
         raise ValueError(f"dp {dp}, cp {cp}, multiple {multiple}: each must be 1 or more")
     lengths = as_ints(lengths)
+    known = _of_documents_before(lengths, prefixes)
+    tokens = lengths - known.length
     shards: list[Shard] = []
-    for group, members in enumerate(_spread(lengths.astype(np.float64), dp)):
+    for group, members in enumerate(_spread(tokens.astype(np.float64), dp)):
         documents = np.sort(members)
-        rows = cumulative(lengths[documents])
+        rows = cumulative(tokens[documents])
         per_worker = -(-int(rows[-1]) // (cp * multiple)) * multiple
         for document, row in zip(documents.tolist(), rows[:-1].tolist(), strict=True):
-            shards += _pack(document, int(lengths[document]), row, per_worker, group * cp)
-    return pad_to_multiple(Placement.from_shards(lengths, shards, dp * cp), multiple)
+            prefix = int(known.length[document])
+            for shard in _pack(document, int(tokens[document]), row, per_worker, group * cp):
+                shards.append(shard._replace(start=prefix + shard.start, stop=prefix + shard.stop))
+    return pad_to_multiple(Placement.from_shards(lengths, shards, dp * cp, known), multiple)
 
 
 def pad_to_multiple(placement: Placement, multiple: int) -> Placement:
@@ -65,7 +77,16 @@ def pad_to_multiple(placement: Placement, multiple: int) -> Placement:
             size = min(FILLER, count - start)
             shards.append(Shard(worker, len(lengths), 0, size))
             lengths.append(size)
-    return Placement.from_shards(as_ints(lengths), shards, placement.num_workers)
+    prefixes = Prefixes.none(len(lengths) - placement.num_documents).behind(placement.prefixes)
+    return Placement.from_shards(as_ints(lengths), shards, placement.num_workers, prefixes)
+
+
+def _of_documents_before(lengths: Ints, prefixes: Ints | None) -> Prefixes:
+    """Returns the prefixes of documents, each of which continues the one before it, if any."""
+    if prefixes is None:
+        return Prefixes.none(len(lengths))
+    length = as_ints(prefixes)
+    return Prefixes(np.where(length > 0, np.arange(len(length)) - 1, NO_PARENT), length)
 
 
 def _spread(weight: np.ndarray, count: int) -> list[Ints]:

@@ -114,15 +114,19 @@ class StepPlanner:
         """Options of a single plan: for the heads and the servers of one tensor-parallel index."""
         shape = self.options.shape.share(self.parallel.tp)
         servers = self.parallel.servers // self.parallel.tp
-        options = replace(self.options, heads=None, kv_heads=None, head_dim=None, model=shape)
+        options = self.options.of_shape(shape)
         return replace(options, cost=self.cost, servers=servers)
 
-    def plan(self, lengths: Ints, *, train: bool = True) -> StepPlan:
+    def plan(self, lengths: Ints, *, prefixes: Ints | None = None, train: bool = True) -> StepPlan:
         """Plans one batch of documents, forward and backward or (``train=False``) forward only.
 
         First all documents are placed, then the pools of all ticks are planned.
+
+        prefixes: how many of a document's tokens are the first ones of the document before it
         """
-        micro_batches = self._place(as_ints(lengths))
+        lengths = as_ints(lengths)
+        known = np.zeros_like(lengths) if prefixes is None else as_ints(prefixes)
+        micro_batches = self._place(lengths, known)
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
         plan_pool = cache(partial(_plan_pool, self, micro_batches))  # equal pools only once
@@ -134,19 +138,20 @@ class StepPlanner:
             first_trained_part=self.first_trained_part,
         )
 
-    def _place(self, lengths: Ints) -> tuple[tuple[Half, ...], ...]:
+    def _place(self, lengths: Ints, prefixes: Ints) -> tuple[tuple[Half, ...], ...]:
         """[micro-batches, halves] Splits documents, and places them on the workers of a stage."""
         num_halves = 1 + self.ping_pong
-        sets = split(lengths, self.micro_batches * num_halves)
+        sets = split(lengths, self.micro_batches * num_halves, prefixes)
         if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
-            sets.sort(key=lambda members: float(np.sum(lengths[members] ** 2.0)))
-        halves = [self._place_half(members, lengths[members]) for members in sets]
+            pairs = lengths**2.0 - prefixes**2.0
+            sets.sort(key=lambda members: float(np.sum(pairs[members])))
+        halves = [self._place_half(one, lengths[one], prefixes[one]) for one in sets]
         return tuple(zip(*[iter(halves)] * num_halves, strict=True))
 
-    def _place_half(self, members: Ints, lengths: Ints) -> Half:
+    def _place_half(self, members: Ints, lengths: Ints, prefixes: Ints) -> Half:
         """Places documents such that the tokens of every worker are a multiple of tp."""
         p = self.parallel
-        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp)
+        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp, prefixes=prefixes)
         if not self.policy.places_tokens:
             return Half(members, placement=given, given=given)
         placed = place(given, None, self._place_options, placer=self.policy.placer)

@@ -19,6 +19,7 @@ from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.placers.balanced import balanced_placement
+from distca.planning.placers.dynamic_groups import dynamic_groups
 from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
 from distca.planning.placers.karmarkar_karp import karmarkar_karp
 from distca.planning.placers.variable_length import variable_length_packing
@@ -41,6 +42,7 @@ PLACERS: dict[str, Callable[[Problem], Placement]] = {
     "per-document": per_document_placement,
     "variable-length": variable_length_packing,
     "karmarkar-karp": karmarkar_karp,
+    "dynamic-groups": dynamic_groups,
 }
 WITH_PREFIXES = (GIVEN, "balanced")  # placers that know documents which continue others
 SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
@@ -52,7 +54,7 @@ SCHEDULERS: dict[str, Callable[[Problem], Assignment]] = {
 
 
 def place(
-    documents: Sequence[int] | Placement,
+    documents: Sequence[int] | Ints | Placement,
     workers: int | None = None,
     options: PlanOptions | None = None,
     *,
@@ -68,7 +70,8 @@ def place(
     workers: the number of ranks to place them on; that of the placement by default.
     options, changes: a ``PlanOptions``, and options by name that replace its own.
     placer: ``balanced``, or one of the published policies': ``head-tail``, ``per-document``,
-        ``variable-length``, ``karmarkar-karp``. ``given`` packs documents in order of arrival.
+        ``variable-length``, ``karmarkar-karp``, ``dynamic-groups``. ``given`` packs documents in
+        order of arrival.
     """
     choose_placement = choose(PLACERS, placer, "placer")
     if not isinstance(documents, Placement):

@@ -71,7 +71,7 @@ class _Shards:
 
     def __init__(self, problem: Problem) -> None:
         self.placement = p = problem.placement
-        self.q, self.kv = 2 * problem.shape.q_bytes, problem.shape.kv_bytes
+        self.q, self.kv = problem.shape.qo_bytes, problem.shape.kv_bytes
         self.length, self.reach = p.lengths[p.document], problem.reach[p.document]
         self.prefix = p.prefixes.length[p.document]
         self.size = p.stop - p.start

@@ -117,8 +117,8 @@ def check_representable(problem: Problem) -> None:
 
 def check_own_memory(problem: Problem) -> None:
     """Raises ``ValueError`` if a rank has more tokens than its memory holds."""
-    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    own, limit = problem.placement.tokens * token_bytes, problem.devices.memory_bytes
+    own = problem.placement.tokens * problem.shape.token_bytes
+    limit = problem.devices.memory_bytes
     worst = int(np.argmax(own - limit[: len(own)]))
     if own[worst] > limit[worst]:
         raise ValueError(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from distca.planning.costs.base import CostModel
+from distca.planning.costs.base import BACKWARD_TIMES, PS, CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.masks import Mask, reach_of
@@ -19,10 +19,14 @@ from distca.planning.spans import Floats
 from distca.schema import check_known
 
 _SIZE, _TOKENS = (1, 1 << 20), (1, 1 << 40)
+_SIZES = ("heads", "kv_heads", "head_dim", "v_head_dim", "latent_dim", "rope_dim")
 _WHOLE = {  # the least and the largest value
     "heads": _SIZE,
     "kv_heads": _SIZE,
     "head_dim": _SIZE,
+    "v_head_dim": _SIZE,
+    "latent_dim": _SIZE,
+    "rope_dim": (0, 1 << 20),
     "servers": (0, 1 << 20),
     "memory_bytes": (0, UNLIMITED),
     "ranks_per_node": _SIZE,
@@ -30,6 +34,7 @@ _WHOLE = {  # the least and the largest value
     "tile": _TOKENS,
     "min_shard": _TOKENS,
     "search_orders": _SIZE,
+    "max_tokens": _TOKENS,
 }
 
 
@@ -38,6 +43,9 @@ class PlanOptions:
     """Options of ``distca.place`` and ``distca.plan``.
 
     model: a name from ``distca.planning.models`` or a shape; or heads, kv_heads and head_dim.
+    v_head_dim: the head size of values, if it is another one than head_dim.
+    latent_dim, rope_dim: the sizes of a latent and of the rotary part of a key, if these are sent
+        instead of keys and values (``CoreAttention``'s argument ``latent``).
     mask: ``causal``, ``full``, ``window:N``, ``chunk:N`` or ``band:N``, one for all documents or
         one for each.
     cost: the cost model: the name or the file of a profile, ``analytic``, ``cpu``, ``pairs``, or a
@@ -54,12 +62,19 @@ class PlanOptions:
         ``min_shard`` tokens.
     search_orders: with up to 32 ranks, the scheduler tries this many orders and keeps the plan that
         moves the fewest bytes; 1 plans fastest and moves a few percent more.
+    token_s: seconds of a token in one layer without attention, forward and backward, for placers
+        that balance whole steps (``karmarkar-karp``, ``dynamic-groups``); by default the FLOPs of
+        the linear layers at the rate of the cost model.
+    max_tokens: the most tokens that these placers may give to a worker; by default any number.
     """
 
     model: str | ModelShape | None = None
     heads: int | None = None
     kv_heads: int | None = None
     head_dim: int | None = None
+    v_head_dim: int | None = None
+    latent_dim: int | None = None
+    rope_dim: int | None = None
     mask: str | Mask | Sequence[str | Mask] = "causal"
     cost: str | CostModel = "auto"
     tolerance: float = 0.02
@@ -73,8 +88,12 @@ class PlanOptions:
     tile: int = 128
     min_shard: int = 128
     search_orders: int = 8
+    token_s: float | None = None
+    max_tokens: int | None = None
 
     def __post_init__(self) -> None:
+        if self.token_s is not None and not 0 <= self.token_s < np.inf:
+            raise ValueError(f"token_s = {self.token_s!r}: it must be at least 0")
         number = isinstance(self.tolerance, int | float | np.number)
         if not number or not 0.0 <= self.tolerance < 1.0:
             raise ValueError(
@@ -85,7 +104,7 @@ class PlanOptions:
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if value is not default and not (whole and least <= value <= most):
                 raise ValueError(f"{name} = {value!r}: it must be a whole number, {least} or more")
-        if self.model is not None and (self.heads, self.kv_heads, self.head_dim) != (None,) * 3:
+        if self.model is not None and any(size is not None for size in self._sizes):
             name = self.model if isinstance(self.model, str) else self.model.name
             raise ValueError(f"model {name} and heads are both given: give one of them")
 
@@ -97,6 +116,15 @@ class PlanOptions:
         return replace(cls() if options is None else options, **changes)
 
     @property
+    def _sizes(self) -> list[int | None]:
+        return [getattr(self, name) for name in _SIZES]
+
+    def of_shape(self, shape: ModelShape) -> PlanOptions:
+        """Returns the same options for a shape, instead of the model or the sizes."""
+        changes: dict[str, Any] = dict.fromkeys(_SIZES) | {"model": shape}
+        return replace(self, **changes)
+
+    @property
     def shape(self) -> ModelShape:
         """The shape of the model's attention."""
         if isinstance(self.model, ModelShape):
@@ -106,7 +134,15 @@ class PlanOptions:
         if self.heads is None or self.head_dim is None:
             raise ValueError("no model is given: give model, or heads, kv_heads and head_dim")
         kv_heads = self.heads if self.kv_heads is None else self.kv_heads
-        return ModelShape("custom", self.heads, kv_heads, self.head_dim)
+        return ModelShape(
+            "custom",
+            self.heads,
+            kv_heads,
+            self.head_dim,
+            v_head_dim=self.v_head_dim or 0,
+            latent_dim=self.latent_dim or 0,
+            rope_dim=self.rope_dim or 0,
+        )
 
     def for_device(self, device_type: str) -> PlanOptions:
         """Returns the same options with ``auto`` costs resolved for ``cuda`` or ``cpu``."""
@@ -117,6 +153,11 @@ class PlanOptions:
     def problem(self, placement: Placement) -> Problem:
         """Returns the input of placers and schedulers."""
         shape, workers = self.shape, placement.num_workers
+        cost = cost_model(self.cost, shape)
+        token_s = self.token_s
+        if token_s is None:
+            flops = (1 + BACKWARD_TIMES) * shape.linear_flops_per_token
+            token_s = flops / (cost.linear_tflops * 1e12)
         # Nodes have 8 ranks typically.
         largest_cp = max(size for size in range(1, 9) if workers % size == 0)
         return Problem(
@@ -132,9 +173,11 @@ class PlanOptions:
                 ranks_per_node=self.ranks_per_node,
             ),
             shape=shape,
-            cost=cost_model(self.cost, shape),
+            cost=cost,
             tolerance=self.tolerance,
             grain=Grain(self.tile, self.min_shard),
             cp=largest_cp if self.cp is None else self.cp,
             search_orders=self.search_orders,
+            token_ps=round(token_s * PS),
+            max_tokens=UNLIMITED if self.max_tokens is None else self.max_tokens,
         )

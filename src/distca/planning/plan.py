@@ -81,7 +81,10 @@ class Plan:
     def fingerprint(self) -> str:
         """A hash that is equal on two ranks if and only if they hold the same plan."""
         p, shape = self.placement, self.shape
-        sizes = (p.num_workers, self.devices.num_ranks, shape.heads, shape.kv_heads, shape.head_dim)
+        sizes: tuple[int, ...] = (p.num_workers, self.devices.num_ranks)
+        sizes += (shape.heads, shape.kv_heads, shape.head_dim)
+        if shape.v_head_dim or shape.latent_dim:
+            sizes += (shape.v_head_dim, shape.latent_dim, shape.rope_dim)
         digest = hashlib.sha256(repr(sizes).encode())
         arrays = [p.lengths, p.document, p.start, p.stop, p.worker, self.reach]
         if p.prefixes.exist:

@@ -31,12 +31,17 @@ class Policy:
     @property
     def keeps_tasks_home(self) -> bool:
         """Whether every task is computed where its queries live, so that nothing is sent."""
-        return self.scheduler == "home"
+        return self.scheduler == "home" and not self.has_dynamic_groups
+
+    @property
+    def has_dynamic_groups(self) -> bool:
+        """Whether every document has a context-parallel group of its own size."""
+        return self.placer == "dynamic-groups"
 
     @property
     def repacks(self) -> bool:
         """Whether documents of all micro-batches are packed anew, into bins of unequal tokens."""
-        return self.placer in ("variable-length", "karmarkar-karp")
+        return self.placer in ("variable-length", "karmarkar-karp", "dynamic-groups")
 
 
 POLICIES = {
@@ -48,6 +53,7 @@ POLICIES = {
         Policy("per-document-cp", "per-document", "all-gather"),
         Policy("wlb", "variable-length", "all-gather"),
         Policy("kk", "karmarkar-karp", "home"),
+        Policy("dynamic-cp", "dynamic-groups", "home"),
         Policy("greedy", GIVEN, "greedy"),
     )
 }

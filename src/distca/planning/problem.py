@@ -6,7 +6,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.planning.costs.base import CostModel
-from distca.planning.devices import Devices
+from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.document_masks import CostFunction, DocumentMasks
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
@@ -94,6 +94,27 @@ class Problem:
     grain: Grain
     cp: int  # workers in a context-parallel group, for the context-parallel policies
     search_orders: int = 8  # how many orders the scheduler tries if there are few ranks
+    token_ps: int = 0  # of everything but attention, for placers that balance whole steps
+    max_tokens: int = UNLIMITED  # of a worker, likewise
+
+    def check_max_tokens(self, placement: Placement) -> None:
+        """Raises ``ValueError`` if a worker has more than ``max_tokens``."""
+        worst = int(np.argmax(placement.tokens))
+        if placement.tokens[worst] > self.max_tokens:
+            raise ValueError(
+                f"worker {worst} has {placement.tokens[worst]} tokens, but max_tokens is"
+                f" {self.max_tokens}, and no other worker has room for one of its documents: raise"
+                " max_tokens, or use more workers or smaller batches"
+            )
+
+    @cached_property
+    def document_ps(self) -> Ints:
+        """[documents] The time of one layer, forward and backward: a L, and b L^2 of attention.
+
+        The second term is what the cost model says of the pairs that the mask allows.
+        """
+        attention = self.document_loads(self.cost.sum_ps).whole
+        return attention + self.token_ps * self.placement.lengths
 
     @cached_property
     def masks(self) -> DocumentMasks:

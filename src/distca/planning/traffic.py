@@ -73,6 +73,16 @@ def key_moves(tasks: Tasks, placement: Placement) -> KeyMoves:
     return KeyMoves(shard[away], found.start[away], found.stop[away], source[away], server[away])
 
 
+def expansion_moves(tasks: Tasks, placement: Placement) -> tuple[Ints, Ints]:
+    """Returns who sends the matrix that expands latents to whom: workers and dedicated servers.
+
+    Dedicated servers have no weights. Each of them that has tasks gets the matrix from one worker.
+    """
+    workers = placement.num_workers
+    server = np.unique(tasks.server[tasks.server >= workers])
+    return (server - workers) % max(workers, 1), server
+
+
 def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
     """[tasks] Returns whether queries or keys of a task have to be received from other ranks."""
     count = placement.num_documents
@@ -94,12 +104,12 @@ def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_rank
     and for every received task q, o and a packed copy of its keys.
     """
     used = np.zeros(num_ranks, np.int64)
-    used[: placement.num_workers] = placement.tokens * (2 * shape.q_bytes + shape.kv_bytes)
+    used[: placement.num_workers] = placement.tokens * shape.token_bytes
     moved = tasks.moved
-    size = 2 * tasks.queries[moved] * shape.q_bytes + tasks.keys[moved] * shape.kv_bytes
+    size = tasks.queries[moved] * shape.qo_bytes + tasks.keys[moved] * shape.kv_memory_bytes
     np.add.at(used, tasks.server[moved], size)
     fetched = key_moves(tasks.only(tasks.home == tasks.server), placement)
-    np.add.at(used, fetched.server, (fetched.stop - fetched.start) * shape.kv_bytes)
+    np.add.at(used, fetched.server, (fetched.stop - fetched.start) * shape.kv_memory_bytes)
     return used
 
 
@@ -107,16 +117,22 @@ def flows(tasks: Tasks, placement: Placement, shape: ModelShape, *, backward: bo
     """Returns what is sent for tasks.
 
     Forward: q, k and v out, o back. Backward: q, o, do, log-sum-exp, k and v out, dq, dk and dv
-    back, because servers keep no tensors of the forward pass.
+    back, because servers keep no tensors of the forward pass. Queries come first, then keys, then
+    the matrices that expand latents.
     """
     moved, keys = tasks.moved, key_moves(tasks, placement)
-    q_out = 3 * shape.q_bytes + LSE_BYTES * shape.heads if backward else shape.q_bytes
+    q_out, q_back = shape.q_bytes, shape.o_bytes
+    if backward:
+        q_out, q_back = shape.q_bytes + 2 * shape.o_bytes + LSE_BYTES * shape.heads, shape.q_bytes
     num_q, kv_bytes = tasks.queries[moved], (keys.stop - keys.start) * shape.kv_bytes
+    with_latents = tasks if shape.latent_dim else tasks.only(tasks.server < 0)
+    giver, without_weights = expansion_moves(with_latents, placement)
+    expansion = np.full_like(giver, shape.expansion_bytes)
     return Flows(
-        source=np.concatenate([tasks.home[moved], keys.source]),
-        target=np.concatenate([tasks.server[moved], keys.server]),
-        out=np.concatenate([num_q * q_out, kv_bytes]),
-        back=np.concatenate([num_q * shape.q_bytes, kv_bytes * backward]),
+        source=np.concatenate([tasks.home[moved], keys.source, giver]),
+        target=np.concatenate([tasks.server[moved], keys.server, without_weights]),
+        out=np.concatenate([num_q * q_out, kv_bytes, expansion]),
+        back=np.concatenate([num_q * q_back, kv_bytes * backward, expansion * backward]),
     )
 
 
@@ -136,7 +152,7 @@ def traffic(
     cross_node = int((between.out + between.back)[crossing].sum())
     distinct = _keys_on_servers(tasks, placement)
     copied = int(tasks.keys.sum() - (distinct.stop - distinct.start).sum())
-    return Traffic(send, recv, cross_node, copied * shape.kv_bytes)
+    return Traffic(send, recv, cross_node, copied * shape.kv_memory_bytes)
 
 
 def _keys_on_servers(tasks: Tasks, placement: Placement) -> Spans:

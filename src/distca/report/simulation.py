@@ -142,8 +142,16 @@ def verdict_text(run: Record) -> str:
     words = f"{ours['policy']} is {result['speed_up']:.2f} x as fast as {others}"
     if result["gain"] == "even":
         noise = f"within the noise of {result['noise']:.2f}"
-        return f"Disaggregation makes no difference here: {words}, {noise}. {_reason(result)}."
-    return f"Disaggregation does not help here: {words}. {_reason(result)}."
+        said = f"Disaggregation makes no difference here: {words}, {noise}."
+    else:
+        said = f"Disaggregation does not help here: {words}."
+    if (enough := result["enough"]) is None:
+        return f"{said} {_reason(result)}."
+    within = f"{max(enough['busiest'] - 1, 0.001):.1%}"
+    return (
+        f"{said} Your documents balance to within {within} without moving anything: use"
+        f" {enough['policy']}."
+    )
 
 
 def _spread(speed_ups: Sequence[float]) -> str:

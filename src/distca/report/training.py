@@ -20,6 +20,7 @@ def step_line(record: Record) -> str:
         f"loss {record['loss']:.4f}  {record['tokens_per_s']:,.0f} tokens/s"
         f"  imbalance {units.ratio(record['imbalance_measured'])}"
     )
+    line += f"  saved {record['tokens_saved']:,} tokens" if "tokens_saved" in record else ""
     line += f"  eval {record['eval_loss']:.4f}" if "eval_loss" in record else ""
     return line + ("  skipped: not finite" if record.get("skipped") else "")
 
@@ -33,6 +34,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
     if not records:
         return {"steps_taken": 0}
     steady = records[WARM_UP:] or records
+    saved = sum(record.get("tokens_saved", 0) for record in records)
     evaluated = [record["eval_loss"] for record in records if "eval_loss" in record]
     return {
         "steps_taken": len(records),
@@ -40,6 +42,7 @@ def summary(records: Sequence[Record]) -> dict[str, Any]:
         "loss": records[-1]["loss"],
         **({"eval_loss": evaluated[-1]} if evaluated else {}),
         "tokens": sum(record["tokens"] for record in records),
+        **({"tokens_saved": saved} if saved else {}),
         "tokens_per_s": sum(r["tokens"] for r in steady) / sum(r["seconds"] for r in steady),
         "seconds": sum(record["seconds"] for record in records),
         **{
@@ -72,7 +75,10 @@ def outcome(result: Record) -> str:
         return f"stopped after step {result['step']} of {steps}: {where}"
     lost = len(result["lost_servers"])
     joined = len(result["joined_servers"])
-    places = [f"went on without {units.several(lost, 'lost server')}"] if lost else []
+    places = []
+    if "tokens_saved" in result:
+        places += [f"{units.several(result['tokens_saved'], 'token')} saved by shared prefixes"]
+    places += [f"went on without {units.several(lost, 'lost server')}"] if lost else []
     places += [f"{units.several(joined, 'server')} joined"] if joined else []
     places += [f"records in {result['metrics']}"]
     places += [f"saved in {found}"] if found else []

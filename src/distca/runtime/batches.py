@@ -30,7 +30,7 @@ class TokenRows(NamedTuple):
     tokens: Tensor
     positions: Tensor  # of each token in its document
     labels: Tensor
-    lengths: Tensor  # of each token's document
+    lengths: Tensor  # of each token's document, with its prefix
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,8 @@ class Step:
     @classmethod
     def of(cls, planner: StepPlanner, batch: Batch, *, train: bool = True) -> Step:
         """Plans a batch, forward and backward or (``train=False``) forward only."""
-        return cls(batch, planner.plan(batch.lengths, train=train))
+        plan = planner.plan(batch.lengths, prefixes=batch.prefixes, train=train)
+        return cls(batch, plan)
 
     def rows(self, half: Half, worker: int) -> TokenRows:
         """Packs the tokens of one worker of a stage; filler documents are zeros without labels."""
@@ -56,7 +57,8 @@ class Step:
             tokens, labels = np.zeros(size, np.int64), np.full(size, IGNORE)
             if number < len(half.members):
                 document = self.batch.documents[int(half.members[number])]
-                tokens, labels = document.tokens[span], document.labels[span]
+                own = slice(span.start - document.prefix, span.stop - document.prefix)
+                tokens, labels = document.tokens[own], document.labels[own]
             positions = np.arange(span.start, span.stop)
             lengths = np.full(size, placement.lengths[number])
             shards.append(np.stack([tokens, positions, labels, lengths]))

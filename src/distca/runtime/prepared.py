@@ -34,7 +34,7 @@ def prepare_ticks(
     @cache
     def prepare(phase: Phase, half: int, plan: Plan) -> PreparedPlan:
         s = plan.shape
-        spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, dtype, device)
+        spec = TensorSpec(s.heads, s.kv_heads, s.head_dim, s.value_dim, dtype, device)
         if phase == FORWARD:
             return attentions[half].prepare(spec, forward=plan, announce=False)
         return attentions[half].prepare(spec, backward=plan, announce=False)

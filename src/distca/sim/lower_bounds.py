@@ -34,6 +34,8 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     idle stages wait; they can compute attention if it is pooled.
     """
     p, count = strategy.parallel, strategy.micro_batches
+    if p.pp == 1 and POLICIES[strategy.policy].has_dynamic_groups:
+        count = 1  # more of them are simulated as one
     rates = Rates(scenario.model, scenario.cluster, p, scenario.recompute)
     tokens = scenario.tokens / (p.workers_per_stage * count)
     layer, head = rates.layer_and_head_s(tokens)
@@ -52,7 +54,8 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
         attending = [filled, steady + attention]
     else:
         gathered = tokens * (p.cp - 1) * rates.share.kv_bytes
-        gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if p.cp > 1 else 0.0
+        gathers = p.cp > 1 and not POLICIES[strategy.policy].has_dynamic_groups
+        gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if gathers else 0.0
         attending = [filled + attention * per_stage * p.pp / scenario.model.layers + gathering]
     return (max(attending) + rates.optimizer_s) / fastest
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
 
 from distca.pipeline.mesh import MeshShape
-from distca.planning.costs.base import PS, CostModel
+from distca.planning.costs.base import BACKWARD_TIMES, PS, CostModel
 from distca.planning.costs.profile import Profile
 from distca.planning.costs.published import SCALED
 from distca.planning.costs.table import table_cost
@@ -16,13 +16,21 @@ from distca.planning.models import BYTES_PER_ELEMENT, ModelShape
 from distca.planning.plan import Plan
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import flows, needs_peers
-from distca.sim.cluster import Cluster
+from distca.sim.cluster import Cluster, Link
 from distca.sim.streams import Transfer, count
 
-BACKWARD_TIMES = 2  # FLOPs of a linear layer in backward over forward
 GRADIENT_BYTES = 4  # per parameter in gradient reduction
 COPY_BYTES_PER_S = 4.2e12  # of an H200, for profiles without a copy rate
 OPTIMIZER_BYTES = 40  # per parameter: weight, gradient and two moments, read and written
+
+
+# A search makes thousands of Rates of one profile.
+_profile = lru_cache(maxsize=8)(Profile.read)
+
+
+@lru_cache(maxsize=64)
+def _table_cost(profile: str, share: ModelShape) -> CostModel:
+    return table_cost(_profile(profile), share)
 
 
 @dataclass(frozen=True)
@@ -42,7 +50,7 @@ class Rates:
     @cached_property
     def profile(self) -> Profile:
         try:
-            return Profile.read(self.cluster.profile)
+            return _profile(self.cluster.profile)
         except OSError:
             raise ValueError(
                 f"profile {self.cluster.profile!r} does not exist: give h200, h200-flash, a file of"
@@ -51,7 +59,8 @@ class Rates:
 
     @cached_property
     def cost(self) -> CostModel:
-        return table_cost(self.profile, self.share)
+        _ = self.profile  # reports a missing one
+        return _table_cost(self.cluster.profile, self.share)
 
     @property
     def num_ranks(self) -> int:
@@ -61,15 +70,11 @@ class Rates:
 
     def before(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of a layer before its attention: norm and projections."""
-        s = self.share
-        elements = s.hidden * (s.heads + 2 * s.kv_heads) * s.head_dim
-        return self._linear(tokens, elements, 1, backward)
+        return self._linear(tokens, self.share.elements_before, 1, backward)
 
     def after(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of a layer after its attention: output projection and feed-forward."""
-        s = self.share
-        elements = s.hidden * (s.heads * s.head_dim + 3 * s.ffn)
-        return self._linear(tokens, elements, 3, backward)
+        return self._linear(tokens, self.share.elements_after, 3, backward)
 
     def head(self, tokens: Floats, *, backward: bool = False) -> Floats:
         """Returns seconds of logits and loss."""
@@ -98,6 +103,13 @@ class Rates:
             for parts in ((self.before, self.after), (self.head,))
         )
         return layer, head
+
+    @property
+    def token_s(self) -> float:
+        """Seconds of a token in one layer and its part of the head, forward and backward."""
+        many = 1 << 20  # so that latencies of collectives do not count
+        layer, head = self.layer_and_head_s(many)
+        return (layer + head / self.shape.layers) / many
 
     def _linear(self, tokens: Floats, elements: float, collectives: int, backward: bool) -> Floats:
         """Returns seconds of matrix products and of tensor parallelism's collectives of tokens."""
@@ -132,8 +144,10 @@ class Rates:
 
     def collective_s(self, members: int, num_bytes: float) -> float:
         """Returns seconds in which every member of a group of neighbours receives some bytes."""
-        link = self.cluster.group_link(members, self.cluster.ranks_per_node(self.parallel.tp))
-        return float(link.seconds(np.asarray(num_bytes)))
+        return float(self._group_link(members).seconds(np.asarray(num_bytes)))
+
+    def _group_link(self, members: int) -> Link:
+        return self.cluster.group_link(members, self.cluster.ranks_per_node(self.parallel.tp))
 
     @property
     def optimizer_s(self) -> float:
@@ -161,6 +175,29 @@ class Rates:
             for chosen in (~remote, remote)
         )
         return Attention(local_s, remote_s, dispatch, combine)
+
+    def ring_attention(self, plan: Plan, group_size: Ints, *, backward: bool) -> Attention:
+        """Returns the attention of groups that pass their keys around in a ring.
+
+        group_size: [ranks] workers of each rank's group of neighbours. The keys that a rank needs
+            next are sent while it computes with those it has, so all of it is hidden behind the
+            attention, as far as that takes as long. Backward passes on gradients as well.
+        """
+        tasks = plan.backward if backward else plan.forward
+        seconds = tasks.ps(plan.placement, plan.reach, self.cost.of(backward=backward)) / PS
+        ranks = np.arange(self.num_ranks)
+        group = ranks - ranks % group_size
+        tokens = count(group, plan.placement.tokens, self.num_ranks)[group]
+        num_bytes = tokens * plan.shape.kv_bytes * (1 + backward) * (group_size - 1) / group_size
+        moving = np.zeros(self.num_ranks)
+        for size in np.unique(group_size):
+            link = self._group_link(int(size))
+            moving = np.where(group_size == size, link.seconds(num_bytes), moving)
+        ring = Transfer.within(
+            np.where(num_bytes > 0, group, -1), moving, round(float(num_bytes.sum()))
+        )
+        computing = count(tasks.server, seconds, self.num_ranks)
+        return Attention(computing, np.zeros(self.num_ranks), ring, None)
 
     def _all_gather(self, plan: Plan, backward: bool) -> tuple[Transfer | None, Transfer | None]:
         """Returns the dispatch and combine of context parallelism.

@@ -20,7 +20,8 @@ from distca.planning.policies import policy_of
 from distca.planning.spans import Floats, as_ints
 from distca.planning.traffic import memory_bytes
 from distca.sim.cluster import Link
-from distca.sim.packed import PackedPlan, PackedStep, events, pack
+from distca.sim.packed_step import PackedStep, events
+from distca.sim.packing import PackedPlan, pack
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.streams import Event, Streams
@@ -49,6 +50,11 @@ class Outcome:
     def idle(self) -> float:
         """The fraction of all ranks' time in which they compute nothing."""
         return 1.0 - float(self.busy_s.mean()) / self.step_s
+
+    @property
+    def busiest(self) -> float:
+        """The time that the busiest rank computes over the mean of all ranks."""
+        return float(self.busy_s.max() / self.busy_s.mean())
 
     @property
     def exposed(self) -> float:
@@ -106,6 +112,7 @@ class Summary:
     tokens_per_s: float
     tflops_per_gpu: float
     idle: float
+    busiest: float
     exposed: float
     bytes_per_gpu: float
     memory: Memory
@@ -130,6 +137,7 @@ class Summary:
             tokens_per_s=fmean(o.tokens for o in outcomes) / step_s,
             tflops_per_gpu=fmean(o.flops for o in outcomes) / step_s / gpus / 1e12,
             idle=sum(o.idle * o.step_s for o in outcomes) / sum(o.step_s for o in outcomes),
+            busiest=fmean(o.busiest for o in outcomes),
             exposed=1 - sum(o.free_s for o in outcomes) / sum(o.step_s for o in outcomes),
             bytes_per_gpu=fmean(o.num_bytes for o in outcomes) / gpus,
             memory=memory,
@@ -140,7 +148,14 @@ class Summary:
 
 def _plan(scenario: Scenario, strategy: Strategy, rates: Rates, batch: Batch) -> Planned:
     if not strategy.disaggregated:
-        return pack(rates, batch, strategy.policy, strategy.micro_batches, mask=scenario.mask)
+        return pack(
+            rates,
+            batch,
+            strategy.policy,
+            strategy.micro_batches,
+            mask=scenario.mask,
+            tolerance=strategy.tolerance,
+        )
     p, cluster = strategy.parallel, scenario.cluster
     # The greedy scheduler does not take speeds into account.
     knows_speeds = cluster.slow and cluster.known and strategy.policy == "distca"
@@ -177,7 +192,7 @@ def _run(rates: Rates, planned: Planned, record: bool, seed: int) -> _Timed:
         timeline = step.run()
         step_s = float(timeline.end.max()) + step.weights_and_optimizer_s(timeline)
         busy_s = step.busy.reshape(-1) + step.optimizer_s
-        found = tuple(events(timeline, p.cp)) if record else ()
+        found = tuple(events(timeline, planned.width)) if record else ()
         return _Timed(step_s, busy_s, step.num_bytes, found)
     streams = Streams(
         cluster.speed(p.num_plan_ranks, p.tp),
@@ -200,9 +215,13 @@ def _memory(rates: Rates, planned: Planned) -> Memory:
     p, layers = rates.parallel, -(-rates.shape.layers // rates.parallel.pp)
     if isinstance(planned, PackedPlan):
         p = replace(p, keep_weights=True)
-        tokens, held = int(planned.plan.placement.tokens.max()), min(p.pp, len(planned.order))
-        gathered_keys = int(planned.tokens.max()) * (p.cp - 1) // p.cp
-        received = gathered_keys * planned.plan.shape.kv_bytes * layers * held
+        tokens, held = planned.largest_tokens, min(p.pp, len(planned.order))
+        kv_bytes, width = planned.plan.shape.kv_memory_bytes, planned.width
+        if planned.group_size is None:
+            gathered_keys = int(planned.tokens.max()) * (width - 1) // width
+            received = gathered_keys * kv_bytes * layers * held
+        else:  # a ring holds the keys of one neighbour and receives those of the next
+            received = 2 * tokens * kv_bytes
     else:
         of_micro_batch = (micro_batch_tokens(planned, m) for m in range(len(planned.micro_batches)))
         tokens, held = max(int(one.max()) for one in of_micro_batch), planned.schedule.in_flight[0]
@@ -223,7 +242,7 @@ def _received_bytes(step: StepPlan) -> int:
         for plan in slot:
             tasks = plan.forward if phase == FORWARD else plan.backward
             used = memory_bytes(tasks, plan.placement, plan.shape, plan.devices.num_ranks)
-            own = plan.placement.tokens * (2 * plan.shape.q_bytes + plan.shape.kv_bytes)
+            own = plan.placement.tokens * plan.shape.token_bytes
             received += used[: len(own)] - own
         most = max(most, int(received.max()))
     return most

@@ -22,16 +22,18 @@ from distca.planning.models import ModelShape
 from distca.planning.policies import POLICIES
 from distca.sim.cluster import Cluster
 from distca.sim.lower_bounds import min_bytes, min_step_s
-from distca.sim.packed import KEEP_SEQUENCES
+from distca.sim.packing import KEEP_SEQUENCES
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.simulate import Outcome, Planned, Summary, simulate
 
 STAGES = (1, 2, 4, 8)
 MICRO_BATCHES_PER_STAGE = (1, 2, 4)  # in a disaggregated pipeline
-MAX_MICRO_BATCHES = 8  # of a disaggregated step without a pipeline, where they only save memory
+MAX_MICRO_BATCHES = 8  # without a pipeline, where they only save memory
 FAR = 1.3  # a pipeline this many times slower than the best is not tried with other micro-batches
 HIDDEN = 0.05  # with less of a step exposed, gathering weights less often gains nothing
 TENSOR_PARALLEL = 8  # the most in published comparisons
+# How even dynamic groups are. Smaller groups are less even, and send less.
+GROUP_TOLERANCES = (0.02, 0.1)
 
 Show = Callable[[Strategy], None]
 
@@ -81,6 +83,8 @@ def tensor_sizes(model: ModelShape, cluster: Cluster) -> list[int]:
 def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Strategy]:
     """Returns ``template`` with every combination of sizes that applies."""
     model, cluster, found = scenario.model, scenario.cluster, []
+    dynamic = POLICIES[template.policy].has_dynamic_groups
+    tolerances = GROUP_TOLERANCES if dynamic else (template.tolerance,)
     for tp, pp, servers in product(
         sizes.tp or tensor_sizes(model, cluster),
         sizes.pp or STAGES,
@@ -94,16 +98,26 @@ def candidates(scenario: Scenario, template: Strategy, sizes: Sizes) -> list[Str
             mesh = MeshShape(pp, workers // cp, cp, tp, servers)
             counts = _micro_batches(scenario, template, mesh, sizes)
             found += [
-                replace(template, parallel=replace(mesh, keep_weights=keep), micro_batches=count)
-                for count, keep in product(counts, keeps)
+                replace(
+                    template,
+                    parallel=replace(mesh, keep_weights=keep),
+                    micro_batches=count,
+                    tolerance=tolerance,
+                )
+                for count, keep, tolerance in product(counts, keeps, tolerances)
             ]
     return found
 
 
 def _context_sizes(template: Strategy, workers: int, sizes: Sizes) -> Iterable[int]:
-    """Returns divisors of the workers of a stage; all workers with disaggregation."""
+    """Returns divisors of the workers of a stage; all workers with disaggregation.
+
+    Dynamic groups have at most ``cp`` workers, and always a power of two.
+    """
     divisors = [cp for cp in range(1, workers + 1) if workers % cp == 0]
-    if POLICIES[template.policy].keeps_tasks_home:
+    if POLICIES[template.policy].has_dynamic_groups:
+        divisors = [cp for cp in divisors if cp & (cp - 1) == 0]
+    elif POLICIES[template.policy].keeps_tasks_home:
         divisors = [1]
     elif template.disaggregated and not (sizes.cp or sizes.dp):
         divisors = [workers]
@@ -126,7 +140,10 @@ def _micro_batches(
         return [count for count in counts if count == 1 or count <= sequences]
     if template.policy in KEEP_SEQUENCES:
         return [count for count in range(1, sequences // dp + 1) if sequences % (dp * count) == 0]
-    return [1 << n for n in range((sequences // dp).bit_length())]
+    if template.policy == "wlb":
+        return [1 << n for n in range((sequences // dp).bit_length())]
+    # Documents are packed without regard to sequences.
+    return [1 << n for n in range(max(sequences // dp, MAX_MICRO_BATCHES).bit_length())]
 
 
 def best(
@@ -178,7 +195,7 @@ class _Search:
     def __init__(self, scenario: Scenario, batches: Sequence[Batch], limit_bytes: float) -> None:
         self._scenario, self._batches, self._limit = scenario, batches, limit_bytes
         self._outcomes: dict[Strategy, list[Outcome]] = {}
-        self._plans: dict[tuple[MeshShape, int, int], Planned] = {}
+        self._plans: dict[tuple[MeshShape, int, float, int], Planned] = {}
         self.winner: Summary | None = None
         self.refused = ""
 
@@ -198,9 +215,16 @@ class _Search:
         ]
         heapify(queue)
         shown: set[int] = set()
+        least: dict[Strategy, float] = {}  # seconds of simulated strategies that fit so far
         while queue and self.winner is None:
-            _, _, number = heappop(queue)
+            bound_s, _, number = heappop(queue)
             strategy = strategies[number]
+            floor_s = max((least.get(one, 0.0) for one in _with_fewer_micro_batches(strategy)),
+                          default=0.0)  # fmt: skip
+            if floor_s > bound_s:
+                heappush(queue, (floor_s, strategy.micro_batches, number))
+                continue
+            least.pop(strategy, None)
             if number not in shown:
                 shown.add(number)
                 show(strategy)
@@ -213,6 +237,7 @@ class _Search:
                 outcomes = self._outcomes[strategy]
                 known_s = sum(outcome.step_s for outcome in outcomes)
                 left_s = sum(bounds[strategy][len(outcomes) :])
+                least[strategy] = known_s + left_s
                 heappush(queue, (known_s + left_s, strategy.micro_batches, number))
         for number in set(range(len(strategies))) - shown:
             show(strategies[number])
@@ -221,7 +246,7 @@ class _Search:
         """Simulates a strategy on its next batch; returns None if it cannot run."""
         done = self._outcomes.get(strategy, [])
         number = len(done)
-        key = (_mesh(strategy), strategy.micro_batches, number)
+        key = (_mesh(strategy), strategy.micro_batches, strategy.tolerance, number)
         batch, planned = self._batches[number], self._plans.get(key)
         try:
             outcome = simulate(self._scenario, strategy, batch, planned=planned, seed=number)
@@ -263,6 +288,17 @@ class _Search:
             if all(self._simulate_next(strategy) for _ in range(left)):
                 return Summary.mean(self._scenario, strategy, self._outcomes[strategy])
         return None
+
+
+def _with_fewer_micro_batches(strategy: Strategy) -> list[Strategy]:
+    """Returns strategies that take no longer than this one, because workers have the same in them.
+
+    Without a pipeline, kk divides what a worker has into micro-batches only to save memory.
+    """
+    if strategy.parallel.pp > 1 or strategy.policy != "kk":
+        return []
+    fewer = range(strategy.micro_batches.bit_length() - 1)
+    return [replace(strategy, micro_batches=1 << power) for power in fewer]
 
 
 def _mesh(strategy: Strategy) -> MeshShape:

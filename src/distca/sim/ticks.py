@@ -172,7 +172,7 @@ def micro_batch_tokens(step: StepPlan, micro_batch: int) -> Ints:
 def seam_elements(rates: Rates) -> list[int]:
     """Returns the number of weights of each seam of a model without a pipeline."""
     s = rates.shape
-    before = s.hidden * (s.heads + 2 * s.kv_heads) * s.head_dim
+    before = s.elements_before
     inner = [s.layer_elements] * (s.layers - 1)
     return [s.end_elements + before, *inner, s.layer_elements - before + s.end_elements]
 

@@ -135,6 +135,11 @@ class ParallelSection:
     )
     ranks_per_node: int = key(0, "Plan ranks that share a node; 0: as the launcher says.")
 
+    @property
+    def num_sets(self) -> int:
+        """The number of micro-batches or, with ping-pong, of their halves."""
+        return self.micro_batches * (1 + self.ping_pong)
+
 
 @dataclass(frozen=True)
 class TrainSection:
@@ -172,6 +177,11 @@ class TrainSection:
     trace: int = key(
         -1, "Step, counted from 0, whose timeline over all ranks is written; -1: none."
     )
+
+    @property
+    def saves(self) -> bool:
+        """Whether the run writes any checkpoint."""
+        return self.checkpoint_every > 0 or self.save_at_end
 
     def saves_after(self, step: int) -> bool:
         """Returns whether a checkpoint follows a step, if nothing stops the run."""
@@ -261,7 +271,7 @@ class Config:
                 f"data.weights has {len(d.weights)} values for {len(d.sources)} sources: give one"
                 " for each source, or none"
             )
-        batches = p.micro_batches * (1 + p.ping_pong)
+        batches = p.num_sets
         if t.tokens_per_step < batches * d.context:
             parts = f" in each of its {batches} micro-batches or halves" if batches > 1 else ""
             raise ValueError(

@@ -19,8 +19,11 @@ def peak_flops(device: torch.device) -> float | None:
     return next((1e12 * peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
 
 
-def step_flops(config: ModelConfig, lengths: Ints) -> float:
-    """Returns FLOPs of forward and backward, of unmasked pairs only, and without recomputation."""
-    masks = (config.mask_of(layer) for layer in range(config.layers))
-    pairs = sum(document_pairs(lengths, mask) for mask in masks)
-    return config.shape.step_flops(float(np.sum(lengths)), float(pairs))
+def step_flops(config: ModelConfig, lengths: Ints, prefixes: Ints) -> float:
+    """Returns FLOPs of forward and backward, of unmasked pairs only, and without recomputation.
+
+    prefixes: tokens of each document that are computed with another one
+    """
+    masks = [config.mask_of(layer) for layer in range(config.layers)]
+    pairs = sum(document_pairs(lengths, mask) - document_pairs(prefixes, mask) for mask in masks)
+    return config.shape.step_flops(float(np.sum(lengths - prefixes)), float(pairs))

@@ -84,6 +84,8 @@ class Components:
         local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
         sharing = local if device.type == "cpu" or share_gpu or shares_gpu() else 1
         check_memory(memory, available_bytes(device, sharing, config.parallel.memory_gib) // sides)
+        if device.type == "cuda" and config.train.saves:
+            check_host_memory(memory.saved * local, host_bytes())
         weights: Fingerprint = {}
         if path := config.model.path:
             weights = fingerprint(sorted({Path(path) / file for file in check_folder(model, path)}))
@@ -157,6 +159,7 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
         weights=data.weights or None,
         overlong=data.overlong,  # type: ignore[arg-type]
         held_out=data.held_out,
+        tree_tokens=train.tokens_per_step // config.parallel.num_sets,
     )
     loader.check_targets()
     if train.eval_every:
@@ -225,7 +228,7 @@ def _full_documents(config: Config) -> Ints:
 def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:
     """Raises ValueError unless the backend supports this model on this device."""
     dtype = precision_of(config, device).compute
-    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, dtype, device)
+    spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, dtype, device)
     masks = [model.mask_of(layer) for layer in range(model.layers)]
     traits = Traits.of(spec, masks, deterministic=config.train.deterministic)
     choose(config.parallel.backend, traits)
@@ -284,7 +287,10 @@ def memory_of(
         )
         for (start, stop), count in zip(stages, held, strict=True)
     ]
-    return max(sizes, key=lambda memory: memory.total)
+    largest = max(sizes, key=lambda memory: memory.total)
+    if device.type == "cpu" and config.train.saves:
+        largest = replace(largest, checkpoint=largest.saved)
+    return largest
 
 
 def available_bytes(device: torch.device, num_ranks: int, limit_gib: float = 0.0) -> int:
@@ -295,9 +301,23 @@ def available_bytes(device: torch.device, num_ranks: int, limit_gib: float = 0.0
     if limit_gib:
         return int(limit_gib * GIB)
     if device.type == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+        return host_bytes() // num_ranks
     total = torch.cuda.get_device_properties(device).total_memory
     return rank_bytes(total, num_ranks) if num_ranks > 1 else int(total * 0.95)
+
+
+def host_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_host_memory(copies: int, limit: int) -> None:
+    """Raises ValueError if the copies of checkpoints do not fit into the memory of the host."""
+    if copies > limit:
+        raise ValueError(
+            f"checkpoints are copied to the host before they are written, which takes"
+            f" {copies / GIB:.1f} GiB for the ranks of this node, and it has {limit / GIB:.1f}: use"
+            " more nodes, or train.checkpoint_every = 0 and train.save_at_end = false"
+        )
 
 
 def check_memory(memory: Memory, limit: int) -> None:

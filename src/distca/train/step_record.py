@@ -59,7 +59,7 @@ def step_record(
     busy = ranks["attention_s"]
     busy = busy[ranks["serves"] > 0]  # workers that leave all attention to servers do not count
     wall, peak = float(ranks["seconds"].max()), peak_flops(device)
-    rate = step_flops(model, batch.lengths) / wall / len(ranks["loss"])
+    rate = step_flops(model, batch.lengths, batch.prefixes) / wall / len(ranks["loss"])
     return {
         "loss": float(ranks["loss"].sum()),
         "grad_norm": float(ranks["grad_norm"].max()),
@@ -76,6 +76,7 @@ def step_record(
         "exposed_s": float(ranks["exposed_s"].max()),
         "plan_s": fetched.plan_s,
         "planning_waited_s": float(ranks["waited_s"].max()),
+        **({"tokens_saved": batch.num_saved} if batch.num_saved else {}),
         "memory_bytes": int(ranks["memory_bytes"].max()),
         "stopped": bool(ranks["stop"].max()),
         "ranks": {name: _microseconds(ranks[name]) for name in OF_EACH_RANK},

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distca import schema
-from distca.data.documents import Batch, Document
+from distca.data.documents import Batch, Document, Tree
 from distca.data.loader import in_batches
 from distca.data.sources import open_source
 from distca.data.tokenizers import Tokenizer
@@ -154,11 +154,11 @@ class TrainedRun:
             open_source(where, tokenizer, context=data.context, seed=self.config.train.seed)
             for where in sources
         ]
-        documents: Iterator[Document] = (
+        documents: Iterator[Document | Tree] = (
             source.document(index) for source in opened for index in range(len(source))
         )
         if data.overlong == "drop":
-            documents = (one for one in documents if len(one) <= data.context)
+            documents = (one for one in documents if one.longest_row <= data.context)
         return in_batches(documents, data.context, num_tokens), sum(map(len, opened))
 
 

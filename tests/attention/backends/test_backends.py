@@ -36,6 +36,8 @@ CASES = {
     "a task without queries": Case(((3, 3), (0, 4), (0, 0), (2, 5))),
     "no grouping": Case(((9, 20), (4, 4)), heads=3, kv_heads=3),
     "multi-query": Case(((9, 20), (4, 4)), heads=6, kv_heads=1, head_dim=16),
+    "small values": Case(((9, 20), (4, 4)), "window:5", head_dim=12, v_head_dim=8),
+    "large values": Case(((9, 20), (4, 4)), head_dim=4, v_head_dim=8),
     "many blocks of a window": Case(((300, 310), (200, 200)), heads=2, kv_heads=1),
     "sharp scores": Case(((20, 50),), scale=4.0),
     "no tasks": Case(()),
@@ -58,6 +60,7 @@ def cases(draw: st.DrawFn) -> Case:
         heads=kv_heads * draw(st.integers(1, 3)),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([1, 4, 7, 16])),
+        v_head_dim=draw(st.sampled_from([0, 0, 3, 8])),
         scale=draw(st.sampled_from([0.1, 0.5, 1.0])),
         seed=draw(st.integers(0, 99)),
     )
@@ -204,7 +207,9 @@ def on_cuda(name: str, case: Case, dtype: torch.dtype, deterministic: bool = Fal
         pytest.skip("no CUDA device")
     inputs = inputs_of(replace(case, tasks=((1, 1),)), dtype, "cuda")
     traits = Traits.of(
-        TensorSpec.of(inputs.q, inputs.k), [Mask.parse(case.mask)], deterministic=deterministic
+        TensorSpec.of(inputs.q, inputs.k, inputs.v),
+        [Mask.parse(case.mask)],
+        deterministic=deterministic,
     )
     if refusal := BACKENDS[name].refusal(traits):
         pytest.skip(f"{name}: {refusal}")

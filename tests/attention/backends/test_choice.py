@@ -138,10 +138,10 @@ def test_importing_loads_no_optional_library() -> None:
 def test_traits_of_tensors() -> None:
     q, k = torch.empty(5, 8, 16, dtype=torch.bfloat16), torch.empty(9, 2, 16, dtype=torch.bfloat16)
     masks = [Mask(CAUSAL), Mask(FULL), Mask(7), Mask(9)]
-    assert Traits.of(TensorSpec.of(q, k), masks, deterministic=True) == Traits(
-        "cpu", None, torch.bfloat16, 8, 2, 16, MASKS, True, False
+    assert Traits.of(TensorSpec.of(q, k, k), masks, deterministic=True) == Traits(
+        "cpu", None, torch.bfloat16, 8, 2, 16, MASKS, True, False, 16
     )
-    assert Traits.of(TensorSpec.of(q, k), masks, softcap=True).softcap
+    assert Traits.of(TensorSpec.of(q, k, k), masks, softcap=True).softcap
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """What every attention backend takes, returns and guarantees.
 
-Legend: T tokens (Tq query rows, Tk key rows), H heads, G key/value heads, D head size. Query head
-h reads key head h // (H // G).
+Legend: T tokens (Tq query rows, Tk key rows), H heads, G key/value heads, D head size of queries
+and keys, V head size of values and outputs. Query head h reads key head h // (H // G).
 
 Backends do not use autograd: forward and backward are two plain functions, so that the backward
 may run on another rank than the forward, from the saved tensors alone.
@@ -90,12 +90,13 @@ class PackedCall:
 class Attended(NamedTuple):
     """The output and, per query, the natural log of the sum of exp of its scaled scores."""
 
-    out: Tensor  # [Tq, H, D], dtype of q
+    out: Tensor  # [Tq, H, V], dtype of q
     lse: Tensor  # [Tq, H], float32, or float64 for float64 inputs
 
     @classmethod
-    def empty(cls, q: Tensor) -> Attended:
-        return cls(torch.empty_like(q), q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
+    def empty(cls, q: Tensor, v: Tensor) -> Attended:
+        out = q.new_empty(*q.shape[:2], v.shape[2])
+        return cls(out, q.new_empty(q.shape[:2], dtype=wide(q.dtype)))
 
     def merge(self, other: Attended) -> Attended:
         """Returns attention to the keys of both, from attention to each of them."""
@@ -109,8 +110,8 @@ class Saved(NamedTuple):
 
     q: Tensor  # [Tq, H, D]
     k: Tensor  # [Tk, G, D]
-    v: Tensor  # [Tk, G, D]
-    out: Tensor  # [Tq, H, D]
+    v: Tensor  # [Tk, G, V]
+    out: Tensor  # [Tq, H, V]
     lse: Tensor  # [Tq, H]
 
     def map(self, queries: Callable[[Tensor], Tensor], keys: Callable[[Tensor], Tensor]) -> Saved:
@@ -122,7 +123,7 @@ class Saved(NamedTuple):
 class Gradients(NamedTuple):
     dq: Tensor  # [Tq, H, D]
     dk: Tensor  # [Tk, G, D], a row for each packed key, also where tasks repeat a key
-    dv: Tensor  # [Tk, G, D]
+    dv: Tensor  # [Tk, G, V]
 
 
 class Scoring(NamedTuple):
@@ -149,6 +150,7 @@ class Traits:
     masks: frozenset[str]  # of "causal", "full", "window"
     deterministic: bool = False
     softcap: bool = False
+    v_head_dim: int = 0  # 0: head_dim
 
     @classmethod
     def of(
@@ -162,7 +164,15 @@ class Traits:
         device, kinds = spec.device, frozenset(kind_of(mask) for mask in masks)
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
         sizes = (spec.heads, spec.kv_heads, spec.head_dim)
-        return cls(device.type, capability, spec.dtype, *sizes, kinds, deterministic, softcap)
+        return cls(
+            device.type, capability, spec.dtype, *sizes, kinds, deterministic, softcap,
+            spec.v_head_dim,
+        )  # fmt: skip
+
+    @property
+    def value_dim(self) -> int:
+        """The head size of values."""
+        return self.v_head_dim or self.head_dim
 
     def cuda_refusal(self, capability: tuple[int, int]) -> str | None:
         """Returns why 16-bit kernels for CUDA devices from a compute capability on do not fit."""
@@ -211,10 +221,10 @@ class Backend(ABC):
         scale: float,
         softcap: float = 0.0,
     ) -> Attended:
-        """Computes the attention of q [Tq, H, D] to k and v [Tk, G, D]."""
+        """Computes the attention of q [Tq, H, D] to k [Tk, G, D] and v [Tk, G, V]."""
         _check_shapes(q, k, v, call)
         if not call.num_queries:
-            return Attended.empty(q)
+            return Attended.empty(q, v)
         with torch.no_grad():
             return self._forward(q, k, v, call, Scoring(scale, softcap))
 
@@ -227,17 +237,18 @@ class Backend(ABC):
         deterministic: bool = False,
         softcap: float = 0.0,
     ) -> Gradients:
-        """Computes the gradients of q, k and v from grad_out [Tq, H, D]."""
+        """Computes the gradients of q, k and v from grad_out [Tq, H, V]."""
         q, k, v, out, lse = saved
         _check_shapes(q, k, v, call)
+        of_out = (*q.shape[:2], v.shape[2])
         for name, tensor, shape in (
-            ("grad_out", grad_out, q.shape),
-            ("out", out, q.shape),
+            ("grad_out", grad_out, of_out),
+            ("out", out, of_out),
             ("lse", lse, q.shape[:2]),
         ):
             if tensor.shape != shape:
                 raise ValueError(
-                    f"{name} is {list(tensor.shape)}, not {list(shape)}, which follows from q"
+                    f"{name} is {list(tensor.shape)}, not {list(shape)}, which follows from q and v"
                 )
         if not call.num_queries:
             return Gradients(torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v))
@@ -280,10 +291,10 @@ def _check_shapes(q: Tensor, k: Tensor, v: Tensor, call: PackedCall) -> None:
             f"q has {q.shape[0]} and k {k.shape[0]} rows, "
             f"but the call packs {call.num_queries} queries and {call.num_keys} keys"
         )
-    if k.shape != v.shape or q.shape[2] != k.shape[2]:
+    if k.shape[:2] != v.shape[:2] or q.shape[2] != k.shape[2]:
         raise ValueError(
             f"q {list(q.shape)}, k {list(k.shape)} and v {list(v.shape)} do not fit together: "
-            "k and v must have one shape, and all three one head size"
+            "k and v must have the same rows and heads, and q and k one head size"
         )
     if not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"q, k and v are {q.dtype}, {k.dtype} and {v.dtype}; give them one dtype")

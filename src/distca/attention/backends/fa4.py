@@ -28,6 +28,7 @@ from distca.attention.backends.base import (
 
 _one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"
+_LATENT_SIZES = (192, 128)  # of queries and keys, and of values, as in DeepSeek-V2 and V3
 _SHARED = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
     "causal", "window_size_left", "window_size_right",
@@ -48,6 +49,13 @@ class FlashAttention4(Backend):
         if traits.deterministic and traits.capability >= (12, 0):
             return "its backward has no deterministic mode from compute capability 12.0 on."
         hopper, size = traits.capability < (10, 0), traits.head_dim
+        if (size, traits.value_dim) == _LATENT_SIZES and traits.capability < (12, 0):
+            return None
+        if size != traits.value_dim:
+            return (
+                f"head sizes of {size} for queries and keys and {traits.value_dim} for values: it"
+                " takes one size, or (before compute capability 12.0) 192 and 128."
+            )
         if size % 8 == 0 and 8 <= size <= (256 if hopper else 128):
             return None
         if size == 256 and traits.capability < (12, 0):

@@ -20,6 +20,11 @@ from distca.attention.backends.base import (
     Scoring,
     Traits,
 )
+from distca.attention.backends.padding import (
+    one_head_size,
+    one_head_size_saved,
+    own_head_sizes,
+)
 
 _aten = torch.ops.aten
 _SHARED = (
@@ -35,15 +40,16 @@ _ARGUMENTS = {
 
 
 class Flash(Backend):
-    """FlashAttention 2 as built into torch."""
+    """FlashAttention 2 as built into torch. It needs one head size: the smaller one is padded."""
 
     name = "flash"
 
     def _refusal(self, traits: Traits) -> str | None:
         if refusal := traits.cuda_refusal((8, 0)):
             return refusal
-        if traits.head_dim % 8 or not 8 <= traits.head_dim <= 256:
-            return f"the head size must be a multiple of 8 up to 256, not {traits.head_dim}."
+        size = max(traits.head_dim, traits.value_dim)
+        if size % 8 or not 8 <= size <= 256:
+            return f"the head size must be a multiple of 8 up to 256, not {size}."
         return None
 
     def _library_refusal(self) -> str | None:
@@ -53,12 +59,14 @@ class Flash(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
     ) -> Attended:
         left, right = call.window
+        size = v.shape[-1]
+        q, k, v = one_head_size(q, k, v)
         out, lse, *_ = _aten._flash_attention_forward(
             q, k, v, call.q_offsets, call.kv_offsets, _max_queries(call), call.max_keys,
             0.0, (left, right) == (-1, 0), False,
             scale=scoring.scale, window_size_left=left, window_size_right=right,
         )  # fmt: skip
-        return Attended(out, lse.t().contiguous())
+        return Attended(out[..., :size], lse.t().contiguous())
 
     def _backward(
         self,
@@ -68,7 +76,7 @@ class Flash(Backend):
         scoring: Scoring,
         deterministic: bool,
     ) -> Gradients:
-        q, k, v, out, lse = saved
+        grad_out, (q, k, v, out, lse) = one_head_size_saved(grad_out, saved)
         left, right = call.window
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
         with _deterministic(deterministic):
@@ -77,7 +85,7 @@ class Flash(Backend):
                 _max_queries(call), call.max_keys, 0.0, (left, right) == (-1, 0), seed,
                 q.new_empty(0), scale=scoring.scale, window_size_left=left, window_size_right=right,
             )  # fmt: skip
-        return Gradients(dq, dk, dv)
+        return own_head_sizes(Gradients(dq, dk, dv), saved)
 
 
 def _max_queries(call: PackedCall) -> int:

@@ -1,6 +1,7 @@
 """Tasks that are composed of parts which a simple kernel supports.
 
-Legend: B tasks of one shape, n queries, m keys, H heads, G key/value heads, D head size.
+Legend: B tasks of one shape, n queries, m keys, H heads, G key/value heads, D head size of queries
+and keys, V that of values and outputs.
 
 [Note: parts] The kernels support full rectangles, causal squares, and a window with a dense mask.
 - A full mask is one rectangle.
@@ -56,13 +57,13 @@ class PartsBackend(Backend):
     def _part_forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring
     ) -> Attended:
-        """q [B, n, H, D], k and v [B, m, G, D] -> out [B, n, H, D], lse [B, n, H]."""
+        """q [B, n, H, D], k [B, m, G, D], v [B, m, G, V] -> out [B, n, H, V], lse [B, n, H]."""
 
     @abstractmethod
     def _part_backward(
         self, grad_out: Tensor, saved: Saved, mask: Mask, scoring: Scoring, deterministic: bool
     ) -> Gradients:
-        """Returns the gradients of q [B, n, H, D] and of k and v [B, m, G, D].
+        """Returns the gradients of q [B, n, H, D], k [B, m, G, D] and v [B, m, G, V].
 
         out and lse may come from more keys than the part has.
         """
@@ -74,7 +75,7 @@ class PartsBackend(Backend):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
     ) -> Attended:
-        result = Attended.empty(q)
+        result = Attended.empty(q, v)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for batch in _batches(call, self.batch_keys):
             out, lse, queries = map(batch.queries, (*result, q))

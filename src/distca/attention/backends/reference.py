@@ -1,7 +1,8 @@
 """Textbook attention: slow, obvious, in any floating dtype. The oracle of the other backends.
 
-Legend: n queries, m keys, H heads, G key/value heads, R = H // G, D head size. Leading dimensions
-are a batch. All scores of a task are in memory at once, [G, R, n, m].
+Legend: n queries, m keys, H heads, G key/value heads, R = H // G, D head size of queries and keys,
+V that of values. Leading dimensions are a batch. All scores of a task are in memory at once, as
+[G, R, n, m].
 """
 
 from operator import itemgetter
@@ -34,7 +35,7 @@ class Reference(Backend):
     def _forward(
         self, q: Tensor, k: Tensor, v: Tensor, call: PackedCall, scoring: Scoring
     ) -> Attended:
-        result = out, lse = Attended.empty(q)
+        result = out, lse = Attended.empty(q, v)
         q, k, v = (x.to(wide(q.dtype)) for x in (q, k, v))
         for rows, keys in _tasks(call):
             task = dense_forward(q[rows], k[keys], v[keys], call.mask, scoring)
@@ -75,7 +76,10 @@ def visible(num_queries: int, num_keys: int, mask: Mask, device: torch.device) -
 
 
 def dense_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scoring: Scoring) -> Attended:
-    """Attends with q [..., n, H, D] to k and v [..., m, G, D]; autograd can differentiate it."""
+    """Attends with q [..., n, H, D] to k [..., m, G, D] and v [..., m, G, V].
+
+    Autograd can differentiate it.
+    """
     scores = _hide(_scores(q, k, scoring), mask)
     lse = scores.logsumexp(-1)  # [..., G, R, n]
     weights = (scores - lse[..., None]).exp()

@@ -25,8 +25,8 @@ class Sdpa(PartsBackend):
             dtypes.append(torch.float64)
         elif traits.device != "cuda":
             return f"it has kernels for cpu and cuda, not for {traits.device}."
-        elif traits.head_dim % 4:
-            return f"on cuda the head size must be a multiple of 4, not {traits.head_dim}."
+        elif wrong := [size for size in (traits.head_dim, traits.value_dim) if size % 4]:
+            return f"on cuda the head size must be a multiple of 4, not {wrong[0]}."
         if traits.dtype not in dtypes:
             return f"on {traits.device} it takes {_names(dtypes)}, not {_names([traits.dtype])}."
         return None

@@ -1,8 +1,9 @@
 """Attention of one part of a task, as ``sdpa`` splits tasks, by the kernels that torch includes.
 
-Legend: B batch, n queries, m keys, H heads, G key/value heads, D head size. Inputs are float32 or
-float64; ``out`` and ``lse`` of a backward may come from more keys than the part has. The operators
-are those that ``scaled_dot_product_attention`` calls, which does not return the log-sum-exp.
+Legend: B batch, n queries, m keys, H heads, G key/value heads, D head size of queries and keys, V
+that of values and outputs; the CPU kernel needs one size for both. Inputs are float32 or float64;
+``out`` and ``lse`` of a backward may come from more keys than the part has. The operators are those
+that ``scaled_dot_product_attention`` calls, which does not return the log-sum-exp.
 """
 
 from functools import lru_cache
@@ -11,6 +12,11 @@ import torch
 from torch import Tensor
 
 from distca.attention.backends.base import Attended, Gradients, Saved, Scoring
+from distca.attention.backends.padding import (
+    one_head_size,
+    one_head_size_saved,
+    own_head_sizes,
+)
 from distca.attention.backends.reference import dense_backward, dense_forward, visible
 from distca.planning.masks import CAUSAL, FULL, Mask
 
@@ -19,7 +25,7 @@ _LSE_ALIGNMENT = 32  # the memory-efficient kernel pads the log-sum-exp to this 
 
 
 def part_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
-    """q [B, n, H, D], k and v [B, m, G, D] -> out [B, n, H, D], lse [B, n, H]."""
+    """q [B, n, H, D], k [B, m, G, D], v [B, m, G, V] -> out [B, n, H, V], lse [B, n, H]."""
     if not q.is_cuda:
         return _cpu_forward(q, k, v, mask, scale)
     if mask.reach in (FULL, CAUSAL):
@@ -30,7 +36,7 @@ def part_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> A
 def part_backward(
     grad_out: Tensor, saved: Saved, mask: Mask, scale: float, deterministic: bool
 ) -> Gradients:
-    """Returns the gradients of q [B, n, H, D] and of k and v [B, m, G, D]."""
+    """Returns the gradients of q [B, n, H, D], k [B, m, G, D] and v [B, m, G, V]."""
     if not grad_out.is_cuda:
         return _cpu_backward(grad_out, saved, mask, scale)
     if mask.reach in (FULL, CAUSAL):
@@ -40,24 +46,25 @@ def part_backward(
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Attended:
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
-        *(x.transpose(1, 2) for x in (q, k, v)),
+        *(x.transpose(1, 2) for x in one_head_size(q, k, v)),
         0.0,
         mask.reach == CAUSAL,
         attn_mask=_bias(q, k, mask),
         scale=scale,
     )
-    return Attended(out.transpose(1, 2), lse.transpose(1, 2))
+    return Attended(out.transpose(1, 2)[..., : v.shape[-1]], lse.transpose(1, 2))
 
 
 def _cpu_backward(grad_out: Tensor, saved: Saved, mask: Mask, scale: float) -> Gradients:
+    padded = one_head_size_saved(grad_out, saved)
     grads = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        *(x.transpose(1, 2) for x in (grad_out, *saved)),
+        *(x.transpose(1, 2) for x in (padded[0], *padded[1])),
         0.0,
         mask.reach == CAUSAL,
         attn_mask=_bias(saved.q, saved.k, mask),
         scale=scale,
     )
-    return Gradients(*(grad.transpose(1, 2) for grad in grads))
+    return own_head_sizes(Gradients(*(grad.transpose(1, 2) for grad in grads)), saved)
 
 
 def _bias(q: Tensor, k: Tensor, mask: Mask) -> Tensor | None:

@@ -29,8 +29,10 @@ from torch import Tensor
 
 from distca.attention.backends.base import Scoring
 from distca.attention.core import CoreAttention
+from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import gather_or_raise
 from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
+from distca.dispatch.latent import Latent
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.documents import (
@@ -62,10 +64,20 @@ class AttentionSpec:
     """What plans depend on in the attention of a layer."""
 
     mask: Mask
-    heads: int
-    kv_heads: int
-    head_dim: int
-    device: str  # "cpu" or "cuda"
+    tensors: TensorSpec
+
+    @property
+    def shape(self) -> ModelShape:
+        t = self.tensors
+        return ModelShape(
+            "layer",
+            t.heads,
+            t.kv_heads,
+            t.head_dim,
+            v_head_dim=t.v_head_dim,
+            latent_dim=t.latent_dim,
+            rope_dim=t.rope_dim,
+        )
 
 
 class PlannedBatch:
@@ -105,9 +117,8 @@ class PlannedBatch:
         spec = replace(spec, mask=spec.mask.within(longest))
         with self._lock:
             if (spec, two_way) not in self._plans:
-                shape = ModelShape("layer", spec.heads, spec.kv_heads, spec.head_dim)
-                options = self._options.for_device(spec.device)
-                options = replace(options, model=shape, mask=spec.mask)
+                options = self._options.for_device(spec.tensors.device.type)
+                options = replace(options, model=spec.shape, mask=spec.mask)
                 with self._figures.timing("planning_s"):
                     planned = plan(placement, options, scheduler=self._scheduler)
                 self._plans[spec, two_way] = planned
@@ -144,6 +155,9 @@ class PlannedAttention:
     backend, deterministic: options of ``CoreAttention``.
     learn_speed: whether plans give less to ranks whose measured attention is slow; not if
         ``deterministic``, since such plans differ from run to run.
+    latents: whether latents travel instead of keys and values (MLA), where that is fewer bytes and
+        the trainer's layers tell them. Gradients of weights must then be summed over all ranks that
+        share their attention, as data parallelism does.
     policy: ``distca``, ``colocated`` or ``greedy``; the trainer's tokens stay where they are.
     timeout_s: how long a rank waits for a batch of the other ranks.
     plan_options: options of ``distca.plan`` by name, such as ``cost``, ``tolerance``,
@@ -163,12 +177,13 @@ class PlannedAttention:
         backend: str = "auto",
         deterministic: bool = False,
         learn_speed: bool = False,
+        latents: bool = True,
         policy: str = "distca",
         timeout_s: float = 600.0,
         **plan_options: Any,
     ) -> None:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
-        self._options = PlanOptions.of(None, plan_options)
+        self._options, self._latents = PlanOptions.of(None, plan_options), latents
         self._scheduler = policy_of(policy).scheduler
         self._learns = learn_speed and policy_of(policy).disaggregated and not deterministic
         self._speeds: LearnedSpeeds | None = None
@@ -177,8 +192,8 @@ class PlannedAttention:
         self._figures = AttentionFigures()
         self._core_options: dict[str, Any] = {"backend": backend, "deterministic": deterministic}
         self._cores: dict[tuple[bool, Scoring], CoreAttention] = {}
-        # The layers so far, in order: what plans depend on, their tensors, their scores.
-        self._layers: dict[tuple[AttentionSpec, TensorSpec, Scoring], None] = {}
+        # The layers so far, in order: what plans depend on, and their scores.
+        self._layers: dict[tuple[AttentionSpec, Scoring], None] = {}
         self._groups: PlanGroups | None = None
         self._executor = DaemonExecutor()
         if group is not None:
@@ -243,21 +258,26 @@ class PlannedAttention:
         scale: float | None = None,
         softcap: float = 0.0,
         sinks: Tensor | None = None,
+        latent: Latent | None = None,
     ) -> Tensor:
-        """Returns core attention [T, H, D] of q [T, H, D], k and v [T, G, D], and sinks [H].
+        """Returns core attention [T, H, V] of q [T, H, D], k [T, G, D], v [T, G, V] and sinks [H].
 
-        Every rank of the batch calls it, in the same order of layers. It is differentiable. v may
-        have another head size than q and k, which is then that of the output. Under autocast q, k
-        and v are cast, as in torch's own attention.
+        Every rank of the batch calls it, in the same order of layers. It is differentiable. Under
+        autocast q, k, v and the latent are cast, as in torch's own attention.
+
+        latent: the factors of k and v, which travel instead of them if they are fewer bytes.
         """
         scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
-        size = v.shape[-1]
-        q, k, v = _one_head_size(*_autocast(q, k, v))
-        spec = AttentionSpec(Mask.parse(mask), q.shape[1], k.shape[1], q.shape[2], q.device.type)
-        self._layers.setdefault((spec, TensorSpec.of(q, k), scoring))
+        q, k, v, *factors = _autocast(q, k, v, *(latent or ()))
+        inputs = Inputs(q, k, v, sinks, Latent(*factors) if factors else None)
+        if not self._latents or not _saves_bytes(inputs.spec):
+            inputs = inputs._replace(latent=None)
+        spec = AttentionSpec(Mask.parse(mask), inputs.spec)
+        self._layers.setdefault((spec, scoring))
         core = self._core(batch.is_local, scoring)
-        out: Tensor = core(q, k, v, batch.use(spec), sinks=sinks)
-        return out if out.shape[-1] == size else out[..., :size]
+        latent = None if batch.is_local else inputs.latent
+        out: Tensor = core(q, k, v, batch.use(spec), sinks=sinks, latent=latent)
+        return out
 
     def take_seconds(self) -> dict[str, float]:
         """Returns seconds since the last call.
@@ -295,11 +315,11 @@ class PlannedAttention:
         batch = PlannedBatch(
             ranks, groups.planning.rank, options, self._scheduler, self._figures, local=False
         )
-        for spec, tensors, scoring in list(self._layers):
+        for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
             if core := self._cores.get((False, scoring)):
                 for backward in (False, True):
-                    core.layouts.of(planned, tensors, backward=backward)
+                    core.layouts.of(planned, spec.tensors, backward=backward)
         return batch
 
     def _attention_s(self) -> tuple[float, float]:
@@ -352,20 +372,14 @@ class PlannedAttention:
         return None if self._groups.planning.num_ranks == 1 else self._groups
 
 
-def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    device = q.device.type
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
-        return q, k, v
+        return tensors
     dtype = torch.get_autocast_dtype(device)
-    return q.to(dtype), k.to(dtype), v.to(dtype)
+    return tuple(tensor.to(dtype) for tensor in tensors)
 
 
-def _one_head_size(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Pads the smaller of two head sizes with zeros, which change neither scores nor outputs."""
-    size = max(q.shape[-1], v.shape[-1])
-    q, k, v = (_padded(x, size) for x in (q, k, v))
-    return q, k, v
-
-
-def _padded(x: Tensor, size: int) -> Tensor:
-    return x if x.shape[-1] == size else torch.nn.functional.pad(x, (0, size - x.shape[-1]))
+def _saves_bytes(spec: TensorSpec) -> bool:
+    """Tells whether the latent of a key is smaller than the key and its value."""
+    return spec.latent_dim + spec.rope_dim < spec.kv_heads * (spec.head_dim + spec.v_head_dim)

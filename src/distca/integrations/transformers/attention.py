@@ -12,7 +12,8 @@ generate. Whole documents use distca's kernels; with a cache or padding it is tr
 for sinks and soft caps, plain arithmetic.
 A batch that carries its plans is always shared by all ranks.
 
-Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size.
+Legend: B rows, S tokens in a row, H heads, G key/value heads, D head size of queries and keys, V
+that of values and outputs.
 """
 
 from __future__ import annotations
@@ -36,10 +37,12 @@ except ImportError as error:
 
 from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
+from distca.integrations.transformers.latents import latent_of
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
+from distca.integrations.transformers.states import separate_states
 from distca.planning.masks import BAND
 from distca.planning.placement import Entry
 
@@ -65,7 +68,7 @@ def register(
     registered = Registered(name, PlannedAttention(group, **options))
     AttentionInterface.register(name, registered.attend)
     AttentionMaskInterface.register(name, registered.mask)
-    watch(name)
+    watch(name, separate_states)
     return registered
 
 
@@ -112,7 +115,7 @@ class Registered:
         scaling: float | None = None,
         **given: Any,
     ) -> tuple[Tensor, None]:
-        """Returns [B, S, H, D] of query [B, H, S, D], key and value [B, G, S, D]."""
+        """Returns [B, S, H, V] of query [B, H, S, D], key [B, G, S, D] and value [B, G, S, V]."""
         where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
         for call in in_progress():
             call.attended.add(module)
@@ -131,7 +134,15 @@ class Registered:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))  # [B x S, ...]
         softcap, sinks = given.get("softcap") or 0.0, given.get("s_aux")
         out = self.attention.attend(
-            q, k, v, batch, mask=mask, scale=scaling, softcap=softcap, sinks=sinks
+            q,
+            k,
+            v,
+            batch,
+            mask=mask,
+            scale=scaling,
+            softcap=softcap,
+            sinks=sinks,
+            latent=latent_of(key),
         )
         return out.view(query.shape[0], query.shape[2], *out.shape[1:]), None
 
@@ -151,7 +162,7 @@ class Registered:
                 documents = call.documents(given, packed.starts)
             packed.check(call.batch.documents if call.batch else documents)
             if first:  # the same on all ranks if they share the batch
-                call.check_packed(max(map(len, call.batch.ranks if call.batch else [documents])))
+                call.check_packed(call.batch.ranks if call.batch else [documents])
         except ValueError as raised:
             error = f"{where} {raised}"
             if call.batch is not None or not call.grad_enabled:

@@ -14,14 +14,14 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from distca.integrations.transformers import refusals
+from distca.integrations.transformers import latents, refusals
 from distca.integrations.transformers.batches import DOCUMENTS, PLANNED
 
 
@@ -39,6 +39,7 @@ class CallInProgress:
     packed: bool = False  # some row holds several documents
     prepared: PreparedMask | None = None  # a mask that the model outside has made for it
     took_prepared: bool = False
+    lengths: tuple[int, ...] | None = None  # of its documents, once a layer with a state has asked
 
     @property
     def uses_positions(self) -> bool:
@@ -55,7 +56,7 @@ class CallInProgress:
 Calls = tuple[CallInProgress, ...]  # the outermost first
 
 _CHOOSE = "get_correct_attn_implementation"  # a method of PreTrainedModel
-_names: set[str] = set()  # of attn_implementation
+_names: dict[str, Callable[[nn.Module], None]] = {}  # attn_implementation: what prepares a model
 _calls: ContextVar[Calls] = ContextVar("distca_calls", default=())
 
 
@@ -63,9 +64,21 @@ def in_progress() -> Calls:
     return _calls.get()
 
 
-def watch(name: str) -> None:
-    """Watches the models with ``attn_implementation=name``. [Note: watched models]"""
-    _names.add(name)
+def within(calls: Calls, function: Callable[..., Any], *args: Any) -> Any:
+    """Calls a function as if these calls of models were in progress."""
+    token = _calls.set(calls)
+    try:
+        return function(*args)
+    finally:
+        _calls.reset(token)
+
+
+def watch(name: str, prepare: Callable[[nn.Module], None]) -> None:
+    """Watches the models with ``attn_implementation=name``. [Note: watched models]
+
+    prepare: is given each model before it is called.
+    """
+    _names[name] = prepare
     if PreTrainedModel.__call__ is not _watched_call:
         PreTrainedModel.__call__ = _watched_call
         choose = getattr(PreTrainedModel, _CHOOSE, None)
@@ -93,15 +106,14 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(name, None)
     if not outer:
         refusals.refuse_arguments(call)
+        _names[self.config._attn_implementation](self)
+        latents.remember(self)
     elif isinstance(prepared := kwargs.get("attention_mask"), PreparedMask):
         # transformers recognizes prepared masks as tensors; without one it asks us for a mask.
         call.prepared = prepared
         kwargs["attention_mask"] = call.given["attention_mask"] = None
-    token = _calls.set((*outer, call))
-    try:
-        result = nn.Module.__call__(self, *args, **kwargs)
-    finally:
-        _calls.reset(token)
+    run = partial(nn.Module.__call__, self, **kwargs)
+    result = within((*outer, call), run, *args)
     if call.prepared is not None and not call.took_prepared:
         refusals.refuse_own_mask(call)
     if learns and not outer:

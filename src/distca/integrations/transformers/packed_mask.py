@@ -69,10 +69,12 @@ class ModelCall:
         carried = (source.get(PLANNED) for source in self._sources(given))
         return next((future for future in carried if future is not None), None)
 
-    def check_packed(self, most_documents: int) -> None:
-        """Raises if the model mixes the documents of a row. most_documents: of any rank."""
-        if most_documents > self.num_rows:
-            refuse_packed(self.models)
+    def check_packed(self, ranks: Sequence[Sequence[Entry]]) -> None:
+        """Raises if the model mixes the documents of a row. ranks: the documents of each."""
+        if max(map(len, ranks)) > self.num_rows:
+            entries = (entry for documents in ranks for entry in documents)
+            continued = any(not isinstance(entry, int) and "parent" in entry for entry in entries)
+            refuse_packed(self.models, continued=continued)
 
     def documents(self, given: Mapping[str, Any], starts: Tensor | None) -> list[Entry]:
         """Returns the documents, by what the outermost model that tells was given.

@@ -37,7 +37,16 @@ _OF_MODELS = {  # the same of models
     "cross_attn_head_mask": "masks no heads",
 }
 # Classes of modules that carry a state from token to token, besides convolutions.
-_STATEFUL = re.compile(r"Mamba|Recurrent|Rglru|DeltaNet|ShortConv|Lightning|LinearAttention|Rwkv")
+_STATEFUL = re.compile(
+    r"Mamba|Recurrent(?!Gemma)|Rglru|DeltaNet|ShortConv|Lightning|(?<!Kimi)LinearAttention|Rwkv"
+    r"|MobileBertEmbeddings"  # reads the tokens beside each one
+)
+# Those of transformers whose state is causal, so that documents can be kept apart. The families in
+# docs/integrations/transformers_families.md are the test of that.
+_CAUSAL_STATE = re.compile(
+    r"(Mixer|MambaLayer|DeltaNet|DeltaAttention|ShortConv|LightningAttention|RecurrentBlock"
+    r"|CCAProjection)$"
+)
 # A choice among a model's own classes, by which older models raise a KeyError for other names.
 _CHOICE = re.compile(r"_CLASSES\[\s*(self\.)?config\._attn_implementation")
 
@@ -106,8 +115,11 @@ def refuse_mask(
         )
 
 
-def refuse_packed(calls: Calls) -> None:
-    """Raises if models that are given several documents in a row are known to mix them."""
+def refuse_packed(calls: Calls, *, continued: bool) -> None:
+    """Raises if models that are given several documents in a row are known to mix them.
+
+    continued: some document continues another one
+    """
     if not calls:  # layers that are called without their model
         return
     model = calls[-1].model  # that made the mask, without the encoders beside it
@@ -116,9 +128,14 @@ def refuse_packed(calls: Calls) -> None:
         _refuse_model(told[0].model, "ignores position_ids, so that positions do not restart")
     if not told and not any(map(_rotates, model.modules())):
         _refuse_model(model, "no position_ids that restart", "give them too, or ")
-    module = next(filter(_is_stateful, _own_modules(model)), None)
+    stateful = [*filter(_is_stateful, _own_modules(model))]
+    apart = {inner for one in model.modules() if keeps_apart(one) for inner in one.modules()}
+    module = next((one for one in stateful if apart.isdisjoint(one.modules())), None)
     if module is not None:
         _refuse_model(model, f"carries a state from each to the next ({type(module).__name__})")
+    if stateful and continued:
+        name = type(stateful[0]).__name__
+        _refuse_model(model, f"carries a state, which documents cannot share as a prefix ({name})")
     for call in calls:
         call.packed = True
 
@@ -133,7 +150,8 @@ def refuse_own_mask(call: CallInProgress) -> NoReturn:
 
 def check_use(call: CallInProgress) -> None:
     """Checks after a call with gradients which modules have called distca's attention."""
-    kind, name = type(call.model), type(call.model).__name__
+    kind = class_of(call.model)
+    name = kind.__name__
     if not call.attended and call.tokens is not None:
         raise ValueError(f"{name} has not called the attention that it was given: {WAY_OUT}")
     if not call.packed or kind in _checked:
@@ -153,13 +171,18 @@ def check_use(call: CallInProgress) -> None:
 
 
 def _layers_without(call: CallInProgress) -> list[str]:
-    """Returns the layers beside which others of the same list have called distca's attention."""
+    """Returns the layers beside which others of the same list have called distca's attention.
+
+    Layers with a state that keep documents apart need not.
+    """
     found = []
     for name, layers in call.model.named_modules():
         if isinstance(layers, nn.ModuleList):
             used = [not call.attended.isdisjoint(layer.modules()) for layer in layers]
+            known = [any(map(keeps_apart, layer.modules())) for layer in layers]
             if any(used):
-                found += [f"{name}.{number}" for number, one in enumerate(used) if not one]
+                both = enumerate(zip(used, known, strict=True))
+                found += [f"{name}.{number}" for number, one in both if not any(one)]
     return found
 
 
@@ -174,6 +197,19 @@ def _own_modules(module: nn.Module) -> Iterator[nn.Module]:
 def _is_stateful(module: nn.Module) -> bool:
     convolves = isinstance(module, nn.Conv1d) and module.kernel_size[0] > 1
     return convolves or bool(_STATEFUL.search(type(module).__name__))
+
+
+def keeps_apart(module: nn.Module) -> bool:
+    """Tells whether a layer with a state is given each document by itself (``states``)."""
+    kind = class_of(module)
+    of_transformers = kind.__module__.startswith("transformers.")
+    return of_transformers and bool(_CAUSAL_STATE.search(kind.__name__))
+
+
+def class_of(module: nn.Module) -> type[nn.Module]:
+    """Returns the class that a module was made of; FSDP2 derives another one from it."""
+    kind = type(module)
+    return kind.__bases__[-1] if kind.__name__.startswith("FSDP") else kind
 
 
 def _rotates(module: nn.Module) -> bool:

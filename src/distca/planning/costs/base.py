@@ -13,6 +13,7 @@ from distca.planning.spans import Ints
 
 PS = 1e12  # picoseconds in a second
 BACKWARD_FLOPS = 2.5  # relative to forward: five matrix products instead of two
+BACKWARD_TIMES = 2  # FLOPs of a linear layer in backward over forward
 LINEAR_TFLOPS = 610.0  # the linear layers of Llama-3-8B, measured on an H200
 
 

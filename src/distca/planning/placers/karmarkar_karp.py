@@ -1,4 +1,4 @@
-"""Karmarkar-Karp: whole documents on workers, with about equal FLOPs on each.
+"""Karmarkar-Karp: whole documents on workers, with about equal time on each.
 
 The largest differencing method for k sets, with which many trainers balance micro-batches. Every
 document starts as a partition of its own, with k - 1 empty sets. The two partitions whose sets
@@ -14,12 +14,9 @@ from operator import itemgetter
 
 import numpy as np
 
-from distca.planning.costs.base import BACKWARD_FLOPS
 from distca.planning.placement import Placement
 from distca.planning.problem import Problem
 from distca.planning.spans import Ints, as_ints
-
-BACKWARD_TIMES = 2  # FLOPs of a linear layer in backward over forward
 
 # The cost of documents that stay together: of one, by its number, or of those of two other sets.
 # A plain tuple, since there is one for each step of each combination.
@@ -28,20 +25,20 @@ _cost = itemgetter(0)
 
 
 def karmarkar_karp(problem: Problem) -> Placement:
-    """Places whole documents, so that the worker with the most FLOPs has as few as possible.
+    """Places whole documents, so that the worker with the most to do has as little as possible.
 
-    Only ``memory_bytes`` limits the tokens of a worker: documents move away from workers that
-    cannot hold theirs, as long as another one can.
+    ``max_tokens`` and ``memory_bytes`` limit the tokens of a worker: documents move away from
+    workers that have too many, as long as another one has room.
     """
     lengths, workers = problem.placement.lengths, problem.placement.num_workers
-    cost = _flops(problem)
+    cost = problem.document_ps.tolist()
     worker = as_ints([0] * len(lengths))
     for number, members in enumerate(partition(cost, workers)):
         worker[members] = number
-    token_bytes = 2 * problem.shape.q_bytes + problem.shape.kv_bytes
-    _keep_limits(worker, lengths, cost, problem.devices.memory_bytes[:workers] // token_bytes)
+    limit = problem.devices.memory_bytes[:workers] // problem.shape.token_bytes
+    _keep_limits(worker, lengths, cost, np.minimum(limit, problem.max_tokens))
     order = np.argsort(worker, kind="stable")
-    return Placement(
+    placement = Placement(
         lengths,
         order,
         np.zeros_like(order),
@@ -50,19 +47,8 @@ def karmarkar_karp(problem: Problem) -> Placement:
         workers,
         two_way=problem.placement.two_way,
     )
-
-
-def _flops(problem: Problem) -> list[int]:
-    """[documents] Returns a L + b L^2: the FLOPs of one layer, forward and backward.
-
-    a: those of a token in the linear layers, 0 if the model's width is unknown. The term of L^2 is
-    that of the pairs that the mask allows.
-    """
-    linear = (1 + BACKWARD_TIMES) * problem.shape.linear_flops_per_token
-    pair = int((1 + BACKWARD_FLOPS) * problem.shape.flops_per_pair)
-    pairs = problem.document_loads(lambda queries, keys, pairs: pairs).whole
-    both = zip(problem.placement.lengths.tolist(), pairs.tolist(), strict=True)
-    return [linear * length + pair * count for length, count in both]
+    problem.check_max_tokens(placement)
+    return placement
 
 
 def partition(cost: Sequence[int], num_sets: int) -> list[list[int]]:
@@ -115,8 +101,8 @@ def _members(one: _Set) -> list[int]:
 def _keep_limits(worker: Ints, lengths: Ints, cost: Sequence[int], limit: Ints) -> None:
     """Moves the shortest documents of workers with too many tokens to others, in place.
 
-    They have the fewest FLOPs for their tokens. Each goes to the worker with the fewest FLOPs of
-    those that can hold it, and stays if there is none.
+    They cost least for their tokens. Each goes to the worker with the least to do of those that
+    can hold it, and stays if there is none.
     """
     tokens = np.bincount(worker, lengths, minlength=len(limit)).astype(np.int64)
     if np.all(tokens <= limit):

@@ -225,7 +225,7 @@ def _cheapest_stop(
 def _fits(candidates: Candidates, targets: Targets, shape: ModelShape) -> Bools:
     """[R, T] Returns whether all pieces fit into the headroom and the memory of their servers."""
     # A server holds q, o and a packed copy of the keys.
-    used = 2 * shape.q_bytes * candidates.queries + shape.kv_bytes * candidates.keys
+    used = shape.qo_bytes * candidates.queries + shape.kv_memory_bytes * candidates.keys
     fits: Bools = (candidates.load <= targets.headroom) & (used <= targets.free_bytes)
     return np.asarray(fits.all(axis=0))
 
@@ -240,7 +240,8 @@ def _traffic(requests: Requests, c: Candidates, shape: ModelShape) -> tuple[Floa
     keys = c.keys - _held_keys(requests, c)
     q_bytes = shape.q_bytes * c.queries
     arriving = q_bytes + shape.kv_bytes * keys
-    weighted: Floats = np.add.reduce((arriving + q_bytes) * targets.byte_weight)
+    returning = shape.o_bytes * c.queries
+    weighted: Floats = np.add.reduce((arriving + returning) * targets.byte_weight)
     peak = np.maximum.reduce(targets.received + arriving)
     # 2. What the owners of the keys send, [sources, T]. Home also sends the queries.
     row, homes, others = sources.row, slice(len(peak)), slice(len(peak), None)

@@ -141,7 +141,7 @@ class CuttableShards:
 
         kv x stop + (q + o) x (stop - start) is smallest at start / stop = (q + o) / (kv + q + o).
         """
-        ratio = 2 * shape.q_bytes / (2 * shape.q_bytes + shape.kv_bytes)
+        ratio = shape.qo_bytes / (shape.qo_bytes + shape.kv_bytes)
         pairs = np.maximum(load, 0) * self._pairs_per_load
         return np.sqrt(2.0 * pairs / (1.0 - ratio * ratio))
 

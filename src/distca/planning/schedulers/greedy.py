@@ -59,8 +59,7 @@ class _PeeledShards:
         pairs_per_two = (p.start + p.stop + 1)[
             donors
         ]  # of a head token and its mirrored tail token
-        q_width, kv_width = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-        sent = q_width * given / pairs_per_two + 2 * kv_width * (p.stop[donors] + 1)
+        sent = shape.q_bytes * given / pairs_per_two + shape.kv_bytes * (p.stop[donors] + 1)
         best = int(np.argmin(sent / given))
         shard, pairs = int(donors[best]), int(given[best])
         tokens = pairs // int(pairs_per_two[best])

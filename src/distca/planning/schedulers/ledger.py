@@ -48,9 +48,9 @@ class Ledger:
         capacity = devices.capacity(expected_load or total_load, problem.tolerance)
         self.loads = Loads(load, capacity, devices.serving)
         self.sent, self.received = traffic.send.copy(), traffic.recv.copy()
-        self.free_bytes = devices.memory_bytes - traffic.recv
-        token_bytes = 2 * shape.q_bytes + shape.kv_bytes
-        self.free_bytes[: placement.num_workers] -= placement.tokens * token_bytes
+        fetched = traffic.recv // shape.kv_bytes  # keys are all that is received at home
+        self.free_bytes = devices.memory_bytes - fetched * shape.kv_memory_bytes
+        self.free_bytes[: placement.num_workers] -= placement.tokens * shape.token_bytes
         self._pieces: list[Ints] = []  # [4, pieces] of shards that were cut, as in ``Tasks.build``
         self._server = placement.worker.copy()  # [shards] of those that were not cut
         self._moved = np.zeros(len(placement.worker), bool)  # [shards] whole or in pieces
@@ -154,11 +154,11 @@ class Ledger:
         leaving = [(shard, *piece) for shard, pieces in moves for piece in pieces]
         shard, start, stop, server, load = as_ints(leaving).T
         home = placement.worker[shard]
-        q_bytes = (stop - start) * shape.q_bytes
-        self._send(home, server, q_bytes)  # q
-        self._send(server, home, q_bytes)  # o
-        num_keys = shards.num_keys(shard, start, stop)
-        np.subtract.at(self.free_bytes, server, 2 * q_bytes + num_keys * shape.kv_bytes)
+        num_queries, num_keys = stop - start, shards.num_keys(shard, start, stop)
+        self._send(home, server, num_queries * shape.q_bytes)
+        self._send(server, home, num_queries * shape.o_bytes)
+        held = num_queries * shape.qo_bytes + num_keys * shape.kv_memory_bytes
+        np.subtract.at(self.free_bytes, server, held)
         kept = self._rest(moves)
         whole = shards.is_document[shard]
         self._send(home[whole], server[whole], (num_keys * shape.kv_bytes)[whole])
@@ -205,7 +205,7 @@ class Ledger:
         placement, shape = self.problem.placement, self.problem.shape
         home, tokens = placement.worker[documents], placement.stop[documents]
         self._send(home, server, tokens * (shape.q_bytes + shape.kv_bytes))
-        self._send(server, home, tokens * shape.q_bytes)  # o
+        self._send(server, home, tokens * shape.o_bytes)
         np.subtract.at(self.free_bytes, server, self.memory_of_documents(documents))
         load = self.shards.load[documents]
         self.loads.add(np.concatenate([server, home]), np.concatenate([load, -load]))
@@ -213,8 +213,7 @@ class Ledger:
 
     def memory_of_documents(self, documents: Ints) -> Ints:
         """[documents] Returns what shards that are whole documents take on another server."""
-        shape = self.problem.shape
-        return self.problem.placement.stop[documents] * (2 * shape.q_bytes + shape.kv_bytes)
+        return self.problem.placement.stop[documents] * self.problem.shape.token_bytes
 
     def _rest(self, moves: Sequence[tuple[int, list[Piece]]]) -> Ints:
         """[5, pieces] Returns what is left of shards at home: shard, start, stop, home and load."""
@@ -235,10 +234,10 @@ class Ledger:
         need = self.shards.keys_needed(document, self.shards.span(shard))
         for owner, spans in self.shards.homes(document).items():
             if owner != home:
-                fetched = num_shared(spans, need) * self.problem.shape.kv_bytes
-                self.sent[owner] -= fetched
-                self.received[home] -= fetched
-                self.free_bytes[home] += fetched
+                num_keys, shape = num_shared(spans, need), self.problem.shape
+                self.sent[owner] -= num_keys * shape.kv_bytes
+                self.received[home] -= num_keys * shape.kv_bytes
+                self.free_bytes[home] += num_keys * shape.kv_memory_bytes
         self.keys.keep_own(document, home)
 
     def _send(self, source: Ints, target: Ints, num_bytes: Ints) -> None:

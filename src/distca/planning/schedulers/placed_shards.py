@@ -138,8 +138,8 @@ class PlacedShards:
     def memory_bytes(self, document: int, queries: Span) -> int:
         """Returns what queries take on another server: q, o, and a packed copy of their keys."""
         first, last = self.keys_needed(document, queries)
-        q_and_o = 2 * (queries[1] - queries[0]) * self.problem.shape.q_bytes
-        return q_and_o + (last - first) * self.problem.shape.kv_bytes
+        shape = self.problem.shape
+        return (queries[1] - queries[0]) * shape.qo_bytes + (last - first) * shape.kv_memory_bytes
 
 
 def joined(parts: Iterable[tuple[KeySpans, Span]]) -> KeySpans:

@@ -66,7 +66,7 @@ def _estimate_sent(ledger: Ledger, ranks: Ints) -> Floats:
     shape, one = ledger.problem.shape, as_ints(1)
     stops = root * ledger.shards.cuttable(heaviest).cheapest_stop(one, shape)[:, 0]
     q, kv = shape.q_bytes, shape.kv_bytes
-    sent: Floats = stops * (q * kv / (2 * q + kv) + kv) + ledger.sent[ranks]
+    sent: Floats = stops * (q * kv / (shape.qo_bytes + kv) + kv) + ledger.sent[ranks]
     return sent
 
 

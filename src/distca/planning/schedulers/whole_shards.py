@@ -110,7 +110,7 @@ def _possible_moves(ledger: Ledger) -> list[_Move]:
         fetched = last - first - owned.pop(shards.home[shard])
         if owned:
             rank = max(owned, key=lambda rank: (owned[rank], -rank))
-            arriving = 2 * shape.q_bytes * (stop - start)
+            arriving = shape.qo_bytes * (stop - start)
             arriving += shape.kv_bytes * (last - first - owned[rank])
             moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, rank))
     return moves
@@ -141,7 +141,7 @@ class _SheddingBytes:
         headrooms = ledger.loads.headrooms
         largest = [headroom.load for headroom in headrooms[-(len(headrooms) // 4 + 1) :]]
         self._piece_load = 1 + sum(largest) // max(len(largest), 1)  # the mean of a quarter of them
-        q, kv = 2 * shape.q_bytes, shape.kv_bytes
+        q, kv = shape.qo_bytes, shape.kv_bytes
         self._per_root = math.sqrt(((q + kv) ** 2 - q**2) * 2.0 * pairs_per_load)
 
     def __call__(self, load: int) -> float:
