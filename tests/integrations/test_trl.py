@@ -1,4 +1,7 @@
-"""TRL's trainers: the losses and gradients of its own attention on the same rows."""
+"""TRL's trainers: the losses and gradients of its own attention on the same rows.
+
+trl is not in the pinned environment, so these tests are skipped there (CONTRIBUTING.md).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from integrations.tiny import assert_close
+import torch
+from integrations.tiny import VOCAB, assert_close, gradients, model_of
 from ranks import RankPool
+from torch import Tensor
 
 pytest.importorskip("trl", reason="trl is not installed")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
 from integrations import trl_trainers
 from integrations.trl_trainers import Stepped
+
+from distca.integrations.transformers import register
+from distca.integrations.transformers.trl import adopt_models, pack_padded
 
 SFT = {
     "packing": {"packing": True},
@@ -80,3 +88,75 @@ def test_grpo(pair: RankPool, options: dict[str, Any]) -> None:
 def test_dpo(pair: RankPool) -> None:
     for ours, own in zip(*compared(pair, trl_trainers.dpo, {}), strict=True):
         assert ours.tokens < own.tokens / 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("train", [trl_trainers.sft, trl_trainers.grpo, trl_trainers.dpo])
+def test_three_ranks(three: RankPool, train: Callable[..., Stepped], name: str) -> None:
+    options = {"packing": True} if train is trl_trainers.sft else {}
+    compared(three, train, options, name, ranks=3)
+
+
+def padded_rows() -> dict[str, Tensor]:
+    """Returns completions of two prompts, padded on both sides as in GRPO, and a row of padding."""
+    draw = torch.Generator().manual_seed(0)
+    tokens = torch.randint(1, VOCAB, (6, 60), generator=draw)
+    tokens[1:3, :20], tokens[4, :20] = tokens[0, :20], tokens[3, :20]
+    mask = torch.ones_like(tokens)
+    for row, (left, right) in enumerate([(3, 0), (3, 35), (3, 10), (0, 39), (0, 1), (60, 0)]):
+        mask[row, :left] = 0
+        mask[row, 60 - right :] = 0
+    labels = tokens.masked_fill(mask == 0, -100)
+    labels[:, :20] = -100
+    return {"input_ids": tokens * mask, "attention_mask": mask, "labels": labels}
+
+
+def with_head(name: str, attention: str) -> Any:
+    """Returns a model as TRL prepares it, and as adopt does."""
+    from trl.trainer.utils import add_fused_lm_head
+
+    register(cost="pairs")
+    model = model_of(name, attention)
+    values = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
+    add_fused_lm_head(model, outputs=values)
+    if attention == "distca":
+        pack_padded(model)
+    return model
+
+
+@pytest.mark.parametrize("learns", [True, False], ids=["with gradients", "without"])
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gemma2", "gpt_oss"])
+def test_values_of_tokens(name: str, learns: bool) -> None:
+    """All values that TRL reads equal those of padded rows, and are 0 where there is no label."""
+    results, grads = [], []
+    for attention in ("eager", "distca"):
+        model = with_head(name, attention)
+        with torch.set_grad_enabled(learns):
+            result = model(**padded_rows(), fused_lm_head=True)
+        if learns:
+            weights = torch.linspace(-1, 1, result.log_probs.numel()).view_as(result.log_probs)
+            ((result.log_probs + 0.1 * result.entropy) * weights).sum().backward()
+        results.append(result)
+        grads.append(gradients(model))
+    own, ours = results
+    assert ours.keys() == own.keys()
+    for key in own:
+        torch.testing.assert_close(ours[key], own[key], rtol=1e-5, atol=1e-5)
+    assert bool(grads[0]) == learns
+    assert_close(grads[1], grads[0])
+
+
+def test_padding_between_tokens_is_refused() -> None:
+    rows = padded_rows()
+    rows["attention_mask"][0, 30] = 0
+    with pytest.raises(ValueError, match="is given padding, which distca does not support"):
+        with_head("llama", "distca")(**rows, fused_lm_head=True)
+
+
+def test_continuous_batching_is_refused() -> None:
+    class Trainer:
+        use_transformers_continuous_batching = True
+
+    with pytest.raises(ValueError, match="generates with a paged cache"):
+        adopt_models(Trainer())

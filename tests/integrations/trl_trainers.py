@@ -37,13 +37,7 @@ def sft(group: dist.ProcessGroup, attention: str, name: str, options: dict[str, 
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    rows = [
-        {
-            "input_ids": row["input_ids"],
-            "labels": labels_of(row["input_ids"], len(row["input_ids"])),
-        }
-        for row in features(DOCUMENTS)
-    ]
+    rows = [{**row, "labels": with_prompt(row["input_ids"])} for row in features(DOCUMENTS)]
 
     def make(folder: str, common: dict[str, Any]) -> Any:
         given = {"max_length": 256, "shuffle_dataset": False} | common | options
@@ -58,9 +52,10 @@ def sft(group: dist.ProcessGroup, attention: str, name: str, options: dict[str, 
     return stepped(attention, make)
 
 
-def labels_of(tokens: list[int], length: int) -> list[int]:
-    """The first third is a prompt."""
-    return [-100] * (length // 3) + tokens[length // 3 :]
+def with_prompt(tokens: list[int]) -> list[int]:
+    """Returns labels; the first third is a prompt, which has none."""
+    start = len(tokens) // 3
+    return [-100] * start + tokens[start:]
 
 
 def grpo(group: dist.ProcessGroup, attention: str, name: str, options: dict[str, Any]) -> Stepped:
@@ -103,25 +98,18 @@ def dpo(group: dist.ProcessGroup, attention: str, name: str, options: dict[str, 
     from datasets import Dataset
     from trl import DPOConfig, DPOTrainer
 
-    parts = zip(
-        features(DOCUMENTS),
-        features(COMPLETIONS, 1),
-        features(COMPLETIONS[::-1], 2),
-        strict=True,
-    )
-    rows = [
-        dict(
-            zip(("prompt", "chosen", "rejected"), (words(p["input_ids"]) for p in row), strict=True)
-        )
-        for row in parts
-    ]
+    parts = {"prompt": DOCUMENTS, "chosen": COMPLETIONS, "rejected": COMPLETIONS[::-1]}
+    texts = {
+        name: [words(row["input_ids"]) for row in features(lengths, seed)]
+        for seed, (name, lengths) in enumerate(parts.items())
+    }
 
     def make(folder: str, common: dict[str, Any]) -> Any:
         arguments = DPOConfig(folder, per_device_train_batch_size=2, **common | options)
         return DPOTrainer(
             saved(name, attention, folder),
             args=arguments,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=Dataset.from_dict(texts),
             processing_class=tokenizer(),
         )
 
