@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from integrations.tiny import VOCAB, assert_close, gradients, model_of
+from integrations.tiny import MODELS, VOCAB, assert_close, gradients, model_of
 from ranks import RankPool
 from torch import Tensor
 
 pytest.importorskip("trl", reason="trl is not installed")
 pytest.importorskip("datasets", reason="datasets is not installed")
 
-from integrations import trl_trainers
+from integrations import trl_trainers, whole_models
 from integrations.trl_trainers import Stepped
 
 from distca.integrations.transformers import register
@@ -117,7 +117,7 @@ def with_head(name: str, attention: str) -> Any:
     from trl.trainer.utils import add_fused_lm_head
 
     register(cost="pairs")
-    model = model_of(name, attention)
+    model = model_of(name, attention) if name in MODELS else whole_models.model_of(name, attention)
     values = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1")
     add_fused_lm_head(model, outputs=values)
     if attention == "distca":
@@ -145,6 +145,20 @@ def test_values_of_tokens(name: str, learns: bool) -> None:
         torch.testing.assert_close(ours[key], own[key], rtol=1e-5, atol=1e-5)
     assert bool(grads[0]) == learns
     assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "falcon_h1"])
+def test_prompts_that_cannot_be_shared(name: str) -> None:
+    """A balancing loss counts the tokens of all rows, and a state is not read twice."""
+    rows = {key: value[3:5] for key, value in padded_rows().items()}  # with padding behind them
+    experts = {"output_router_logits": True} if name == "qwen3_moe" else {}
+    own, ours = (
+        with_head(name, attention)(**rows, **experts, fused_lm_head=True)
+        for attention in ("eager", "distca")
+    )
+    assert ("aux_loss" in own) == bool(experts)
+    for key in own:
+        torch.testing.assert_close(ours[key], own[key], rtol=1e-5, atol=1e-5)
 
 
 def test_padding_between_tokens_is_refused() -> None:
