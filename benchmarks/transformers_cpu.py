@@ -132,9 +132,9 @@ def model_with(attention: str) -> Any:
     return LlamaForCausalLM(LlamaConfig(**MODEL, attn_implementation=attention))
 
 
-def watching(turns: Turns, side: str) -> Any:
-    """Returns a callback of a Trainer that takes turns with other sides, and times its steps."""
-    from transformers import TrainerCallback
+def trained(side: str, registered: Any, turns: Turns, steps: int, folder: str) -> dict[str, Any]:
+    """Returns seconds and losses of the steps of a Trainer."""
+    from transformers import Trainer, TrainerCallback, TrainingArguments
 
     class TakingTurns(TrainerCallback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -150,15 +150,8 @@ def watching(turns: Turns, side: str) -> Any:
             dist.barrier()
             self.seconds.append(time.perf_counter() - self.began)
 
-    return TakingTurns()
-
-
-def trained(side: str, registered: Any, turns: Turns, steps: int, folder: str) -> dict[str, Any]:
-    """Returns seconds and losses of the steps of a Trainer."""
-    from transformers import Trainer, TrainingArguments
-
     turns.take(side)
-    watch = watching(turns, side)
+    watch = TakingTurns()
     arguments = TrainingArguments(
         folder,
         max_steps=steps,
