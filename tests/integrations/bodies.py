@@ -204,7 +204,7 @@ def missing(group: dist.ProcessGroup) -> str:
 def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
     """Counts gatherings, plans and handshakes of two checkpointed steps with two kinds of masks."""
     from distca.attention import core
-    from distca.integrations.shared import planned
+    from distca.integrations.shared import planned, planned_batch
 
     counts = {"gather_or_raise": 0, "plan": 0, "agree": 0}
 
@@ -222,7 +222,7 @@ def planned_once(group: dist.ProcessGroup, ahead: bool) -> tuple[int, int, int]:
     model = model_of("gemma3", "distca")
     model.gradient_checkpointing_enable(CHECKPOINTING["plain"])
     loader: Any = [batches()[dist.get_rank(group)] for _ in range(2)]
-    homes = {"gather_or_raise": planned, "plan": planned, "agree": core}
+    homes = {"gather_or_raise": planned, "plan": planned_batch, "agree": core}
     undo = [counting(home, name) for name, home in homes.items()]
     for batch in one.plan_ahead(loader) if ahead else loader:
         loss_of(model, batch).backward()

@@ -10,7 +10,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from distca.dispatch.transports.distributed import DistributedTransport
-from distca.integrations.shared import planned
+from distca.integrations.shared import planned_batch
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def counted() -> Iterator[list[int]]:
 def recorded_devices(local_world_size: int) -> Iterator[list[dict[str, list[Any]]]]:
     """Records nodes, speeds and memory limits of plans, given a local world size."""
     found: list[dict[str, list[Any]]] = []
-    plan = planned.plan
+    plan = planned_batch.plan
 
     def recording(*args: Any, **kwargs: Any) -> Any:
         made = plan(*args, **kwargs)
@@ -40,5 +40,5 @@ def recorded_devices(local_world_size: int) -> Iterator[list[dict[str, list[Any]
         return made
 
     environment = {"LOCAL_WORLD_SIZE": str(local_world_size)}
-    with patch.object(planned, "plan", recording), patch.dict("os.environ", environment):
+    with patch.object(planned_batch, "plan", recording), patch.dict("os.environ", environment):
         yield found

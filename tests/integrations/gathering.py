@@ -12,12 +12,8 @@ from recorded import preparing_threads
 from slow_rank import timed_attention
 
 from distca.dispatch.tensors import TensorSpec
-from distca.integrations.shared.planned import (
-    AttentionSpec,
-    BatchFuture,
-    PlannedAttention,
-    PlannedBatch,
-)
+from distca.integrations.shared.planned import BatchFuture, PlannedAttention
+from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
 from distca.planning.masks import CAUSAL, Mask
 
 

@@ -23,7 +23,8 @@ from distca.integrations.shared.lengths import (
     lengths_of_starts,
     starts_of_positions,
 )
-from distca.integrations.shared.planned import AttentionSpec, PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import PlannedAttention
+from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import documents_of, filler
 from distca.planning.masks import CAUSAL, Mask

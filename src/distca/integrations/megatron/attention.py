@@ -41,7 +41,7 @@ except ImportError as error:
     ) from error
 
 from distca.integrations.megatron.group_attention import GroupAttention
-from distca.integrations.shared.planned import PlannedBatch
+from distca.integrations.shared.planned_batch import PlannedBatch
 from distca.planning.masks import CAUSAL, Mask
 
 _WAY_OUT = "leave Megatron's own core_attention in the spec of this layer"

@@ -21,7 +21,8 @@ from distca.integrations.megatron.batches import (
     lengths_of_mask,
     planned_of,
 )
-from distca.integrations.shared.planned import BatchFuture, PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import BatchFuture, PlannedAttention
+from distca.integrations.shared.planned_batch import PlannedBatch
 from distca.planning.placement import Entry
 
 

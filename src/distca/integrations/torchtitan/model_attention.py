@@ -24,7 +24,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from distca.integrations.shared.lengths import lengths_of_offsets
-from distca.integrations.shared.planned import BatchFuture, PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import BatchFuture, PlannedAttention
+from distca.integrations.shared.planned_batch import PlannedBatch
 
 DEFAULT_NAME = "distca"
 

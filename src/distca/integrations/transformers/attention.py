@@ -35,7 +35,8 @@ except ImportError as error:
         " pip install 'distca[transformers]'"
     ) from error
 
-from distca.integrations.shared.planned import PlannedAttention, PlannedBatch
+from distca.integrations.shared.planned import PlannedAttention
+from distca.integrations.shared.planned_batch import PlannedBatch
 from distca.integrations.transformers.calls import in_progress, watch
 from distca.integrations.transformers.latents import latent_of
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader

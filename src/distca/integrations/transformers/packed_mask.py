@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from distca.integrations.shared.documents import TWO_WAY_MASKS, num_tokens, two_way_spans
-from distca.integrations.shared.planned import BatchFuture, PlannedBatch
+from distca.integrations.shared.planned import BatchFuture
+from distca.integrations.shared.planned_batch import PlannedBatch
 from distca.integrations.transformers.batches import (
     DOCUMENTS,
     PADDED,

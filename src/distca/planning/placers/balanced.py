@@ -29,6 +29,7 @@ from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
+from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
@@ -53,6 +54,11 @@ FEW_DOCUMENTS = 64  # up to which other placements are tried as well
 
 
 def balanced_placement(problem: Problem) -> Placement:
+    """Places documents evenly, and what they send mostly inside nodes."""
+    return gather_in_nodes(_even_placement(problem), problem)
+
+
+def _even_placement(problem: Problem) -> Placement:
     """Places the documents of a problem such that tokens per worker differ by one tile at most.
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
