@@ -21,7 +21,7 @@ from integrations import trl_trainers, whole_models
 from integrations.trl_trainers import Stepped
 
 from distca.integrations.transformers import register
-from distca.integrations.transformers.trl import adopt_models, pack_padded
+from distca.integrations.transformers.trl import adopt_models, gives_documents, pack_padded
 
 SFT = {
     "packing": {"packing": True},
@@ -74,8 +74,15 @@ def compared(
 def test_sft(pair: RankPool, options: dict[str, Any]) -> None:
     """Without packing, TRL's own side is given padded rows, whatever ours is given."""
     found, _ = compared(pair, trl_trainers.sft, options, own=None if "packing" in options else {})
-    planned_ahead = "distca/imbalance" in found[0].logged
-    assert planned_ahead == ("strategy" not in str(options) and options != {})
+    assert all(one.logged["distca/imbalance"] >= 1 for one in found)
+
+
+@pytest.mark.parametrize("padding_free", [True, False])
+def test_packed_documents_are_planned_in_advance(padding_free: bool) -> None:
+    """Rows that are padded are packed inside the model, where nothing can be planned before."""
+    trainer = type("Trainer", (), {"__module__": "trl.trainer", "padding_free": padding_free})()
+    assert gives_documents(trainer) == padding_free
+    assert gives_documents(object())  # any other trainer
 
 
 @pytest.mark.parametrize("options", GRPO.values(), ids=GRPO)
