@@ -28,6 +28,21 @@ def test_transformers_trainer(
     assert all(5 < float(loss) < 6 for loss in losses)
 
 
+def test_trl_sft(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("trl", reason="trl is not installed")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    launch([sys.executable, str(EXAMPLES / "trl_sft.py")], 2, tmp_path / "logs")
+    said = capfd.readouterr().out
+    losses = re.findall(r"'loss': '?([0-9.]+)", said)
+    assert len(losses) == 5
+    assert all(5 < float(loss) < 6 for loss in losses)
+    assert "distca/imbalance" in said
+
+
 def test_megatron_gpt(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("megatron.core", reason="megatron-core is not installed")
     path = EXAMPLES / "megatron_gpt.py"

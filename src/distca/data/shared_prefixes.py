@@ -39,11 +39,14 @@ class PackedRows:
         return sum(map(len, self.places)) - len(self.tokens)
 
 
-def pack_rows(rows: Sequence[Row], labels: Sequence[Row] | None = None) -> PackedRows:
+def pack_rows(
+    rows: Sequence[Row], labels: Sequence[Row] | None = None, *, share: bool = True
+) -> PackedRows:
     """Packs rows of tokens.
 
     labels: of each token whether it is to be predicted (its id) or not (-100), as in transformers:
         ``labels[i]`` is predicted from the token before. By default, no token is.
+    share: whether rows share what they begin with; otherwise each is a document of its own.
     """
     arrays = [np.asarray(row, dtype=np.int64).ravel() for row in rows]
     targets = [np.full_like(row, IGNORE) for row in arrays]
@@ -55,7 +58,7 @@ def pack_rows(rows: Sequence[Row], labels: Sequence[Row] | None = None) -> Packe
         raise ValueError("rows and labels differ in length: give one label for each token")
     order = sorted(range(len(arrays)), key=lambda number: arrays[number].tolist())
     prefixes = [0] + [
-        _num_shared(arrays[before], arrays[row], targets[before], targets[row])
+        _num_shared(arrays[before], arrays[row], targets[before], targets[row]) if share else 0
         for before, row in pairwise(order)
     ]
     places: list[Tokens] = [np.zeros(0, np.int64)] * len(arrays)

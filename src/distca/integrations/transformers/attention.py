@@ -44,6 +44,7 @@ from distca.integrations.transformers.masked import attend_masked
 from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
 from distca.integrations.transformers.states import separate_states
+from distca.integrations.transformers.trl import adopt_models, gives_documents, is_of_trl
 from distca.planning.masks import BAND
 from distca.planning.placement import Entry
 
@@ -92,9 +93,13 @@ class Registered:
     def adopt(self, trainer: Trainer) -> Trainer:
         """Lets a ``Trainer`` plan its training batches in advance, and log figures of attention.
 
-        They join the other figures of each logging step, in every place to which it reports.
+        They join the other figures of each logging step, in every place to which it reports. The
+        models of a TRL trainer pack the rows that it pads; it plans in advance if it pads none.
         """
-        trainer.add_callback(PrefetchCallback(self))
+        if is_of_trl(trainer):
+            adopt_models(trainer)
+        if gives_documents(trainer):
+            trainer.add_callback(PrefetchCallback(self))
         trainer.log = _with_figures(trainer.log, self.attention)
         return trainer
 

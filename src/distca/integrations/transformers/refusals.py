@@ -199,6 +199,11 @@ def _is_stateful(module: nn.Module) -> bool:
     return convolves or bool(_STATEFUL.search(type(module).__name__))
 
 
+def carries_state(model: nn.Module) -> bool:
+    """Tells whether some layer carries a state, so that documents cannot share a prefix."""
+    return any(map(_is_stateful, _own_modules(model)))
+
+
 def keeps_apart(module: nn.Module) -> bool:
     """Tells whether a layer with a state is given each document by itself (``states``)."""
     kind = class_of(module)
