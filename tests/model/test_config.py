@@ -55,8 +55,10 @@ def test_sizes_are_the_published_ones(name: str, millions: float) -> None:
 
 
 def test_every_model_that_planning_knows_is_here() -> None:
-    assert MODELS.keys() <= MODEL_CONFIGS.keys()
-    for name, known in MODELS.items():
+    """But Qwen 2.5, whose queries have biases, and DeepSeek, whose attention is latent."""
+    planned_only = {name for name in MODELS if name.startswith(("qwen2.5", "deepseek"))}
+    assert MODELS.keys() - MODEL_CONFIGS.keys() == planned_only
+    for name, known in MODELS.items() - {(name, MODELS[name]) for name in planned_only}:
         shape = model_config(name).shape
         assert (shape.heads, shape.kv_heads, shape.head_dim) == (
             known.heads,
