@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from distca.planning.costs.base import BACKWARD_FLOPS
 from distca.schema import choose
@@ -51,39 +52,39 @@ class ModelShape:
         """The head size of values and outputs."""
         return self.v_head_dim or self.head_dim
 
-    @property
+    @cached_property
     def q_bytes(self) -> int:
         """Bytes of one token's query in one layer."""
         return BYTES_PER_ELEMENT * self.heads * self.head_dim
 
-    @property
+    @cached_property
     def o_bytes(self) -> int:
         """Bytes of one token's output in one layer."""
         return BYTES_PER_ELEMENT * self.heads * self.value_dim
 
-    @property
+    @cached_property
     def qo_bytes(self) -> int:
         """Bytes of one token's query and output in one layer."""
         return self.q_bytes + self.o_bytes
 
-    @property
+    @cached_property
     def kv_bytes(self) -> int:
         """Bytes of one token's key and value in one layer, as they are sent."""
         if self.latent_dim:
             return BYTES_PER_ELEMENT * (self.latent_dim + self.rope_dim)
         return self.kv_memory_bytes
 
-    @property
+    @cached_property
     def kv_memory_bytes(self) -> int:
         """Bytes of one token's key and value in one layer, as kernels read them."""
         return BYTES_PER_ELEMENT * self.kv_heads * (self.head_dim + self.value_dim)
 
-    @property
+    @cached_property
     def token_bytes(self) -> int:
         """Bytes of q, k, v and o of one token in one layer, in memory."""
         return self.qo_bytes + self.kv_memory_bytes
 
-    @property
+    @cached_property
     def expansion_bytes(self) -> int:
         """Bytes of the matrix that expands latents, which servers without weights are sent."""
         columns = self.kv_heads * (self.head_dim - self.rope_dim + self.value_dim)
