@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from own_ranks import run_on_ranks
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 import distca
 from distca.dispatch.transports.distributed import DistributedTransport
@@ -225,36 +224,5 @@ def show(rows: list[dict[str, Any]], device: torch.device, command: str) -> None
     print("\n".join(lines))
 
 
-def run(rank: int, environment: dict[str, str], command: str) -> None:
-    os.environ |= environment | {"RANK": str(rank)} if environment else {}
-    torch.set_num_threads(1)
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        index = os.environ.get("DISTCA_SHARE_GPU", os.environ["LOCAL_RANK"])
-        device = torch.device("cuda", int(index))
-        torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
-    rows = measure(device)
-    if dist.get_rank() == 0:
-        show(rows, device, command)
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def main() -> None:
-    if "RANK" in os.environ:
-        ranks = os.environ["WORLD_SIZE"]
-        run(0, {}, f"torchrun --nproc-per-node {ranks} benchmarks/latent.py")
-        return
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    environment = {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(store.port),
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
-    mp.spawn(run, (environment, "python benchmarks/latent.py"), 2)
-
-
 if __name__ == "__main__":
-    main()
+    run_on_ranks(measure, show, "benchmarks/latent.py")

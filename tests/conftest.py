@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -48,6 +49,18 @@ def world() -> Iterator[World]:
     yield ask
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture(scope="session")
+def browser() -> Iterator[Any]:
+    """A headless Chromium, for tests that are marked ``browser``."""
+    sync_api = pytest.importorskip("playwright.sync_api")
+    if (chromium := shutil.which("chromium") or shutil.which("google-chrome")) is None:
+        pytest.skip("no Chromium is installed")
+    with sync_api.sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        yield browser
+        browser.close()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,6 @@ Run with ``-m browser`` where a Chromium and the extra ``docs`` are installed.
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parent.parent
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 VIEWS = [(1300, "light"), (400, "dark")]
 
 
@@ -28,17 +26,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     done = subprocess.run(command, cwd=ROOT, env=environment, text=True, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture(params=VIEWS, ids=lambda view: f"{view[0]}-{view[1]}")

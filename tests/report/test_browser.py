@@ -4,7 +4,6 @@ Run with ``-m browser`` where a Chromium is installed, such as that of Debian's 
 """
 
 import json
-import shutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -21,20 +20,8 @@ from distca.planning.api import plan
 from distca.planning.options import PlanOptions
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(300)]
-CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 DRAWN = "() => document.querySelectorAll('.js-plotly-plot .main-svg').length"
 Open = Callable[..., Any]
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api")
-    if CHROMIUM is None:
-        pytest.skip("no Chromium is installed")
-    with sync_api.sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
