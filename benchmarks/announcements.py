@@ -36,7 +36,7 @@ GPU = {"heads": 32, "kv_heads": 8, "head_dim": 128}
 # over several layers, as it does in training, and sends announcements ten times a second, so a run
 # takes longer than that.
 CPU_SIZES = {512: (1, 60), 2048: (1, 20)}
-GPU_SIZES = {2048: (64, 20), 8192: (24, 16), 32768: (4, 8)}
+GPU_SIZES = {2048: (64, 60), 8192: (24, 30), 32768: (4, 12)}
 
 
 def layers(attention: distca.CoreAttention, qkv: list[Tensor], plan: distca.Plan, n: int) -> float:

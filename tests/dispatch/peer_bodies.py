@@ -29,10 +29,9 @@ def start(
     peers.close()
 
 
-def outcome(announcement: Announcement) -> list[object]:
-    PEERS[0].flush()
+def outcome(announcement: Announcement, timeout_s: float = 30.0) -> list[object]:
     try:
-        return list(announcement.result(30))
+        return list(PEERS[0].wait(announcement, timeout_s))
     except Exception as error:
         return [type(error).__name__, str(error), *(getattr(error, "records", None) or [])]
 
@@ -40,6 +39,38 @@ def outcome(announcement: Announcement) -> list[object]:
 def announces(peers: Peers, rank: int) -> Seen:
     announcements = [peers.announce("a"), peers.announce(f"b{rank}"), peers.announce("c")]
     return [outcome(one) for one in announcements]
+
+
+def notes(peers: Peers, rank: int) -> Seen:
+    """Notes records between announced ones; one of the second batch differs."""
+    seen: Seen = []
+    for different in ("", str(rank)):
+        peers.note("a")
+        here = peers.announce("here")
+        peers.note(f"b{different}")
+        peers.note("c")
+        seen.append(outcome(here))  # also sends what was noted
+        seen += [outcome(noted) for noted in peers.take_noted()]
+    return seen
+
+
+def notes_too_few(peers: Peers, rank: int) -> Seen:
+    """The first rank notes one record more than the others."""
+    for record in ("a", "b", "c")[: 3 if rank == 0 else 2]:
+        peers.note(record)
+    (noted,) = peers.take_noted()
+    seen = outcome(noted, 0.5)
+    time.sleep(1.0)  # the first rank waits for longer than the others
+    return seen
+
+
+def notes_after_a_loss(peers: Peers, rank: int) -> Seen:
+    outcome(peers.announce("before"))
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert peers.lost_within(10) is not None
+    peers.note("after")
+    return [outcome(noted) for noted in peers.take_noted()]
 
 
 def is_killed(peers: Peers, rank: int, victim: int, with_child: bool) -> Seen:
@@ -81,11 +112,7 @@ def is_late(peers: Peers, rank: int) -> Seen:
     if rank == 1:
         time.sleep(1)
         return []
-    second = peers.announce("second")
-    peers.flush()
-    time.sleep(0.3)  # both have announced it
-    peers.ask(second)
-    return outcome(second)
+    return outcome(peers.announce("second"), 0.3)  # by then both have announced it
 
 
 def asks_who_is_left(peers: Peers, rank: int, victims: list[int]) -> Seen:

@@ -52,6 +52,22 @@ def test_equal_records_are_answered_by_one_and_others_by_all(tmp_path: Path) -> 
     assert run(tmp_path, 3, peer_bodies.announces) == [[["a"], ["b0", "b1", "b2"], ["c"]]] * 3
 
 
+def test_noted_records_are_compared_together_in_the_order_of_all(tmp_path: Path) -> None:
+    seen = [["here"], ["c"], ["here"], ["b0", "b1"]]
+    assert run(tmp_path, 2, peer_bodies.notes) == [seen] * 2
+
+
+def test_a_rank_that_notes_fewer_records_is_named_after_the_timeout(tmp_path: Path) -> None:
+    first, second, third = run(tmp_path, 3, peer_bodies.notes_too_few)
+    assert first == ["ExchangeError", "", "c", None, None]
+    assert second == third == ["b"]
+
+
+def test_noted_records_after_a_loss_raise(tmp_path: Path) -> None:
+    (seen, _) = run(tmp_path, 2, peer_bodies.notes_after_a_loss)
+    assert seen[0][:2] == ["PeerLostError", f"rank 1 {WITHOUT_A_WORD}"]
+
+
 @pytest.mark.parametrize(("victim", "with_child"), [(0, False), (1, False), (0, True), (1, True)])
 def test_a_killed_rank_is_named_within_two_seconds(
     tmp_path: Path, victim: int, with_child: bool

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, TypeVar
+
+import torch
 
 from distca.dispatch.transports.base import Check, ExchangeError, Records, Transport
 
@@ -66,6 +68,9 @@ class Handshake:
         return json.dumps(astuple(self))
 
 
+_GATHER = Handshake(message="gather")
+
+
 class Agreed(NamedTuple):
     common: Handshake  # the values that ranks brought; wants_gradient if any rank does
     some_serve: bool  # whether some ranks brought no tensors
@@ -81,7 +86,7 @@ Record = TypeVar("Record", bound=_WithError)
 
 def gather_or_raise(transport: Transport, mine: Record) -> list[Record]:
     """Returns the records of all ranks; if one of them has an error, all ranks raise it."""
-    announce(transport, Handshake(message="gather"))()
+    check(transport.announce(_GATHER.record))
     records = transport.all_gather_object(mine)
     _raise_errors(mine.error, [record.error for record in records])
     return records
@@ -92,19 +97,22 @@ def agree(transport: Transport, mine: Handshake) -> Agreed:
     return _compare(mine, _collect(transport.announce(mine.record)))
 
 
-def announce(transport: Transport, mine: Handshake) -> Check:
-    """Tells all ranks what this one is about to do; the result waits until they have told it too.
+def announce(transport: Transport, mine: Handshake, device: torch.device) -> Check | None:
+    """Tells all ranks what this one is about to send.
 
-    It raises if one of them does something else.
+    The result waits until they have told it too, and raises if one of them does something else. It
+    is None where they compare that while the message is under way.
     """
-    wait = transport.announce(mine.record)
+    if transport.note(mine.record, device):
+        return None
+    return partial(check, transport.announce(mine.record))
 
-    def check() -> None:
-        records = _collect(wait)
-        if any(record != mine.record for record in records):
-            _compare(mine, records)
 
-    return check
+def check(wait: Callable[[], Records]) -> None:
+    """Waits for the records of all ranks, and raises if they differ."""
+    records = _collect(wait)
+    if any(record != records[0] for record in records):
+        _compare(Handshake(), records)
 
 
 def _collect(wait: Callable[[], Records]) -> list[str]:

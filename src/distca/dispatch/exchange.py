@@ -78,7 +78,7 @@ class Exchange:
     def _announce(self, message: Message, handshake: Handshake | None) -> Check | None:
         if handshake is None or not message.moves:
             return None
-        return announce(self._transport, handshake)
+        return announce(self._transport, handshake, self._device)
 
     def _outgoing(self, message: Message) -> Tensor:
         if not message.moves:

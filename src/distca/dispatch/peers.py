@@ -26,7 +26,7 @@ import torch.distributed as dist
 from distca.dispatch.announcements import Announcement, Announcements
 from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
 from distca.dispatch.hub_address import HubAddress, start_hub
-from distca.dispatch.transports.base import ExchangeError
+from distca.dispatch.transports.base import ExchangeError, Records
 
 _CLOSE_S = 1.0
 _TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
@@ -136,16 +136,35 @@ class Peers:
                 return self._announcements.answered(record, self.lost or self._left())
             return self._announcements.add(record)
 
+    def note(self, record: str) -> None:
+        """Announces a record for which nobody waits alone: see ``take_noted``."""
+        with self._lock:
+            if self._connection is not None:
+                self._announcements.note(record)
+
+    def take_noted(self) -> list[Announcement]:
+        """Sends what was announced, and returns what was noted since the last call."""
+        self.flush()
+        with self._lock:
+            return self._announcements.take_noted()
+
     def flush(self) -> None:
         if self._announcements.unsent:
-            with self._lock:
+            with self._changed:
                 self._send("records", *self._announcements.take_unsent())
+                if self.lost is not None or self.is_over:  # since then nobody answers
+                    self._announcements.fail(self.lost or self._left())
 
-    def ask(self, announcement: Announcement) -> None:
-        """Asks the hub to answer now, with the records of those ranks that have come."""
-        with self._changed:
-            if not announcement.is_answered:
-                self._send("late", announcement.index)
+    def wait(self, announcement: Announcement, timeout_s: float) -> Records:
+        """Returns the records of all ranks; after so many seconds of those that have come."""
+        self.flush()
+        try:
+            return announcement.result(timeout_s)
+        except TimeoutError:
+            with self._changed:
+                if not announcement.is_answered:
+                    self._send("late", self._announcements.first_open(announcement))
+            return announcement.result()
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:
         """Calls back, in another thread, as soon as a rank is lost; now for those that are."""

@@ -47,6 +47,14 @@ class Transport(Protocol):
         """
         ...
 
+    def note(self, record: str, device: torch.device) -> bool:
+        """Tells all ranks what this one sends next, if they may compare that while it is under way.
+
+        If the records differ, a start or a wait soon after raises. Returns False if tensors of this
+        device are sent only after the comparison, so that the record must be announced.
+        """
+        ...
+
     def start(
         self,
         send: Tensor,
@@ -58,8 +66,7 @@ class Transport(Protocol):
         """Starts an all-to-all: consecutive parts of ``send`` go to the ranks in order, and the
         parts that they send are laid one after another into ``recv``.
 
-        check: waits for the announcements of all ranks. If it raises, so does the start or the
-            wait of this exchange or, on a device that works asynchronously, of one soon after.
+        check: waits for the announcements of all ranks. If it raises, so does the wait.
         """
         ...
 

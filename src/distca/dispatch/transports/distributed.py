@@ -6,12 +6,14 @@ abort the process; meanwhile this rank computes what needs nothing from peers. O
 keeps its collectives in order. On CUDA tensors the collective is launched at once, since a host
 that waits for its peers no longer runs ahead of the device. A mismatch blocks the device there, or
 moves wrong rows; the answer arrives a moment later, aborts the communicators, which frees the
-device, and raises on every rank at its next start or wait. A thread sends announcements ten times a
-second and waits for the answers. No rank is ever more than ``MAX_CHECKS`` messages ahead.
+device, and raises on every rank at its next start or wait. So such a message costs an entry in a
+list: a thread sends them ten times a second and waits for the answers
+(``distca.dispatch.transports.late_checks``). No rank is ever more than ``MAX_CHECKS`` ahead.
 """
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary
 
 import torch
@@ -64,23 +66,19 @@ class DistributedTransport:
         self._thread = _threads.setdefault(self.group, DaemonExecutor())
         self._checks: LateChecks | None = None
         if "cuda:" in self._devices:
-            self._checks = LateChecks(on_failure=abort_communicators)
+            self._checks = LateChecks.of(self.peers, on_failure=abort_communicators)
             self.peers.on_loss(self._free_device)
+
+    def note(self, record: str, device: torch.device) -> bool:
+        if device.type == "cpu" or self._checks is None:
+            return False
+        self._checks.note(record, self._timeout_s)
+        return True
 
     def announce(self, record: str) -> Callable[[], Records]:
         answer = self.peers.announce(record)
-        if self._checks is None:
-            self.peers.flush()
-
-        def wait() -> Records:
-            self.peers.flush()
-            try:
-                return answer.result(self._timeout_s)
-            except TimeoutError:
-                self.peers.ask(answer)
-                return answer.result()
-
-        return wait
+        self.peers.flush()
+        return partial(self.peers.wait, answer, self._timeout_s)
 
     def start(
         self,
@@ -90,20 +88,19 @@ class DistributedTransport:
         recv_bytes: Sequence[int],
         check: Check | None = None,
     ) -> Wait:
-        on_host = send.device.type == "cpu"  # [Note: when data is sent]
+        on_host = send.device.type == "cpu"
+        if self._checks is not None:
+            self._checks.raise_failure()
 
         def begin() -> dist.Work | None:
-            if check is not None and on_host:
+            if check is not None:
                 check()
             work: dist.Work | None = dist.all_to_all_single(
                 recv, send, list(recv_bytes), list(send_bytes), group=self.group, async_op=True
             )
             return work
 
-        begun = self._thread.submit(begin) if check is not None and on_host else run_now(begin)
-        if check is not None and self._checks is not None and not on_host:
-            self._checks.raise_failure()
-            self._checks.add(check)
+        begun = run_now(begin) if check is None else self._thread.submit(begin)
 
         def wait() -> None:
             try:

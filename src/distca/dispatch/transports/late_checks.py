@@ -1,74 +1,94 @@
-"""Checks of messages that were sent before the answers of peers have arrived."""
+"""Checks of messages that are sent before the answers of peers have arrived."""
+
+from __future__ import annotations
 
 import atexit
 import logging
 import os
 import time
-from collections import deque
 from collections.abc import Callable
+from functools import partial
 from threading import Condition, Lock
 
+from distca.dispatch.agreement import check
 from distca.dispatch.background import DaemonExecutor
-from distca.dispatch.transports.base import Check
+from distca.dispatch.peers import Peers
 
 MAX_CHECKS = 1024  # under way
 _PAUSE_S = 0.1  # in which checks are collected: a thread that wakes up often slows its host down
 _log = logging.getLogger(__name__)
+_of_peers: dict[Peers, LateChecks] = {}  # kept, since the end of the process looks at them
 
 
 class LateChecks:
-    """Runs checks in a thread, in order; the first that fails is raised by ``raise_failure``.
+    """Compares the messages of this rank with those of its peers, in a thread.
 
-    on_failure: called at once, in that thread.
+    The first difference is raised by ``raise_failure``. The thread that sends messages only appends
+    to a list.
+
+    on_failure: called at once, in the thread that compares.
     """
 
-    def __init__(self, on_failure: Callable[[], None]) -> None:
-        self._on_failure = on_failure
+    def __init__(self, peers: Peers, on_failure: Callable[[], None]) -> None:
+        self._peers, self._on_failure = peers, on_failure
         self._thread = DaemonExecutor()
         self._lock = Lock()
         self._changed = Condition(self._lock)
-        self._checks: deque[Check] = deque()
+        self._num_noted = self._num_checked = 0
+        self._timeout_s = 0.0
         self._is_running = False
         self._failure: Exception | None = None
         self._is_raised = False
         atexit.register(self._end)  # runs after the thread has ended
 
-    def add(self, check: Check) -> None:
+    @classmethod
+    def of(cls, peers: Peers, on_failure: Callable[[], None]) -> LateChecks:
+        """Returns those of all transports that announce over the same peers, in one order."""
+        return _of_peers.setdefault(peers, cls(peers, on_failure))
+
+    def note(self, record: str, timeout_s: float) -> None:
+        """Announces a message, which is compared later.
+
+        timeout_s: how long this rank waits for the announcements of others.
+        """
         with self._lock:
-            self._checks.append(check)
+            self._peers.note(record)
+            self._num_noted += 1
+            self._timeout_s = timeout_s
             if not self._is_running:
                 self._is_running = True
                 self._thread.submit(self._run)
 
     def raise_failure(self) -> None:
         """Raises if a check has failed; waits if too many of them are under way."""
-        if self._failure is None and len(self._checks) <= MAX_CHECKS:
+        if self._failure is None and self._num_open <= MAX_CHECKS:
             return
         with self._changed:
-            self._changed.wait_for(lambda: self._failure or len(self._checks) <= MAX_CHECKS)
+            self._changed.wait_for(lambda: self._failure or self._num_open <= MAX_CHECKS)
             if self._failure is not None:
                 self._is_raised = True
                 raise self._failure
 
-    def _run(self) -> None:
-        while True:
-            time.sleep(_PAUSE_S)
-            with self._changed:
-                checks = list(self._checks)
-                if not checks:
-                    self._is_running = False
-                    return
-            for check in checks:
-                if self._failure is None:
-                    self._run_one(check)
-            with self._changed:
-                for _ in checks:
-                    self._checks.popleft()
-                self._changed.notify_all()
+    @property
+    def _num_open(self) -> int:
+        return self._num_noted - self._num_checked
 
-    def _run_one(self, check: Check) -> None:
+    def _run(self) -> None:
+        while self._num_open:
+            time.sleep(_PAUSE_S)
+            with self._lock:
+                num_noted = self._num_noted
+            self._check()
+            with self._changed:
+                self._num_checked = num_noted
+                self._changed.notify_all()
+                self._is_running = self._num_open > 0
+
+    def _check(self) -> None:
         try:
-            check()
+            for noted in self._peers.take_noted():
+                if self._failure is None:
+                    check(partial(self._peers.wait, noted, self._timeout_s))
         except Exception as error:
             _log.error("%s", error)
             with self._changed:

@@ -84,6 +84,9 @@ class LocalTransport:
         self.number = 0
         self._num_collectives = 0
 
+    def note(self, record: str, device: torch.device) -> bool:
+        return False
+
     def announce(self, record: str) -> Callable[[], Records]:
         collective = self._post([record] * self.num_ranks)
         return lambda: self.world.collect(collective, self.rank)

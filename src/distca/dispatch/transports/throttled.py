@@ -39,6 +39,9 @@ class ThrottledTransport:
         """Returns the seconds of an all-to-all; both directions run at once at full speed."""
         return self.latency_s + max(sum(send_bytes), sum(recv_bytes)) / self.bytes_per_s
 
+    def note(self, record: str, device: torch.device) -> bool:
+        return False
+
     def announce(self, record: str) -> Callable[[], Records]:
         return lambda: [record]
 
