@@ -11,8 +11,9 @@ reversed" deals the same documents to the ranks in reverse order, so its distanc
 loop shows what another order of floating-point additions does by itself. "distca" is
 ``distca train`` with balanced placement and ping-pong.
 
-Writes NAME.json and NAME.md to ``--out`` every 25 steps, so that a run that is killed keeps what it
-has, and NAME.png to ``--images`` at the end; NAME is curve, or curve_gpu with ``--share-gpu``.
+Writes NAME.json and NAME.md to ``--out`` after the first and every 25th step, so that a run that is
+killed keeps what it has, and NAME.png to ``--images`` at the end; NAME is curve, or curve_gpu with
+``--share-gpu``.
 """
 
 from __future__ import annotations
@@ -72,7 +73,7 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--share-gpu", action="store_true", help="NCCL and bfloat16 on one GPU")
-    parser.add_argument("--cpu", action="store_true", help="sizes of --share-gpu on gloo ranks")
+    parser.add_argument("--cpu", action="store_true", help="try --share-gpu without a GPU")
     parser.add_argument("--redraw", action="store_true", help="train nothing")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--images", type=Path, default=ROOT / "docs/images")
@@ -82,7 +83,7 @@ def options_of() -> argparse.Namespace:
 
 
 def config_of(options: argparse.Namespace) -> Config:
-    sizes = GPU if options.share_gpu else CPU
+    sizes = GPU if options.share_gpu and not options.cpu else CPU
     every = max(options.steps // 5, 1)
     steps = (f"train.steps={options.steps}", f"train.eval_every={every}", f"out={RUNS}")
     return Config.read(None, [*COMMON, *sizes, *steps, "resume=false"])
@@ -97,7 +98,12 @@ def main() -> None:
         return
     if not options.redraw:
         train(options)
-    curves = read(options.out / f"{options.name}.json")
+    found = options.out / f"{options.name}.json"
+    if not found.exists():
+        sys.exit(
+            f"{found} does not exist: the run ended before its first step, or leave --redraw out"
+        )
+    curves = read(found)
     draw(curves, options.images / f"{options.name}.png")
     write(options, curves)
     print(report(curves))
@@ -135,7 +141,7 @@ def run_rank(options: argparse.Namespace) -> None:
     }
     gpu = device.type == "cuda"
     curves: Curves = {
-        "command": f"python benchmarks/curve.py {' '.join(sys.argv[1:])}".strip(),
+        "command": command_of(options),
         "date": str(date.today()),
         "where": torch.cuda.get_device_name() if gpu else "CPU",
         "torch": torch.__version__,
@@ -152,11 +158,17 @@ def run_rank(options: argparse.Namespace) -> None:
                 record = next(side)
                 settle(device)
                 add(curves["sides"][name], record, step)
-            is_due = (step + 1) % WRITE_EVERY == 0 or step + 1 == options.steps
+            is_due = (step + 1) % WRITE_EVERY == 0 or step in (0, options.steps - 1)
             if dist.get_rank() == 0 and is_due:
                 write(options, curves)
                 losses = {name: side["loss"][-1] for name, side in curves["sides"].items()}
                 print(f"step {step + 1}: {losses}", flush=True)
+
+
+def command_of(options: argparse.Namespace) -> str:
+    """Returns the command without the folders of the results."""
+    switches = " --share-gpu" * options.share_gpu + " --cpu" * options.cpu
+    return f"python benchmarks/curve.py{switches} --ranks {options.ranks} --steps {options.steps}"
 
 
 def add(side: Record, record: Record, step: int) -> None:

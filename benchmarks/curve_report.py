@@ -91,7 +91,7 @@ def draw(curves: Curves, path: Path) -> None:
     for name in ("plain, reversed", "distca"):
         found = apart(curves, name, "loss")
         steps = np.arange(len(found)) + 1
-        differences.plot(steps, found, color=COLORS[name], linewidth=0.7, label=name)
+        differences.plot(steps, found, ".", color=COLORS[name], markersize=3, label=name)
     differences.set_yscale("log")
     classes = [name for name in next(iter(sides["distca"]["eval"].values()), {}) if "_" in name[9:]]
     for number, kind in enumerate(classes):
