@@ -132,10 +132,12 @@ def console(quiet: bool = False) -> Console:
     return Console(highlight=False, markup=False, quiet=quiet)
 
 
-def showing_progress(title: str, total: int, *, quiet: bool) -> AbstractContextManager[Update]:
+def showing_progress(
+    title: str, total: int, *, quiet: bool, start: str = ""
+) -> AbstractContextManager[Update]:
     """Shows progress on standard error, since results may be piped to a file."""
     errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
-    return progress(errors, title, total, every_s=LINE_S)
+    return progress(errors, title, total, start=start, transient=True, every_s=LINE_S)
 
 
 def stop_before_first_step() -> None:
