@@ -14,7 +14,8 @@ without faults.
 *Survived*: the run went on to another step. *To the next good step*: seconds from the fault until a
 step is recorded, which for a killed rank includes the start of all ranks. *Losses*: the largest
 relative difference of any step. *Growth*: memory, open files and threads of the rank processes,
-the median of the last quarter of their samples over that of the second quarter.
+the median of the last quarter of their samples over that of the second quarter, and over that of
+the same rank of the undisturbed run: a rank has fewer connections while a server is missing.
 
 Exits with 1 if a fault was not survived, if losses differ, or if something grows.
 """
@@ -61,6 +62,7 @@ WARM_UP = 3  # steps of the run before a process is sampled
 WARM_UP_S = 40.0  # of a process, such as a server that starts and waits for its place
 FEWEST_SAMPLES = 20  # of a process whose growth is judged
 Records = list[dict[str, Any]]
+Samples = dict[tuple[int, int], list[dict[str, float]]]  # by process and rank
 
 
 def main() -> None:
@@ -123,7 +125,7 @@ class Watched(NamedTuple):
     records: Records
     delivered: Records
     steps_at: list[float]
-    samples: dict[int, list[dict[str, float]]]
+    samples: Samples
     seconds: float
 
 
@@ -142,7 +144,7 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
     lost: Records = []
     began, over = time.monotonic(), Event()
     steps_at: list[float] = []
-    samples: dict[int, list[dict[str, float]]] = defaultdict(list)
+    samples: Samples = defaultdict(list)
     starts: dict[int, tuple[int, float]] = {}  # of each process: steps recorded before, and when
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=errors, text=True)
@@ -154,7 +156,7 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
                     steps, at = starts.setdefault(pid, (len(steps_at), time.monotonic()))
                     is_warm = len(steps_at) >= steps + WARM_UP
                     if is_warm and time.monotonic() - at > WARM_UP_S and (sample := _sample(pid)):
-                        samples[pid].append(sample)
+                        samples[pid, _rank(pid)].append(sample)
                 if to_lose and len(steps_at) > int(to_lose[0].split()[-1]):
                     number = options.ranks - options.servers + int(to_lose[0].split()[2])
                     if _kill(process.pid, number):  # otherwise it is being restarted
@@ -202,13 +204,20 @@ def _children(pid: int) -> list[int]:
 def _kill(launcher: int, rank: int) -> bool:
     """Kills a rank; returns whether it was there."""
     for pid in _children(launcher):
-        try:
-            if f"\0RANK={rank}\0".encode() in Path(f"/proc/{pid}/environ").read_bytes():
-                os.kill(pid, signal.SIGKILL)
-                return True
-        except OSError:  # it has ended
-            continue
+        if _rank(pid) == rank:
+            os.kill(pid, signal.SIGKILL)
+            return True
     return False
+
+
+def _rank(pid: int) -> int:
+    """Returns the rank of a process; -1 if it has ended."""
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return -1
+    found = [one.removeprefix(b"RANK=") for one in variables if one.startswith(b"RANK=")]
+    return int(found[0]) if found else -1
 
 
 def _sample(pid: int) -> dict[str, float] | None:
@@ -228,17 +237,17 @@ def _lines(path: Path) -> Records:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def growth(samples: dict[int, list[dict[str, float]]]) -> Records:
-    """Returns, of each process that lived long enough, its values early and late."""
+def growth(samples: Samples) -> Records:
+    """Returns, of each process that lived long enough, its rank and its values early and late."""
     rows = []
-    for taken in samples.values():
+    for (_, rank), taken in samples.items():
         if len(taken) < FEWEST_SAMPLES:
             continue
         quarter = len(taken) // 4
         early, late = taken[quarter : 2 * quarter], taken[-quarter:]
-        rows.append(
-            {name: [median(one[name] for one in part) for part in (early, late)] for name in GROWTH}
-        )
+        parts = (early, late)
+        values = {name: [median(one[name] for one in part) for part in parts] for name in GROWTH}
+        rows.append({"rank": rank} | values)
     return rows
 
 
@@ -246,11 +255,15 @@ def compared(
     options: argparse.Namespace, faults: Sequence[str], disturbed: Watched, undisturbed: Watched
 ) -> dict[str, Any]:
     rows = []
+    lost = (loss for record in disturbed.records for loss in record.get("lost_servers", ()))
+    noticed_at = [loss["noticed_at"] for loss in lost]
     for line in disturbed.delivered:
         after = [at - line["time"] for at in disturbed.steps_at if at > line["time"]]
-        rows.append(
-            {"fault": line["fault"], "step": line["step"], "good_s": min(after, default=None)}
-        )
+        row = {"fault": line["fault"], "step": line["step"], "good_s": min(after, default=None)}
+        if line["fault"].startswith(LOSE):
+            notices = (at - line["time"] for at in noticed_at if at > line["time"])
+            row["noticed_s"] = min(notices, default=None)
+        rows.append(row)
     losses = [[record["loss"] for record in run.records] for run in (disturbed, undisturbed)]
     differences = [abs(a - b) / abs(b) for a, b in zip(*losses, strict=False)]
     processes = {
@@ -269,11 +282,15 @@ def compared(
         failures.append(f"{[len(one) for one in losses]} steps were recorded, not {options.steps}")
     if not max(differences, default=1.0) <= LOSS_TOLERANCE:
         failures.append(f"losses differ by up to {max(differences, default=1.0):.1e}")
+    usual = {row["rank"]: row for row in processes["undisturbed"]}
     for name, found in processes.items():
         for row in found:
-            for what, (early, late) in row.items():
-                if late > early * GROWTH[what]:
-                    failures.append(f"{what} of a rank of the {name} run: {early:g}, then {late:g}")
+            for what, most in GROWTH.items():
+                early, late = row[what]
+                before = max(early, usual.get(row["rank"], row)[what][0])
+                if late > before * most:
+                    of = f"rank {row['rank']} of the {name} run"
+                    failures.append(f"{what} of {of}: {before:g}, then {late:g}")
     return {
         "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
         "date": str(date.today()),
@@ -314,6 +331,12 @@ def report(result: dict[str, Any]) -> str:
         lines.append(f"| {kind} | {len(mine)} | {len(good)} | {times} |")
     survived = sum(row["good_s"] is not None for row in rows)
     lines += [f"| all {result['planned']} planned | {len(rows)} | {survived} | | |", ""]
+    if notices := [row["noticed_s"] for row in rows if row.get("noticed_s") is not None]:
+        lines += [
+            f"Ranks noticed the loss of a server within {median(notices):.2f} s (median),"
+            f" {max(notices):.2f} s at worst.",
+            "",
+        ]
     if result["joined"]:
         lines += [f"Servers have joined the run again {result['joined']} times.", ""]
     if result["loss_difference"] is not None:
@@ -323,13 +346,13 @@ def report(result: dict[str, Any]) -> str:
             "",
         ]
     lines += [
-        "| ranks of | memory, MiB, early | late | open files | late | threads | late |",
+        "| process | memory, MiB, early | late | open files | late | threads | late |",
         "|---|---|---|---|---|---|---|",
     ]
     for name, found in result["processes"].items():
         for row in found:
             values = (f"{value:.0f}" for what in GROWTH for value in row[what])
-            lines.append(f"| {name} run | {' | '.join(values)} |")
+            lines.append(f"| {name} run, rank {row['rank']} | {' | '.join(values)} |")
     lines += ["", *(f"FAILED: {failure}" for failure in result["failures"] or ())]
     return "\n".join(lines).rstrip() + "\n"
 

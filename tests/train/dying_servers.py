@@ -24,6 +24,8 @@ from distca.runtime.lost_ranks import naming_lost_ranks, watch_ranks
 from distca.runtime.step import StepRunner
 from distca.train import agreement, run_ranks
 from distca.train.config import Config
+from distca.train.faults import parse_all
+from distca.train.injector import steps_with_faults
 from distca.train.serve import serve
 from distca.train.trainer import Trainer
 
@@ -58,7 +60,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Plan:
-    """When servers join and leave, and how long one may be silent.
+    """When servers join and leave, which faults come, and how long one may be silent.
 
     waits: the steps after which the run waits for candidates, and for how many.
     leaves: servers that are asked to leave, and after which step.
@@ -66,6 +68,7 @@ class Plan:
 
     waits: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
     silent_s: float = run_ranks.SILENT_S
 
 
@@ -120,7 +123,8 @@ def run(
     try:
         with naming_lost_ranks():
             trainer = Trainer(Config.read(None, settings), tell=told.append)
-            for record in trainer.steps():
+            trainer.faults = plan.faults
+            for record in steps_with_faults(trainer, parse_all(plan.faults)):
                 records.append(record)
                 peers = trainer.context.host.peers
                 while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
