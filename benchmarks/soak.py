@@ -54,7 +54,7 @@ SETTINGS = (
 )
 LOSE = "lose server"  # by a SIGKILL of this script
 KINDS = ("kill", "stop", "slow", "lose")
-LOSS_TOLERANCE = 1e-5
+LOSS_TOLERANCE = 1e-6
 GROWTH = {"memory": 1.1, "files": 1.0, "threads": 1.0}  # that counts as flat
 POLL_S = 0.05
 SAMPLE_S = 0.5

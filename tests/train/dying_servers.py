@@ -50,6 +50,9 @@ ERRORS = {
 }
 
 
+SIGNALS = {"hangs": signal.SIGSTOP, "is asked to stop": signal.SIGTERM}
+
+
 @dataclass(frozen=True)
 class Death:
     rank: int
@@ -124,14 +127,15 @@ def run(
         with naming_lost_ranks():
             trainer = Trainer(Config.read(None, settings), tell=told.append)
             trainer.faults = plan.faults
-            for record in steps_with_faults(trainer, parse_all(plan.faults)):
-                records.append(record)
-                peers = trainer.context.host.peers
-                while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
-                    time.sleep(0.01)
-                if plan.leaves.get(rank) == record["step"]:
-                    trainer.stop.request()
-                files.append(len(list(FILES.iterdir())) if FILES.exists() else 0)
+            with trainer.stop.on_sigterm():
+                for record in steps_with_faults(trainer, parse_all(plan.faults)):
+                    records.append(record)
+                    peers = trainer.context.host.peers
+                    while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
+                        time.sleep(0.01)
+                    if plan.leaves.get(rank) == record["step"]:
+                        trainer.stop.request()
+                    files.append(len(list(FILES.iterdir())) if FILES.exists() else 0)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     pipe.send(asdict(Seen(records, told, error, files)))
@@ -167,7 +171,7 @@ def _die_at(death: Death) -> None:
         if calls[name] == death.number:
             if death.how in ERRORS:
                 raise ERRORS[death.how]
-            os.kill(os.getpid(), signal.SIGSTOP if death.how == "hangs" else signal.SIGKILL)
+            os.kill(os.getpid(), SIGNALS.get(death.how, signal.SIGKILL))
         return method(*args, **kwargs)
 
     patch.object(owner, name, dying).start()

@@ -39,7 +39,8 @@ def run(
     """What each rank and then each newcomer has seen; None if it was killed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
+    (out / "store").unlink(missing_ok=True)  # of a run that this one continues
     all_settings = [*SETTINGS, f"out={out}", f"parallel.servers={servers}", *settings]
     size, pipes, processes = workers + servers, [], []
 
@@ -204,9 +205,39 @@ def test_one_that_hangs_is_lost(tmp_path: Path, undisturbed: list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_a_lost_worker_ends_it_with_a_sentence(tmp_path: Path) -> None:
-    seen = run(tmp_path / "out", 2, Death(2, "forward", 3), Death(1, "forward", 4))
+@pytest.mark.parametrize("asked", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_a_request_to_stop_while_a_loss_is_handled(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], asked: tuple[int, ...]
+) -> None:
+    """All ranks take the step again, save and end, whichever of them gets the signal."""
+    stops = [Death(rank, "regrouping", 1, "is asked to stop") for rank in asked]
+    seen = run(tmp_path / "out", 2, Death(3, "forward", 3), *stops)
+    assert [one and one["error"] for one in seen] == ["", "", "", None]
+    found = records(seen)
+    assert [record["step"] for record in found] == [0, 1]
+    assert (found[1]["stopped"], len(found[1]["lost_servers"])) == (True, 1)
+    continues(tmp_path / "out", undisturbed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["forward", "regrouping"])
+def test_a_lost_worker_ends_it_with_a_sentence(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str
+) -> None:
+    """Also while the loss of a server is handled; the last checkpoint is not affected."""
+    last = Death(1, moment, 6 if moment == "forward" else 1)
+    seen = run(tmp_path / "out", 2, Death(2, "forward", 5), last)
     assert seen == [None] * len(seen)
     for rank in (0, 3):
         words = "distca: rank 1 is lost (its process ended without a word), so this"
         assert (tmp_path / "out" / f"err-{rank}").read_text().startswith(words)
+    continues(tmp_path / "out", undisturbed, 2)
+
+
+def continues(out: Path, right: list[dict[str, Any]], first: int) -> None:
+    """Checks that a run continues from its last checkpoint, with the same numbers."""
+    found = records(run(out, 2))
+    assert [record["step"] for record in found] == list(range(first, STEPS))
+    assert [record["loss"] for record in found] == pytest.approx(
+        [record["loss"] for record in right[first:]], rel=1e-6
+    )

@@ -120,6 +120,7 @@ class Trainer:
             own.planner,
             setup.runner_options(self.config, self.device),
             learn_speed=setup.learns_speed(self.config),
+            compensate=self.config.parallel.compensate,
             tell=self._tell_user,
         )
 
@@ -377,7 +378,9 @@ class Trainer:
         both = torch.cat([mine, ticks.flatten()])
         everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(both))
         ranks = Measured.of_ranks(everyone[:, : len(mine)])
-        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"])
+        idle = ranks["exposed_s"] + ranks["waited_s"]
+        other = ranks["seconds"] - ranks["attention_s"] - idle
+        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"], other)
         self.ranks.plan_change(ranks["leaves"], ranks["admits"])
         record = step_record(ranks, fetched, self.model_config, self.device)
         if self.context.rank == 0 and len(ticks) > 2:
