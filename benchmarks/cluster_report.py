@@ -31,7 +31,7 @@ Record = dict[str, Any]
 class Cell:
     """The steps of all sides for one number of ranks, lengths, context and backend."""
 
-    about: Record
+    about: Record  # may have a "note", which was added by hand
     tokens: int  # of a step
     sides: dict[str, Record] = field(default_factory=dict)  # figures of each step, by side
 
@@ -176,7 +176,9 @@ def report(cells: list[Cell]) -> str:
             f" {about['backend']}\n\n`{about['command']}`, {about['date']}, {about['card']}"
             f" ({about['SMs']} SMs a rank), torch {about['torch']}, NCCL {about['NCCL']},"
             f" {about['model']}, {recomputed} recomputed,"
-            f" {cell.num_steps} steps a side of {cell.tokens:,} tokens.\n\n{table(cell)}"
+            f" {cell.num_steps} steps a side of {cell.tokens:,} tokens."
+            f" {about.get('note', '')}".rstrip()
+            + f"\n\n{table(cell)}"
         )
     return "\n".join(parts)
 

@@ -50,6 +50,7 @@ def test_a_run_whose_ranks_are_killed_ends_like_one_without(
         assert a["loss"] == pytest.approx(b["loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_mistakes_and_the_last_failure_are_not_tried_again(tmp_path: Path) -> None:
     _, err = run(tmp_path, "data.sources=nope.txt", options=("--max-restarts=2",), status=2)
     assert "restart" not in err

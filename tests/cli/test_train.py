@@ -151,6 +151,7 @@ def test_ctrl_c_saves_too(tmp_path: Path) -> None:
     stop(tmp_path, signal.SIGINT, status=130)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_says_that_nothing_was_saved(tmp_path: Path) -> None:
     """And a second run into the folder is refused while the first one has it."""
     process = start(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from integrations.tiny import assert_close
+from quick import others_slow
 from ranks import RankPool
 
 pytest.importorskip("transformers", reason="transformers is not installed")
@@ -26,10 +27,7 @@ MODELS = [
 QUICK = {"gemma3", "llama4", "modernbert"}  # a model for each kind of mask
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS],
-)
+@pytest.mark.parametrize("name", others_slow(MODELS, QUICK))
 def test_losses_and_gradients(pair: RankPool, name: str) -> None:
     losses, exact = both_ways.by_eager(name)
     for ahead in (False, True):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from integrations.tiny import assert_close, features, packed, reference
+from quick import others_slow
 from ranks import RankPool
 from torch.utils.data import DataLoader
 
@@ -84,7 +85,7 @@ def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[
         assert found[1] == pytest.approx(evaluation, rel=1e-5)
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("name", others_slow(["llama", "gemma3"], quick={"gemma3"}))
 def test_trainer_with_fsdp2(pair: RankPool, name: str) -> None:
     """Accelerate shards the model for a Trainer, and layers are recomputed."""
     again = {"gradient_checkpointing": True}

@@ -72,11 +72,11 @@ def test_a_run_goes_on(
 
 
 def test_a_lost_server_comes_back(tmp_path: Path) -> None:
-    records = run(tmp_path / "run", "kill server 1 step 2 layer 1 forward", steps=24, restarts=1)
-    assert len(records) == 24
+    records = run(tmp_path / "run", "kill server 1 step 2 layer 1 forward", steps=14, restarts=1)
+    assert len(records) == 14
     (joined,) = (change for record in records for change in record.get("joined_servers", ()))
     print(f"joined before {joined['before']}, {joined['seconds']:.2f} s")
     assert (joined["rank"], joined["servers"]) == (3, 2)
-    right = run(tmp_path / "right", steps=24)
+    right = run(tmp_path / "right", steps=14)
     for record, expected in zip(records, right, strict=True):
         assert record["loss"] == pytest.approx(expected["loss"], rel=1e-6)

@@ -48,7 +48,7 @@ def documents(draw: st.DrawFn) -> list[int]:
     return found
 
 
-@settings(max_examples=150, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+@settings(max_examples=60, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 @given(
     ranks=st.lists(documents(), min_size=2, max_size=8).filter(any),
     placement=st.sampled_from(["given", "balanced"]),

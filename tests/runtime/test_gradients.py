@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from quick import others_slow
 from ranks import World
 from runtime.bodies import TINY, Case, batch_of, one_step, plain_loop
 from torch import Tensor
@@ -90,9 +91,15 @@ PIPELINES: dict[str, Case] = {
     ),
 }
 CASES |= PIPELINES
+QUICK = {name for name, case in CASES.items() if case.parallel.num_ranks < 4} | {
+    "dp2 x tp2, ping-pong, balanced",
+    "2 + 2 servers, ping-pong, recomputed",
+    "pp4, ping-pong",
+    "pp2 x dp2 + 1 server, ping-pong",
+}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", others_slow(CASES, QUICK))
 def test_one_step_is_that_of_a_plain_loop(world: World, name: str) -> None:
     case, batch = CASES[name], batch_of()
     ranks = case.parallel.num_ranks

@@ -285,7 +285,7 @@ def test_dedicated_servers_do_nothing_but_attention(profile: str) -> None:
 # -- laws ----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(
     choice=st.sampled_from(CHOICES),
     slow=st.floats(1e5, 1e8),

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from quick import others_slow
 from ranks import RankFailedError, World
 from runtime.bodies import TINY
 from train.bodies import (
@@ -65,7 +66,7 @@ def saved(world: World, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
     return folder, *run_all(world, save_after, Run(folder, DP2, frozen=FROZEN), 2)
 
 
-@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("mesh", others_slow(MESHES, quick={"unsharded", "dp2", "tp2"}))
 def test_any_mesh_goes_on_from_what_dp2_saved(
     world: World, saved: tuple[Path, State, State], mesh: str
 ) -> None:
@@ -79,7 +80,7 @@ def test_any_mesh_goes_on_from_what_dp2_saved(
     assert "seams.0.embed.weight exp_avg" not in loaded
 
 
-@pytest.mark.parametrize("mesh", ["unsharded", "dp2 x tp2"])
+@pytest.mark.parametrize("mesh", others_slow(["unsharded", "dp2 x tp2"], quick={"dp2 x tp2"}))
 def test_dp2_goes_on_from_what_other_meshes_saved(world: World, tmp_path: Path, mesh: str) -> None:
     before, after = run_all(world, save_after, Run(tmp_path, **MESHES[mesh]), 1)
     loaded, _, then = run_all(world, load_newest, Run(tmp_path, DP2))

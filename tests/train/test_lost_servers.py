@@ -220,23 +220,24 @@ def test_a_request_to_stop_while_a_loss_is_handled(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["forward", "regrouping"])
+@pytest.mark.parametrize(("moment", "number"), [("start", 6), ("regrouping", 1)])
 def test_a_lost_worker_ends_it_with_a_sentence(
-    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str
+    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str, number: int
 ) -> None:
-    """Also while the loss of a server is handled; the last checkpoint is not affected."""
-    last = Death(1, moment, 6 if moment == "forward" else 1)
-    seen = run(tmp_path / "out", 2, Death(2, "forward", 5), last)
+    """While the loss of a server is handled, or in the step that is taken again after it."""
+    seen = run(tmp_path / "out", 2, Death(2, "start", 5), Death(1, moment, number))
     assert seen == [None] * len(seen)
     for rank in (0, 3):
         words = "distca: rank 1 is lost (its process ended without a word), so this"
         assert (tmp_path / "out" / f"err-{rank}").read_text().startswith(words)
-    continues(tmp_path / "out", undisturbed, 2)
+    continues(tmp_path / "out", undisturbed, 2, 4)  # that of step 4 may not be complete
 
 
-def continues(out: Path, right: list[dict[str, Any]], first: int) -> None:
-    """Checks that a run continues from its last checkpoint, with the same numbers."""
+def continues(out: Path, right: list[dict[str, Any]], *possible: int) -> None:
+    """Checks that a run continues from a checkpoint, with the same numbers."""
     found = records(run(out, 2))
+    first = found[0]["step"]
+    assert first in possible
     assert [record["step"] for record in found] == list(range(first, STEPS))
     assert [record["loss"] for record in found] == pytest.approx(
         [record["loss"] for record in right[first:]], rel=1e-6

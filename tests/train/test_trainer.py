@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from quick import others_slow
 from ranks import World
 from train.runs import fit, preparing
 
@@ -113,7 +114,7 @@ def test_another_world_goes_on_where_the_first_stopped(
     assert [json.loads(line)["step"] for line in lines] == list(range(20))
 
 
-@pytest.mark.parametrize("tied", ["false", "true"])
+@pytest.mark.parametrize("tied", others_slow(["false", "true"], quick={"false"}))
 def test_stages_go_on_where_one_stage_stopped_and_back(
     world: World, tmp_path: Path, tied: str
 ) -> None:
@@ -133,6 +134,7 @@ def test_stages_go_on_where_one_stage_stopped_and_back(
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> None:
     settings = {"train.steps": "2", "train.eval_every": "2", "train.eval_tokens": "2000"}
     one = run(world, 1, tmp_path / "one", **settings)[-1]
@@ -146,7 +148,7 @@ def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> 
         assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", [*MESHES, "pp2 x dp2"])
+@pytest.mark.parametrize("mesh", others_slow([*MESHES, "pp2 x dp2"], quick={"dp2, ping-pong"}))
 def test_frozen_layers(world: World, mesh: str, tmp_path: Path) -> None:
     ranks, settings = {**MESHES, **OTHERS}[mesh]
     frozen = {"train.frozen": '["seams.0.*", "seams.1.after.*"]', "train.steps": "3"}

@@ -28,6 +28,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     }
 
 
+@pytest.mark.slow
 def test_one_curve(world: World, settings: dict[str, str], tmp_path: Path) -> None:
     alone = run(world, 1, tmp_path / "alone", **settings)
     saved = [record["tokens_saved"] for record in alone]
