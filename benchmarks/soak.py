@@ -3,13 +3,15 @@
     python benchmarks/soak.py               1,000 steps
     python benchmarks/soak.py --steps 60    a quick try
     python benchmarks/soak.py --ranks 4 --servers 2     dedicated servers are lost and come back
+    python benchmarks/soak.py --steps 200 --ranks 4 --servers 2 --share-gpu     over NCCL
 
-Ranks train on the CPU, over gloo, on documents whose lengths change from step to step. Every 20 to
-50 steps a fault comes (``distca train --inject``): a worker is killed in the attention of some
-layer and direction, and all ranks restart from the last checkpoint; a rank freezes for some
-seconds; the attention of a rank is slow for some steps; a dedicated server is killed from outside,
-at whatever it does then, and joins again after its restart. Afterwards the same steps are trained
-without faults.
+Ranks train on the CPU, over gloo, or in turns on one GPU, over NCCL (with MPS, the death of a rank
+would reach the others), on documents whose lengths change from step to step. Every 20 to 50 steps a
+fault comes (``distca train --inject``): a worker is killed in the attention of some layer and
+direction, and all ranks restart from the last checkpoint; a rank freezes for some seconds; the
+attention of a rank is slow for some steps; a dedicated server is killed from outside, at whatever
+it does then, and joins again after its restart. Afterwards the same steps are trained without
+faults.
 
 *Survived*: the run went on to another step. *To the next good step*: seconds from the fault until a
 step is recorded, which for a killed rank includes the start of all ranks. *Losses*: the largest
@@ -44,8 +46,10 @@ import torch
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = 2
+SMALL = f"{{layers={LAYERS}, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}}"
+ON_GPU = f"{{layers={LAYERS}, hidden=256, heads=4, kv_heads=2, head_dim=64, ffn=512}}"
 SETTINGS = (
-    f"model.sizes={{layers={LAYERS}, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}}",
+    "parallel.precision=float32",
     "data.sources=lognormal:300:1.0",
     "data.tokenizer=ids:61",
     "data.context=1024",
@@ -73,6 +77,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of documents, weights and faults")
     parser.add_argument("--every", type=int, nargs=2, default=(20, 50), metavar=("FROM", "TO"))
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS, help="of faults")
+    parser.add_argument("--share-gpu", action="store_true", help="ranks take turns on one GPU")
     parser.add_argument("--folder", type=Path, help="of both runs; it is kept")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -85,6 +90,7 @@ def main() -> None:
     text = report(result)
     print(text)
     name = "soak_servers" if options.servers else "soak"
+    name += "_nccl" if options.share_gpu else ""
     options.out.joinpath(f"{name}.md").write_text(text)
     options.out.joinpath(f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
     sys.exit(bool(result["failures"]))
@@ -132,10 +138,13 @@ class Watched(NamedTuple):
 def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watched:
     """Trains, and samples the processes of the ranks in the meantime."""
     parallel = (f"parallel.servers={options.servers}",) if options.servers else ()
-    given = (f"train.steps={options.steps}", f"train.seed={options.seed}", *SETTINGS, *parallel)
+    sizes = f"model.sizes={ON_GPU if options.share_gpu else SMALL}"
+    length = (f"train.steps={options.steps}", f"train.seed={options.seed}")
+    given = (sizes, *length, *SETTINGS, *parallel)
     command = [
         *(sys.executable, "-m", "distca", "train", f"--ranks={options.ranks}", f"--out={out}"),
         *("--fresh", "--json", f"--max-restarts={len(faults)}"),
+        *(("--share-gpu", "--in-turns") if options.share_gpu else ()),
         *(f"--server-restarts={len(faults)}" for _ in parallel),
         *(f"--set={setting}" for setting in given),
         *(f"--inject={fault}" for fault in faults if not fault.startswith(LOSE)),
@@ -155,8 +164,14 @@ def watch(options: argparse.Namespace, out: Path, faults: Sequence[str]) -> Watc
                 for pid in _children(process.pid):
                     steps, at = starts.setdefault(pid, (len(steps_at), time.monotonic()))
                     is_warm = len(steps_at) >= steps + WARM_UP
-                    if is_warm and time.monotonic() - at > WARM_UP_S and (sample := _sample(pid)):
-                        samples[pid, _rank(pid)].append(sample)
+                    if (
+                        not is_warm
+                        or time.monotonic() - at <= WARM_UP_S
+                        or (rank := _rank(pid)) < 0
+                    ):
+                        continue
+                    if sample := _sample(pid):
+                        samples[pid, rank].append(sample)
                 if to_lose and len(steps_at) > int(to_lose[0].split()[-1]):
                     number = options.ranks - options.servers + int(to_lose[0].split()[2])
                     if _kill(process.pid, number):  # otherwise it is being restarted
@@ -211,7 +226,7 @@ def _kill(launcher: int, rank: int) -> bool:
 
 
 def _rank(pid: int) -> int:
-    """Returns the rank of a process; -1 if it has ended."""
+    """Returns the rank of a process; -1 if it has none, or has ended."""
     try:
         variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
@@ -295,7 +310,9 @@ def compared(
         "command": " ".join(["python benchmarks/soak.py", *sys.argv[1:]]),
         "date": str(date.today()),
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
-        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[2]:.0f}",
+        "hardware": f"{os.cpu_count()} cores, {platform.machine()}, load {os.getloadavg()[2]:.0f}"
+        + (f", {torch.cuda.get_device_name()}" if options.share_gpu else ""),
+        "backend": "NCCL" if options.share_gpu else "gloo",
         "steps": options.steps,
         "ranks": options.ranks,
         "servers": options.servers,
@@ -315,9 +332,9 @@ def report(result: dict[str, Any]) -> str:
         "# A long run with faults",
         "",
         f"`{result['command']}`, {result['date']}, {result['hardware']}, torch"
-        f" {result['versions']['torch']}: {result['steps']} steps on {result['ranks']} gloo ranks"
-        f" ({result['servers']} dedicated servers), {result['seconds'][0]:.0f} s with faults and"
-        f" {result['seconds'][1]:.0f} s without.",
+        f" {result['versions']['torch']}: {result['steps']} steps on {result['ranks']}"
+        f" {result['backend']} ranks ({result['servers']} dedicated servers),"
+        f" {result['seconds'][0]:.0f} s with faults and {result['seconds'][1]:.0f} s without.",
         "",
         "| fault | delivered | survived | s to the next good step, median | worst |",
         "|---|---|---|---|---|",
