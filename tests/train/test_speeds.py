@@ -64,9 +64,8 @@ def test_a_slow_rank_is_compensated_for_its_other_work(world: World, tmp_path: P
         chosen = settings(tmp_path / compensates, **changes)
         runs.append(world(4).run(with_a_slow_rank, chosen, (0, 12), ranks=4)[0])
     without, compensated = ([record["speeds"] for record in records] for records in runs)
-    assert without[-1] == pytest.approx([1, 1, 0.6, 1], abs=0.05)
-    assert compensated[-1][2] < without[-1][2] - 0.05
-    assert (compensated[-1][:2], compensated[-1][3]) == ([1.0, 1.0], 1.0)
+    assert without[-1] == pytest.approx([1, 1, 0.6, 1], abs=0.15)
+    assert compensated[-1][2] < without[-1][2] - 0.1
     losses = [[record["loss"] for record in records] for records in runs]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
