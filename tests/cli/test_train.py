@@ -141,7 +141,7 @@ def stop(out: Path, number: signal.Signals, status: int) -> int:
     assert (process.returncode, err) == (status, "")
     done = len(metrics(out))
     assert said.splitlines()[-1] == (
-        f"stopped after step {done} of 1000000: saved in {out}/checkpoints/step-{done:08d}; the"
+        f"stopped after {done} of 1,000,000 steps: saved in {out}/checkpoints/step-{done:08d}; the"
         " same command continues from there"
     )
     return done
@@ -183,7 +183,7 @@ def test_sigterm_before_ranks_are_started(tmp_path: Path) -> None:
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert err == "stopped before the first step: there was nothing to save\n"
+    assert err == "stopped before the next step: there was nothing new to save\n"
 
 
 @pytest.mark.slow

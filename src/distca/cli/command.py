@@ -27,7 +27,7 @@ from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
 LINE_S = 10.0  # between two lines on the progress, where there is no terminal
-STOPPED_EARLY = "stopped before the first step: there was nothing to save"
+STOPPED_EARLY = "stopped before the next step: there was nothing new to save"
 
 
 class Command(Protocol):

@@ -72,7 +72,7 @@ def outcome(result: Record) -> str:
         return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
         where = f"saved in {found}; the same command continues from there" if found else "not saved"
-        return f"stopped after step {result['step']} of {steps}: {where}"
+        return f"stopped after {result['step']} of {units.several(steps, 'step')}: {where}"
     lost = len(result["lost_servers"])
     joined = len(result["joined_servers"])
     places = []
