@@ -18,11 +18,11 @@ setup: $(READY) ## the pinned environment in .venv
 $(READY): pyproject.toml constraints.txt
 	@echo "installing the pinned environment into .venv: about 2 GB, a few minutes"
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
 $(DOCS_READY): $(READY)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[docs]'
 	@touch $@
 
 check: $(READY) ## lint, format and types

@@ -17,6 +17,8 @@ ROOT = Path(__file__).parent.parent
 EXAMPLE = re.compile(r"```python\n(.*?)```\n(?:\n*```\n(.*?)```)?", re.DOTALL)
 FENCED = re.compile(r"^```.*?^```", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"`[^`\n]*`")
+BY_NAME = re.compile(r"(?<!\\)\[[^\]\n]+\]\[[^\]\n]*\]")
 VARIABLE = re.compile(
     r"environ(?:\.get\(|\[|\.setdefault\()\"(\w+)\"|\"(DISTCA_\w+|CUDA_MPS_\w+)\""
 )
@@ -66,6 +68,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert file.exists(), f"{page.name} links to {target}"
         if anchor:
             assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_brackets_are_no_links_by_accident(page: Path) -> None:
+    """A quoted a['b']['c'] is a link to 'c' otherwise, with which the site is not built."""
+    text = CODE.sub("", FENCED.sub("", page.read_text()))
+    assert BY_NAME.findall(text) == []
 
 
 def test_every_page_is_in_the_navigation() -> None:

@@ -116,6 +116,14 @@ def test_ranks_that_do_not_start_are_left_out(capsys: pytest.CaptureFixture[str]
         Attempts(Config(out="nowhere"), restarts, fewest, check).run(4, fails)
         return found
 
+    def stopped(local_ranks: list[int], restart: int) -> None:
+        error = RankEndedError("a rank failed")
+        error.stop_requested = True
+        raise error
+
+    with pytest.raises(RankEndedError):  # at the first attempt
+        Attempts(Config(out="nowhere"), 3, None, lambda _: None).run(2, stopped)
+    assert capsys.readouterr().err == ""
     assert tried([2, 3], 3, 2) == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 2, 3], [0, 3]]
     assert capsys.readouterr().err.splitlines()[-1].endswith("no checkpoint, with 2 ranks")
     assert tried([2], 2, 2)[2] == [0, 2]

@@ -67,7 +67,7 @@ def test_news_arrive_and_half_a_line_waits_for_its_other_half(tmp_path: Path) ->
         append(folder, line[30:])
         assert len(losses(ask(f"{url}page.json")[1])) == 4
         append(folder, json.dumps(steps(5)[4] | {"stopped": True}) + "\n")
-        assert "was stopped after step 5" in ask(f"{url}page.json")[1]
+        assert "was stopped after 5 " in ask(f"{url}page.json")[1]
 
 
 def test_a_run_that_has_not_begun_yet_can_be_followed(tmp_path: Path) -> None:

@@ -56,8 +56,10 @@ def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     assert all("simulated" in line for line in err.splitlines())  # progress, if it takes long
     assert "\x1b" not in out  # no colors in a pipe
     assert "heads 8" in out.splitlines()[0]
-    for name in ("colocated", "head-tail-cp", "wlb", "distca, given", "distca, balanced"):
+    for name in ("colocated", "wlb", "distca, given", "distca, balanced"):
         assert f"\n{name} " in out
+    assert "\nhead-tail-cp " not in out  # with cp 1
+    assert "head-tail-cp: same sizes and figures as colocated" in out
     assert "as fast as" in out
     assert max(map(len, out.splitlines())) <= 80
 

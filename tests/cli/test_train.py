@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from distca.cli import main
+from distca.cli import compare, main
 from distca.cli.train import _check_trace
 from distca.report.training import comparison, verdict
+from distca.train import trainer
 from distca.train.config import Config
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import COMPLETE
@@ -140,7 +141,7 @@ def stop(out: Path, number: signal.Signals, status: int) -> int:
     assert (process.returncode, err) == (status, "")
     done = len(metrics(out))
     assert said.splitlines()[-1] == (
-        f"stopped after step {done} of 1000000: saved in {out}/checkpoints/step-{done:08d}; the"
+        f"stopped after {done} of 1,000,000 steps: saved in {out}/checkpoints/step-{done:08d}; the"
         " same command continues from there"
     )
     return done
@@ -182,7 +183,7 @@ def test_sigterm_before_ranks_are_started(tmp_path: Path) -> None:
     process.terminate()
     _, err = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert err == "stopped before the first step: there was nothing to save\n"
+    assert err == "stopped before the next step: there was nothing new to save\n"
 
 
 @pytest.mark.slow
@@ -249,6 +250,20 @@ def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path, as_rank: Any) ->
     assert (result["steps_taken"], result["step"], result["stopped"]) == (2, done + 2, False)
     assert [record["step"] for record in metrics(tmp_path)] == [*range(done + 2)]
     assert metrics(tmp_path)[:done] == first
+
+
+def test_compare_shows_a_bar_while_it_builds_its_models(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def build(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
+    monkeypatch.setattr(trainer, "Trainer", build)
+    with pytest.raises(MemoryError):
+        compare.run(Config(), "float32", as_json=False)
+    assert "preparing" in capsys.readouterr().out
 
 
 def test_compare_is_one_table_and_one_picture(tmp_path: Path, as_rank: Any) -> None:

@@ -225,7 +225,11 @@ def page(outcomes: list[Outcome]) -> str:
         lines.append(f"| {result} | {meaning} | {' | '.join(cells)} |")
     lines += ["", HEADER, "|---|---|---|---|"]
     found = sorted(outcomes, key=lambda one: (one.family, one.kind))
-    lines += [f"| {o.family} | {o.kind} | {o.result} | {o.words} |" for o in found]
+    # Errors quote Python, whose brackets would be links.
+    words = [one.words.replace("[", r"\[") for one in found]
+    lines += [
+        f"| {o.family} | {o.kind} | {o.result} | {w} |" for o, w in zip(found, words, strict=True)
+    ]
     return "\n".join(lines) + "\n"
 
 
@@ -233,7 +237,7 @@ def documented() -> dict[tuple[str, str], Outcome]:
     """Returns the rows of the page, by family and kind."""
     if HEADER not in (text := PAGE.read_text()):
         return {}
-    rows = text.partition(HEADER)[2].splitlines()[2:]
+    rows = text.partition(HEADER)[2].replace(r"\[", "[").splitlines()[2:]
     cells = ([cell.strip() for cell in row.split("|")[1:-1]] for row in rows)
     return {(family, kind): Outcome(family, kind, *rest) for family, kind, *rest in cells}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distca.pipeline.mesh import MeshShape
-from distca.pipeline.speeds import WINDOW, LearnedSpeeds
+from distca.pipeline.speeds import WINDOW, LearnedSpeeds, compensated
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.costs.base import PS
 from distca.planning.masks import Mask
@@ -117,6 +117,31 @@ def test_a_rank_without_work_is_measured_again() -> None:
 
 def test_a_rank_that_stands_still_keeps_some_attention() -> None:
     assert learn(LearnedSpeeds(ONES), np.array([1, 1, 1e-9, 1]), 10) == [1.0, 1.0, 0.1, 1.0]
+
+
+def test_compensated_ranks_end_together() -> None:
+    """Attention and other work: each rank does its own share of both at its own speed."""
+    speed, other = np.array([1.0, 1.0, 0.8, 0.9]), 1.5
+    planned = compensated(speed, other)
+    attention = planned / planned.sum() * len(speed)
+    together = len(speed) * (other + 1) / speed.sum()
+    assert (other + attention) / speed == pytest.approx(np.full(4, together), rel=0.01)
+    assert list(compensated(np.array([0.5, 0.0, 0.5]), other)) == [0.5, 0.0, 0.5]
+    assert list(compensated(speed, 0.0)) == list(speed)
+    assert list(compensated(np.array([1.0, 0.5]), 100.0)) == [1.0, 0.05]  # it is still measured
+
+
+def test_a_slow_rank_is_compensated_only_if_other_work_is_told() -> None:
+    for other_s, expected in ((None, [1, 1, 0.6, 1]), (ONES / SLOW, compensated(SLOW, 1.0))):
+        speeds = LearnedSpeeds(ONES)
+        for _ in range(WINDOW):
+            speeds.update(ONES, ONES / SLOW, other_s)
+        assert list(speeds.speed) == list(expected)
+        known = LearnedSpeeds.of_state(json.loads(json.dumps(speeds.state())))
+        assert known.speed == speeds.speed
+        assert known.of_ranks([0, 2], [1, 1]).speed[1] < 0.61
+    equal = LearnedSpeeds(ONES)
+    assert equal.update(ONES, ONES, 7 * ONES) == (1.0,) * 4
 
 
 def simulate(true: Callable[[int], Floats], steps: int, *, learns: bool) -> list[float]:

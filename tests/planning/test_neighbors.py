@@ -88,7 +88,7 @@ def test_sets_of_shards_stay_and_less_is_sent_between_nodes(
 
 
 def test_balanced_plans_send_less_between_nodes() -> None:
-    """As much in all, with the same loads, and less of it between nodes."""
+    """The same shards lie together, and less is sent between nodes, also by tasks that move."""
     draw = np.random.default_rng(0)
     lengths = np.minimum(draw.lognormal(7, 1.6, 60).astype(np.int64) + 1, 32768)
     given_placement = Placement.in_order(lengths, 16)
@@ -100,5 +100,5 @@ def test_balanced_plans_send_less_between_nodes() -> None:
     assert near.imbalance == pytest.approx(anywhere.imbalance, abs=0.01)
     node = np.arange(16) // 4
     before = traffic(anywhere.forward, anywhere.placement, anywhere.shape, node)
-    assert near.traffic.total == before.total
+    assert sets_of_shards(near.placement) == sets_of_shards(anywhere.placement)
     assert near.traffic.cross_node < 0.9 * before.cross_node

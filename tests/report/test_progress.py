@@ -65,3 +65,28 @@ def test_the_bar_shows_the_time_left_of_slow_steps() -> None:
     assert "preparing" in text_of(screen)
     assert "6/10" in text_of(screen)
     assert "0:04:00" in text_of(screen)
+
+
+def test_long_words_leave_room_for_the_time_left() -> None:
+    now = [1000.0]
+    screen = console(is_terminal=True)
+    screen.width = 80
+    screen.get_time = lambda: now[0]  # type: ignore[method-assign]
+    with progress(screen, "step", 2000) as update:
+        for done in (1, 2):
+            now[0] += 60.0
+            update(done, "disaggregated  loss 5.5370  123,456 tokens/s  imbalance 1.73x  saved 9")
+    shown = text_of(screen)
+    assert "2/2000 disaggregated  loss 5.5370  123,456 tokens/s" in shown
+    assert "… 33:18:00\n" in shown
+
+
+def test_a_bar_can_disappear() -> None:
+    texts = []
+    for transient in (False, True):
+        screen = console(is_terminal=True)
+        with progress(screen, "policy", 9, transient=transient) as update:
+            update(8, "greedy")
+        texts.append(text_of(screen))
+    erase = "\x1b[1A\x1b[2K"  # the cursor goes up, and the line is cleared
+    assert [text.endswith(erase) for text in texts] == [False, True]

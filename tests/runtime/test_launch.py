@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from distca.runtime import launch as launching
 from distca.runtime.launch import launch, local_ranks
-from distca.runtime.launched import RankFailedError
+from distca.runtime.launched import RankEndedError, RankFailedError
 
 START = (
     "import os, signal, sys, time; from distca.runtime.launched import reporting;"
@@ -252,6 +253,31 @@ def test_a_signal_before_there_are_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(launching, "_store", signalled)
     stop = launch(program("time.sleep(60)"), 2, tmp_path)
     assert stop == launching.Stop(signal.SIGTERM, early=True)
+
+
+def test_a_failure_knows_of_a_signal_that_came_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a run that was asked to stop is not started again."""
+    asked = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nos.kill(os.getppid(), signal.SIGTERM)\n"
+    killed = "time.sleep(0.3)\nos.kill(os.getpid(), signal.SIGKILL)"
+    with pytest.raises(RankEndedError, match="killed by SIGKILL") as raised:
+        launch(program(asked + killed), 1, tmp_path)
+    assert raised.value.stop_requested
+
+    with pytest.raises(RankEndedError, match="ended with status 7") as raised:
+        launch(program("os._exit(7)"), 1, tmp_path)
+    assert not raised.value.stop_requested
+    end = launching._end
+
+    def signalled(*args: Any) -> None:  # while the other ranks are ended
+        signal.raise_signal(signal.SIGTERM)
+        end(*args)
+
+    monkeypatch.setattr(launching, "_end", signalled)
+    with pytest.raises(RankEndedError, match="ended with status 7") as raised:
+        launch(program("os._exit(7)"), 1, tmp_path)
+    assert raised.value.stop_requested
 
 
 def test_a_second_signal_does_not_wait(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ from distca.runtime.lost_ranks import naming_lost_ranks, watch_ranks
 from distca.runtime.step import StepRunner
 from distca.train import agreement, run_ranks
 from distca.train.config import Config
+from distca.train.faults import parse_all
+from distca.train.injector import steps_with_faults
 from distca.train.serve import serve
 from distca.train.trainer import Trainer
 
@@ -48,6 +50,9 @@ ERRORS = {
 }
 
 
+SIGNALS = {"hangs": signal.SIGSTOP, "is asked to stop": signal.SIGTERM}
+
+
 @dataclass(frozen=True)
 class Death:
     rank: int
@@ -58,7 +63,7 @@ class Death:
 
 @dataclass(frozen=True)
 class Plan:
-    """When servers join and leave, and how long one may be silent.
+    """When servers join and leave, which faults come, and how long one may be silent.
 
     waits: the steps after which the run waits for candidates, and for how many.
     leaves: servers that are asked to leave, and after which step.
@@ -66,6 +71,7 @@ class Plan:
 
     waits: dict[int, int] = field(default_factory=dict)
     leaves: dict[int, int] = field(default_factory=dict)
+    faults: tuple[str, ...] = ()
     silent_s: float = run_ranks.SILENT_S
 
 
@@ -120,14 +126,16 @@ def run(
     try:
         with naming_lost_ranks():
             trainer = Trainer(Config.read(None, settings), tell=told.append)
-            for record in trainer.steps():
-                records.append(record)
-                peers = trainer.context.host.peers
-                while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
-                    time.sleep(0.01)
-                if plan.leaves.get(rank) == record["step"]:
-                    trainer.stop.request()
-                files.append(len(list(FILES.iterdir())) if FILES.exists() else 0)
+            trainer.faults = plan.faults
+            with trainer.stop.on_sigterm():
+                for record in steps_with_faults(trainer, parse_all(plan.faults)):
+                    records.append(record)
+                    peers = trainer.context.host.peers
+                    while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
+                        time.sleep(0.01)
+                    if plan.leaves.get(rank) == record["step"]:
+                        trainer.stop.request()
+                    files.append(len(list(FILES.iterdir())) if FILES.exists() else 0)
     except Exception as raised:
         error = f"{type(raised).__name__}: {raised}"
     pipe.send(asdict(Seen(records, told, error, files)))
@@ -163,7 +171,7 @@ def _die_at(death: Death) -> None:
         if calls[name] == death.number:
             if death.how in ERRORS:
                 raise ERRORS[death.how]
-            os.kill(os.getpid(), signal.SIGSTOP if death.how == "hangs" else signal.SIGKILL)
+            os.kill(os.getpid(), SIGNALS.get(death.how, signal.SIGKILL))
         return method(*args, **kwargs)
 
     patch.object(owner, name, dying).start()

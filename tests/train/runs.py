@@ -123,7 +123,7 @@ def save_with_nan(group: dist.ProcessGroup, settings: list[str]) -> str:
     with torch.no_grad():
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter)[-1] = math.nan
     try:
-        trainer._save(1)
+        trainer._save(0)
     except RuntimeError as error:
         return str(error)
     finally:

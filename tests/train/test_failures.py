@@ -54,7 +54,7 @@ def test_nan_on_one_rank_stops_all_and_saves_nothing(world: World, tmp_path: Pat
     answers = world(2).run(fit_with_nan, settings(tmp_path, **every), [2], ranks=2)
     for _, error, threads in answers:
         assert error == (
-            "RankFailedError: step 3 has a loss of nan and a gradient norm of"
+            "RankFailedError: step 2 has a loss of nan and a gradient norm of"
             f" {error.split('norm of ')[1].split(',')[0]}, so weights were not updated; the last"
             f" checkpoint is {tmp_path}/checkpoints/step-00000002: lower train.lr or train.clip,"
             " look at the data of this step, or set train.skip_non_finite"
@@ -78,13 +78,13 @@ def test_steps_are_skipped_up_to_a_limit(world: World, tmp_path: Path) -> None:
     run = settings(tmp_path / "many", **few)
     records, error, _ = world(2).run(fit_with_nan, run, [1, 2], ranks=2)[0]
     assert [record["step"] for record in records] == [0, 1]
-    assert "step 3 has a loss of nan" in error
+    assert "step 2 has a loss of nan" in error
 
 
 def test_weights_that_are_not_finite_are_not_saved(world: World, tmp_path: Path) -> None:
     error = world(1).run(save_with_nan, settings(tmp_path), ranks=1)[0]
     assert error.startswith(
-        "weights are not finite after step 1, so they are not saved; there is no checkpoint: "
+        "weights are not finite after step 0, so they are not saved; there is no checkpoint: "
     )
     assert steps(tmp_path) == []
 

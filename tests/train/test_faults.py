@@ -29,6 +29,9 @@ TEXTS = {
         "drop connection", "rank", 1, Steps(4, 4), place="between steps"
     ),
     "kill worker 1 step 3 evaluation": Fault("kill", "worker", 1, Steps(3, 3), place="evaluation"),
+    "kill new server 0 step 9 backward": Fault(
+        "kill", "new server", 0, Steps(9, 9), place="backward"
+    ),
     "refuse disk rank 1 step 9": Fault("refuse disk", "rank", 1, Steps(9, 9), place="checkpoint"),
 }
 
@@ -134,6 +137,9 @@ IMPOSSIBLE = [
     ((), "kill worker 4 step 5", "there is no worker 4: this run has workers 0 to 3"),
     ((), "kill server 0 step 5", "this run has no dedicated servers: name a rank, or set"),
     (SERVED, "kill server 2 step 5", "there is no server 2: this run has servers 0 to 1"),
+    ((), "kill new server 0 step 5", "this run has no dedicated servers: name a rank, or set"),
+    (SERVED, "kill new server 0 step 0", "step 0 has no new servers: give a later step"),
+    (SERVED, "kill new server 0 step 3 checkpoint", "new server 0 is a dedicated server and"),
     (SERVED, "kill worker 2 step 5", "there is no worker 2: this run has workers 0 to 1"),
     (SERVED, "refuse disk server 0 step 3", "server 0 is a dedicated server and writes nothing"),
     (SERVED, "kill rank 3 step 3 checkpoint", "rank 3 is a dedicated server and writes nothing"),
@@ -176,6 +182,7 @@ def test_what_cannot_come_in_a_run_is_told(
         ((), "kill rank 0 step 9 evaluation"),
         ((), "stop rank 0 step 8 between steps"),
         (SERVED, "kill server 1 step 0 layer 0"),
+        (SERVED, "kill new server 5 step 1 layer 0"),
         (PIPELINE, "kill rank 0 step 5 tick 1 layer 2 forward"),
         (FROZEN, "kill rank 0 step 5 layer 2 backward"),
     ],
@@ -198,5 +205,6 @@ def test_the_slots_are_those_of_a_plan(settings: tuple[str, ...]) -> None:
 
 def test_ranks_of_workers_and_servers() -> None:
     own, _ = components(*SERVED, ranks=4)
-    texts = ("kill rank 1 step 0", "kill worker 1 step 0", "kill server 1 step 0")
-    assert [Fault.parse(text).rank(own.parallel) for text in texts] == [1, 1, 3]
+    roles = ("rank 1", "worker 1", "server 1", "new server 1")
+    faults = [Fault.parse(f"kill {role} step 1") for role in roles]
+    assert [fault.rank(own.parallel) for fault in faults] == [1, 1, 3, 5]

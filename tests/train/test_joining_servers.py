@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -36,17 +37,44 @@ def test_one_dies_another_joins_and_a_third_leaves(
     ]
     told = seen[0]["told"]
     assert any(
-        words.startswith("rank 3, a dedicated server, has joined before step 4") for words in told
+        words.startswith("rank 3, a dedicated server, has joined before step 3") for words in told
     )
     assert any("rank 2, a dedicated server, has left on request" in words for words in told)
     assert seen[2]["error"] == ""
     assert len(seen[2]["records"]) == 4
     _, fits, refused = seen[3:]
-    assert fits[1:] == ["serves as rank 3 from step 4 on", "the run has ended"]
+    assert fits[1:] == ["serves as rank 3 from step 3 on", "the run has ended"]
     assert refused[0].startswith("ValueError: version of distca is ")
     assert refused[0].endswith(
         " in the run and 0.0.1 here: join it with the same config, versions and files"
     )
+
+
+def test_faults_reach_servers_that_have_joined(
+    tmp_path: Path, undisturbed: list[dict[str, Any]]
+) -> None:
+    """The second server is killed, and then the one that has come in its place."""
+    faults = (
+        "kill server 1 step 0 layer 1 backward",
+        "kill server 1 step 2 layer 0 forward",
+        "kill new server 0 step 4 backward",
+    )
+    plan = Plan(waits={0: 1, 2: 1}, faults=faults)
+    newcomers = Newcomer(wish=3, after=1), Newcomer(after=3)
+    seen = run(tmp_path / "out", 2, newcomers=newcomers, plan=plan)
+    assert check(seen, undisturbed) == [
+        ("lost_servers", 3, 1),
+        ("lost_servers", 3, 1),
+        ("joined_servers", 3, 2),  # before the loss, in the same record
+        ("lost_servers", 4, 1),
+        ("joined_servers", 4, 2),
+    ]
+    losses = [loss for record in records(seen) for loss in record.get("lost_servers", ())]
+    assert [loss["during"] for loss in losses] == ["step 0", "step 2", "step 4"]
+    lines = [json.loads(line) for line in (tmp_path / "out/faults.jsonl").read_text().splitlines()]
+    delivered = [(line["fault"], line["rank"]) for line in lines if "fault" in line]
+    assert delivered == list(zip(faults, (3, 3, 4), strict=True))
+    assert [line["step"] for line in lines if "recovery" in line] == [0, 2, 4]
 
 
 @pytest.mark.slow

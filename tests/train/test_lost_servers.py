@@ -39,7 +39,8 @@ def run(
     """What each rank and then each newcomer has seen; None if it was killed."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    out.mkdir()
+    out.mkdir(exist_ok=True)
+    (out / "store").unlink(missing_ok=True)  # of a run that this one continues
     all_settings = [*SETTINGS, f"out={out}", f"parallel.servers={servers}", *settings]
     size, pipes, processes = workers + servers, [], []
 
@@ -62,7 +63,7 @@ def run(
             if number in hanging:
                 seen.append(None)
                 continue
-            assert pipe.poll(60), f"rank {number} hangs"
+            assert pipe.poll(100), f"rank {number} hangs"
             try:
                 seen.append(pipe.recv())
             except EOFError:
@@ -108,7 +109,7 @@ def test_all_die_one_after_another(tmp_path: Path, undisturbed: list[dict[str, A
     seen = run(tmp_path / "out", 3, *deaths)
     losses = check(seen, undisturbed, 2, 3, 4)
     found = [(loss["rank"], loss["during"], loss["servers"]) for loss in losses]
-    assert found == [(3, "step 2", 2), (2, "an evaluation", 1), (4, "step 4", 0)]
+    assert found == [(3, "step 1", 2), (2, "an evaluation", 1), (4, "step 3", 0)]
     for one in filter(None, seen):
         before, *_, after = one["files"]
         assert after < before  # the connections of old groups are closed
@@ -118,16 +119,16 @@ def test_all_die_one_after_another(tmp_path: Path, undisturbed: list[dict[str, A
 def test_all_die_at_once(tmp_path: Path, undisturbed: list[dict[str, Any]]) -> None:
     seen = run(tmp_path / "out", 2, Death(2, "start", 3), Death(3, "start", 3))
     losses = check(seen, undisturbed, 2, 3)
-    assert [(loss["during"], loss["servers"]) for loss in losses] == [("step 3", 0)] * 2
+    assert [(loss["during"], loss["servers"]) for loss in losses] == [("step 2", 0)] * 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "number", "during"),
     [
-        ("start", 1, "step 1"),
-        ("forward", 6, "step 3"),
-        ("backward", 5, "step 3"),
+        ("start", 1, "step 0"),
+        ("forward", 6, "step 2"),
+        ("backward", 5, "step 2"),
         ("record", 3, "the record of a step"),
         ("record", STEPS, "the record of a step"),
         ("evaluation", 2, "an evaluation"),
@@ -204,9 +205,40 @@ def test_one_that_hangs_is_lost(tmp_path: Path, undisturbed: list[dict[str, Any]
 
 
 @pytest.mark.slow
-def test_a_lost_worker_ends_it_with_a_sentence(tmp_path: Path) -> None:
-    seen = run(tmp_path / "out", 2, Death(2, "forward", 3), Death(1, "forward", 4))
+@pytest.mark.parametrize("asked", [(0,), (1, 2), (0, 1, 2)], ids=str)
+def test_a_request_to_stop_while_a_loss_is_handled(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], asked: tuple[int, ...]
+) -> None:
+    """All ranks take the step again, save and end, whichever of them gets the signal."""
+    stops = [Death(rank, "regrouping", 1, "is asked to stop") for rank in asked]
+    seen = run(tmp_path / "out", 2, Death(3, "forward", 3), *stops)
+    assert [one and one["error"] for one in seen] == ["", "", "", None]
+    found = records(seen)
+    assert [record["step"] for record in found] == [0, 1]
+    assert (found[1]["stopped"], len(found[1]["lost_servers"])) == (True, 1)
+    continues(tmp_path / "out", undisturbed, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("moment", "number"), [("start", 6), ("regrouping", 1)])
+def test_a_lost_worker_ends_it_with_a_sentence(
+    tmp_path: Path, undisturbed: list[dict[str, Any]], moment: str, number: int
+) -> None:
+    """While the loss of a server is handled, or in the step that is taken again after it."""
+    seen = run(tmp_path / "out", 2, Death(2, "start", 5), Death(1, moment, number))
     assert seen == [None] * len(seen)
     for rank in (0, 3):
         words = "distca: rank 1 is lost (its process ended without a word), so this"
         assert (tmp_path / "out" / f"err-{rank}").read_text().startswith(words)
+    continues(tmp_path / "out", undisturbed, 2, 4)  # that of step 4 may not be complete
+
+
+def continues(out: Path, right: list[dict[str, Any]], *possible: int) -> None:
+    """Checks that a run continues from a checkpoint, with the same numbers."""
+    found = records(run(out, 2))
+    first = found[0]["step"]
+    assert first in possible
+    assert [record["step"] for record in found] == list(range(first, STEPS))
+    assert [record["loss"] for record in found] == pytest.approx(
+        [record["loss"] for record in right[first:]], rel=1e-6
+    )

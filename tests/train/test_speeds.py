@@ -55,6 +55,21 @@ def test_a_slow_rank_gets_less_within_ten_steps_and_as_much_as_others_after(
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
+@pytest.mark.slow
+def test_a_slow_rank_is_compensated_for_its_other_work(world: World, tmp_path: Path) -> None:
+    steps = {"train.steps": "12", "parallel.learn_speed": "true"}
+    runs = []
+    for compensates in ("false", "true"):
+        changes = {**steps, "parallel.compensate": compensates}
+        chosen = settings(tmp_path / compensates, **changes)
+        runs.append(world(4).run(with_a_slow_rank, chosen, (0, 12), ranks=4)[0])
+    without, compensated = ([record["speeds"] for record in records] for records in runs)
+    assert without[-1] == pytest.approx([1, 1, 0.6, 1], abs=0.15)
+    assert compensated[-1][2] < without[-1][2] - 0.1
+    losses = [[record["loss"] for record in records] for records in runs]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
 def test_speeds_are_in_the_records_and_given_ones_are_the_start(
     world: World, tmp_path: Path
 ) -> None:
@@ -82,6 +97,14 @@ def test_speeds_are_in_the_records_and_given_ones_are_the_start(
 def test_what_learns(setting: str, learns: bool) -> None:
     config = Config.read(None, ["parallel.learn_speed=true", setting])
     assert setup.learns_speed(config) == learns
+
+
+@pytest.mark.parametrize("setting", ["parallel.learn_speed=false", "parallel.servers=1"])
+def test_compensation_that_cannot_be_is_refused(setting: str) -> None:
+    settings = ["parallel.learn_speed=true", "parallel.compensate=true"]
+    assert Config.read(None, settings).parallel.compensate
+    with pytest.raises(ValueError, match=r"^parallel.compensate = true with learn_speed = .* it"):
+        Config.read(None, [*settings, setting])
 
 
 def test_colocated_runs_do_not_learn() -> None:

@@ -109,6 +109,15 @@ def test_the_share_that_is_evaluated_is_that_of_documents_or_of_tokens(
     assert shown == shares
 
 
+def test_an_export_shows_the_share_of_its_bytes(run: Path, tmp_path: Path) -> None:
+    shares: list[float] = []
+    TrainedRun.open(run).export(tmp_path / "out", torch.bfloat16, shares.append)
+    assert len(shares) > 10  # files that are checked, tensors that are read, a file that is written
+    assert shares == sorted(shares)
+    assert shares[0] > 0
+    assert shares[-1] == 1.0
+
+
 def test_the_exported_tokenizer_is_that_of_the_run(exported: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 

@@ -37,6 +37,8 @@ class Attempts:
             try:
                 return run_once(local_ranks, restart)
             except RankEndedError as error:
+                if error.stop_requested:
+                    raise
                 if restart and not error.had_started and self.min_ranks is not None:
                     local_ranks = self._without(error, local_ranks)
                 fewer = f", with {len(local_ranks)} ranks" if len(local_ranks) < num_ranks else ""

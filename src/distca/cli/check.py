@@ -1,7 +1,9 @@
 """``distca check``: whether packed documents attend to each other in a model of transformers."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -9,9 +11,15 @@ import typer
 
 from distca.cli.command import argument, console, json_switch, option, showing_progress
 from distca.report.checks import checks_table, leaks_words
+from distca.report.progress import Update
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+# How trainers call a model with packed documents: transformers' Trainer passes use_cache=False, and
+# True is the default; some give cu_seq_lens besides position_ids.
+_CALLS = tuple(product((False, True), (False, True)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +49,8 @@ class CheckCommand:
         register()
         loaded = load(self.model)
         names = self.attention or ["sdpa", "distca"]
-        rows: list[dict[str, Any]] = []
-        with showing_progress("attention", len(names), quiet=self.as_json) as update:
-            for number, name in enumerate(names):
-                update(number, name)
-                rows += _rows(loaded, name)
+        with showing_progress("call", len(names) * len(_CALLS), quiet=self.as_json) as update:
+            rows = _rows(loaded, names, update)
         words = leaks_words(rows)
         if self.as_json:
             typer.echo(json.dumps({"model": str(self.model), "checks": rows, "words": words}))
@@ -60,17 +65,21 @@ class CheckCommand:
         raise typer.Exit(1 if False in outcomes else 0 if True in outcomes else 2)
 
 
-def _rows(model: "nn.Module", attention: str) -> list[dict[str, Any]]:
-    """Returns one row for each way in which trainers call a model with packed documents."""
+def _rows(model: "nn.Module", names: Sequence[str], update: Update) -> list[dict[str, Any]]:
+    """Returns a row for each attention and call, or one for an attention whose first call fails."""
     rows: list[dict[str, Any]] = []
-    for use_cache in (False, True):  # transformers' Trainer passes False; True is the default
-        for cu_seq_lens in (False, True):  # besides position_ids
-            outcome = _outcome(model, attention, use_cache, cu_seq_lens)
-            arguments = f"use_cache={use_cache}{', cu_seq_lens' if cu_seq_lens else ''}"
-            if outcome["passed"] is None and not rows:
-                return [{"check": attention, "attention": attention, **outcome}]
-            check = f"{attention}, {arguments}"
-            rows.append({"check": check, "attention": attention, **outcome})
+    failed: set[str] = set()
+    for number, (name, call) in enumerate(product(names, _CALLS)):
+        if name in failed:
+            continue
+        use_cache, cu_seq_lens = call
+        check = f"{name}, use_cache={use_cache}{', cu_seq_lens' if cu_seq_lens else ''}"
+        update(number, check)
+        outcome = _outcome(model, name, use_cache, cu_seq_lens)
+        if outcome["passed"] is None and call == _CALLS[0]:
+            failed.add(name)
+            check = name
+        rows.append({"check": check, "attention": name, **outcome})
     return rows
 
 

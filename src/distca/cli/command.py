@@ -27,7 +27,7 @@ from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
 LINE_S = 10.0  # between two lines on the progress, where there is no terminal
-STOPPED_EARLY = "stopped before the first step: there was nothing to save"
+STOPPED_EARLY = "stopped before the next step: there was nothing new to save"
 
 
 class Command(Protocol):
@@ -132,10 +132,12 @@ def console(quiet: bool = False) -> Console:
     return Console(highlight=False, markup=False, quiet=quiet)
 
 
-def showing_progress(title: str, total: int, *, quiet: bool) -> AbstractContextManager[Update]:
+def showing_progress(
+    title: str, total: int, *, quiet: bool, start: str = ""
+) -> AbstractContextManager[Update]:
     """Shows progress on standard error, since results may be piped to a file."""
     errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
-    return progress(errors, title, total, every_s=LINE_S)
+    return progress(errors, title, total, start=start, transient=True, every_s=LINE_S)
 
 
 def stop_before_first_step() -> None:

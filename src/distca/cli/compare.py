@@ -2,7 +2,7 @@
 
 import json
 import os
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,20 +49,20 @@ def run(config: "Config", precision: str, as_json: bool) -> None:
 
     first, stop, steps = os.environ["RANK"] == "0", StopRequest(), config.train.steps
     train = replace(config.train, checkpoint_every=0, save_at_end=False)
-    trainers = []
-    for name, changes in SIDES.items():
-        parallel = replace(config.parallel, **changes)
-        changed = replace(config, parallel=parallel, train=train, out=str(Path(config.out) / name))
-        trainers.append(Trainer(changed, stop=stop, sides=len(SIDES), survives=False))
-    runs: list[list[dict[str, Any]]] = [[] for _ in trainers]
     names = [name.ljust(max(map(len, SIDES))) for name in SIDES]
+    runs: list[list[dict[str, Any]]] = [[] for _ in SIDES]
     with (
-        progress(console(quiet=as_json or not first), "step", steps) as update,
-        stop.on_sigterm(),
-        closing(trainers[0].steps()) as colocated,
-        closing(trainers[1].steps()) as disaggregated,
+        progress(console(quiet=as_json or not first), "step", steps, start="preparing") as update,
+        ExitStack() as stack,
     ):
-        sides = list(zip(names, (colocated, disaggregated), runs, strict=True))
+        trainers = []
+        for name, changes in SIDES.items():
+            parallel, out = replace(config.parallel, **changes), str(Path(config.out) / name)
+            changed = replace(config, parallel=parallel, train=train, out=out)
+            trainers.append(Trainer(changed, stop=stop, sides=len(SIDES), survives=False))
+        stack.enter_context(stop.on_sigterm())
+        taken = [stack.enter_context(closing(trainer.steps())) for trainer in trainers]
+        sides = list(zip(names, taken, runs, strict=True))
         for step in range(steps):
             for name, side, records in sides if step % 2 == 0 else reversed(sides):
                 records.append(next(side))

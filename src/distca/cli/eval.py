@@ -43,7 +43,9 @@ class EvalCommand:
 
         num_tokens = None if self.tokens is None else parse_tokens(self.tokens)
         trained = TrainedRun.open(self.run_folder, self.step)
-        with showing_progress("percent", 100, quiet=self.as_json) as update:
+        with showing_progress(
+            "percent", 100, quiet=self.as_json, start="reading the checkpoint"
+        ) as update:
 
             def show(share: float, so_far: int) -> None:
                 update(round(100 * share), f"{so_far:,} tokens")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import argument, console, json_switch, option
+from distca.cli.command import argument, json_switch, option, showing_progress
 
 _DTYPES = ("float32", "bfloat16", "float16")
 STEP_HELP = "Step of the checkpoint. Default: the newest."
@@ -37,8 +37,14 @@ class ExportCommand:
         from distca.train.trained import TrainedRun
 
         trained = TrainedRun.open(self.run_folder, self.step)
-        with console(quiet=self.as_json).status(f"reading and writing step {trained.step}"):
-            result = trained.export(self.out, getattr(torch, self.dtype))
+        with showing_progress(
+            "percent", 100, quiet=self.as_json, start="reading the checkpoint"
+        ) as update:
+
+            def show(share: float) -> None:
+                update(round(100 * share), f"step {trained.step}")
+
+            result = trained.export(self.out, getattr(torch, self.dtype), show)
         if self.as_json:
             typer.echo(json.dumps(result))
             return

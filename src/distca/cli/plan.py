@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.cli.command import OUTPUT, argument, console, json_switch, option, showing_progress
 from distca.data.length_names import FORMS
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
@@ -185,17 +185,20 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
     ours, *others = POLICIES
     summaries: list[dict[str, Any]] = []
     rows: list[dict[str, Any]] = []
-    for policy in (policy_of(ours), policy_of(ours, "balanced"), *map(policy_of, others)):
-        try:
-            made = place_and_plan(given, policy, options)
-        except ValueError as error:
-            if not rows:
-                raise  # distca can plan every valid batch, so the input is wrong
-            summaries.append({"policy": policy.name, "error": str(error)})
-            rows.append(summaries[-1])
-        else:
-            summaries.append(summary_of(made))
-            rows.append(comparison_row(made, summaries[-1]))
+    policies = (policy_of(ours), policy_of(ours, "balanced"), *map(policy_of, others))
+    with showing_progress("policy", len(policies), quiet=as_json) as update:
+        for number, policy in enumerate(policies):
+            update(number, policy.name)
+            try:
+                made = place_and_plan(given, policy, options)
+            except ValueError as error:
+                if not rows:
+                    raise  # distca can plan every valid batch, so the input is wrong
+                summaries.append({"policy": policy.name, "error": str(error)})
+                rows.append(summaries[-1])
+            else:
+                summaries.append(summary_of(made))
+                rows.append(comparison_row(made, summaries[-1]))
     if as_json:
         typer.echo(json.dumps({"policies": summaries}))
         return

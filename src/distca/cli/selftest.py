@@ -93,7 +93,7 @@ class SelftestCommand:
         began = time.perf_counter()
         rows, checks = [], checks_of(context, self.out)
         screen = console(quiet=self.as_json or context.rank > 0)
-        with progress(screen, "check", len(checks), every_s=LINE_S) as update:
+        with progress(screen, "check", len(checks), transient=True, every_s=LINE_S) as update:
             for number, (name, check) in enumerate(checks.items()):
                 update(number, name)
                 rows.append({"check": name} | _outcome(name, check, group).to_json())

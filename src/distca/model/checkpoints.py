@@ -10,7 +10,7 @@ both sides rotate the two halves of a head.
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -110,6 +110,7 @@ def save(
     max_file_bytes: int = 5 * 10**9,
     dtype: torch.dtype | None = None,
     extra: Mapping[str, Any] | None = None,
+    show: Callable[[int], None] = lambda num_bytes: None,
 ) -> None:
     """Writes a model as a folder that ``transformers`` loads, replacing the weights in it.
 
@@ -117,6 +118,7 @@ def save(
 
     dtype: the type of the saved tensors; by default that of each parameter.
     extra: further entries of ``config.json``, such as ``bos_token_id`` and ``eos_token_id``.
+    show: called with the bytes of each file.
     """
     from safetensors.torch import save_file
 
@@ -144,6 +146,7 @@ def save(
                 held[name] = whole.to("cpu", dtype or whole.dtype).contiguous()
         if writes:
             save_file(held, folder / file, metadata={"format": "pt"})
+        show(sum(sizes[name] for name in names))
     if writes and WHOLE not in files:
         places = {name: file for file, names in files.items() for name in names}
         index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}

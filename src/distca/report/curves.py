@@ -27,7 +27,7 @@ def draw_comparison(
     losses, speeds = figure.subplots(1, 2)
     sides = (("colocated", colocated, BEFORE), ("disaggregated", disaggregated, AFTER))
     for name, records, color in sides:
-        steps = [record["step"] + 1 for record in records]
+        steps = [record["step"] for record in records]
         below = name == "colocated"  # a wide line, so that both are visible where they are equal
         losses.plot(
             steps,

@@ -12,11 +12,11 @@ def rates_table(record: Record, direction: str) -> Table:
     """Returns the rates of one direction, a row for each number of queries."""
     rates = record[f"{direction}_tflops"]
     unit, scale = _unit(rates)
-    titles = (f"{direction}, {unit}", *map(units.tokens, record["keys"]))
+    titles = (f"{direction},\n{unit}", *(f"\n{units.tokens(keys)}" for keys in record["keys"]))
     table = new_table(*titles, compact=True)
     table.columns[0].style = "bold"
     for queries, row in zip(record["queries"], rates, strict=True):
-        cells = ["" if rate is None else f"{rate * scale:.3g}" for rate in row]
+        cells = ["" if rate is None else _three_digits(rate * scale) for rate in row]
         table.add_row(units.tokens(queries), *cells)
     return table
 
@@ -30,7 +30,7 @@ def profile_facts(record: Record) -> dict[str, str]:
         "versions": ", ".join(f"{name} {one}" for name, one in record["versions"].items()),
     }
     unit, scale = _unit([[record["linear_tflops"]]])
-    facts["linear"] = f"{record['linear_tflops'] * scale:.3g} {unit}"
+    facts["linear"] = f"{_three_digits(record['linear_tflops'] * scale)} {unit}"
     facts["copy"] = f"{units.size(record['copy_bytes_per_s'])}/s read and written"
     for one in record["exchange"] or ():
         speed = f"{units.size(one['bytes_per_s'])}/s sent by each rank"
@@ -42,6 +42,11 @@ def profile_facts(record: Record) -> dict[str, str]:
             f" {units.several(len(record['held_out']), 'held-out call')}"
         )
     return facts
+
+
+def _three_digits(value: float) -> str:
+    """Formats 1.23, 12.3, 123 and 1234, never 1.23e+03."""
+    return f"{value:.0f}" if value >= 99.95 else f"{value:.3g}"
 
 
 def _unit(rates: Sequence[Sequence[float | None]]) -> tuple[str, float]:

@@ -10,39 +10,59 @@ from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 
 Update = Callable[[int, str], None]  # the number of steps that are done, and a few words
+_LEAST_BAR, _MOST_TIME = 6, len("100:00:00")  # characters
 
 
 @contextmanager
 def progress(
-    console: Console, title: str, total: int, *, start: str = "", every_s: float = 0.0
+    console: Console,
+    title: str,
+    total: int,
+    *,
+    start: str = "",
+    transient: bool = False,
+    every_s: float = 0.0,
 ) -> Iterator[Update]:
     """Yields a function that shows how many of ``total`` steps are done.
 
     start: what is being done before the first step.
+    transient: whether the bar disappears at the end.
     every_s: seconds between two lines, and before the first, where there is no terminal.
     """
     lines = _lines(console, title, total, every_s)
-    with lines if not console.is_terminal else _bar(console, title, total, start) as update:
+    bar = _bar(console, title, total, start, transient)
+    with bar if console.is_terminal else lines as update:
         yield update
 
 
 @contextmanager
-def _bar(console: Console, title: str, total: int, start: str) -> Iterator[Update]:
+def _bar(console: Console, title: str, total: int, start: str, transient: bool) -> Iterator[Update]:
     columns = (
         TextColumn("{task.description}"),
-        BarColumn(bar_width=None),
+        BarColumn(bar_width=None, table_column=Column(ratio=1)),  # takes what the others leave
         MofNCompleteColumn(),
         TextColumn("{task.fields[text]}"),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=console, expand=True, speed_estimate_period=math.inf) as bar:
+    with Progress(
+        *columns,
+        console=console,
+        expand=True,
+        speed_estimate_period=math.inf,
+        transient=transient,
+    ) as bar:
         task = bar.add_task(title, total=total, start=False, text=start)
+        fixed = len(f"{title}  {total}/{total}  ") + _LEAST_BAR + _MOST_TIME
 
         def update(done: int, text: str) -> None:
+            shown = Text(text)  # cut here, since rich would cut the time that is left
+            shown.truncate(console.width - fixed, overflow="ellipsis")
             bar.start_task(task)  # the first update is where the rate is measured from
-            bar.update(task, completed=done, text=text)
+            bar.update(task, completed=done, text=shown.plain)
 
         yield update
 

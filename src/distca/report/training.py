@@ -72,7 +72,7 @@ def outcome(result: Record) -> str:
         return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
         where = f"saved in {found}; the same command continues from there" if found else "not saved"
-        return f"stopped after step {result['step']} of {steps}: {where}"
+        return f"stopped after {result['step']} of {units.several(steps, 'step')}: {where}"
     lost = len(result["lost_servers"])
     joined = len(result["joined_servers"])
     places = []
@@ -139,11 +139,8 @@ def comparison_table(compared: Record) -> Table:
     table.add_section()
     steps = {name: units.ratio(value) for name, value in compared["speed_up_of_steps"].items()}
     table.add_row("speed-up", "", units.ratio(compared["speed_up"]))
-    table.add_row(
-        "of single steps, median (lowest to highest)",
-        "",
-        f"{steps['median']} ({steps['lowest']} to {steps['highest']})",
-    )
+    table.add_row("  median of single steps", "", steps["median"])
+    table.add_row("  lowest to highest", "", f"{steps['lowest']} to {steps['highest']}")
     table.add_row("largest relative difference of losses", "", f"{compared['loss_difference']:.1e}")
     return table
 

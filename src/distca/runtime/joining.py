@@ -37,12 +37,16 @@ _LOOK_S = 0.2
 
 @dataclass(frozen=True)
 class Description:
-    """What a run is: its config, its ranks at the start, and the facts that must agree."""
+    """What a run is: its config, its ranks at the start, and the facts that must agree.
+
+    faults: those of ``--inject``, as text, of which some may be for a server that joins.
+    """
 
     config: dict[str, Any]
     num_ranks: int
     ranks_per_node: int | None
     facts: dict[str, Any]
+    faults: list[str]
 
 
 @dataclass(frozen=True, eq=False)

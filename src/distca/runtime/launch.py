@@ -111,6 +111,7 @@ def launch(
     with ExitStack() as stack:
         ranks: list[RankProcess] = []
         received: list[signal.Signals] = []
+        stack.enter_context(_noting_stop(received))
         stack.enter_context(_forward_signals(ranks, received))
         stack.callback(_end, ranks, received)
         store = _store(num_ranks)
@@ -264,6 +265,16 @@ def _raise_ended(rank: RankProcess, code: int) -> NoReturn:
     )
     error.rank = rank.number
     raise error
+
+
+@contextmanager
+def _noting_stop(received: Sequence[signal.Signals]) -> Iterator[None]:
+    """Notes in the failure of a rank that a signal has come before all ranks had ended."""
+    try:
+        yield
+    except RankEndedError as error:
+        error.stop_requested = bool(received)
+        raise
 
 
 def _end(ranks: Sequence[RankProcess], received: Sequence[signal.Signals]) -> None:

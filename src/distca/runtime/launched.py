@@ -29,10 +29,12 @@ class RankEndedError(RankFailedError):
 
     rank: the one that was the first to end; None if that is not known.
     had_started: whether all ranks had begun to work together before.
+    stop_requested: whether a signal has asked the run to stop, so that it is not started again.
     """
 
     rank: int | None = None
     had_started: bool = True
+    stop_requested: bool = False
 
 
 def is_rank() -> bool:

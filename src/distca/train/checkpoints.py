@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from distca.model.llama import Llama
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import together
-from distca.train.digests import SUMS, DigestWriter, check_digests
+from distca.train.digests import SUMS, DigestWriter, ShowBytes, check_digests
 from distca.train.safe_reader import SafePlanner, SafeReader
 from distca.train.state import NamedState, check_weights, set_weights, weights_of
 from distca.train.step_folders import (
@@ -221,15 +221,17 @@ class Checkpoints:
         )
 
 
-def load_weights(model: Llama, path: Path) -> None:
+def load_weights(model: Llama, path: Path, show: ShowBytes = lambda num_bytes: None) -> None:
     """Loads only the weights of a checkpoint, in one process, into a model with memory.
 
     Raises ValueError if the checkpoint is damaged or from another model.
+
+    show: called with the bytes of each file that is checked, and of each tensor that is read.
     """
-    check_digests(path, 0, 1)
+    check_digests(path, 0, 1, show)
     check_weights(model, _saved_in(path), path)
     state = weights_of(model)
-    _read_into(state, path, None)
+    _read_into(state, path, None, show)
     set_weights(model, state)
 
 
@@ -243,7 +245,12 @@ def _saved_in(path: Path) -> Mapping[str, Any]:
         ) from None
 
 
-def _read_into(state: dict[str, Any], path: Path, group: dist.ProcessGroup | None) -> None:
+def _read_into(
+    state: dict[str, Any],
+    path: Path,
+    group: dist.ProcessGroup | None,
+    show: ShowBytes = lambda num_bytes: None,
+) -> None:
     """Reads named tensors; without a group, in this process alone."""
     try:
         with warnings.catch_warnings():
@@ -251,7 +258,7 @@ def _read_into(state: dict[str, Any], path: Path, group: dist.ProcessGroup | Non
             state_dict_loader.load(
                 state,
                 storage_reader=SafeReader(path),
-                planner=SafePlanner(),
+                planner=SafePlanner(show),
                 process_group=group,
                 no_dist=group is None,
             )

@@ -133,6 +133,11 @@ class ParallelSection:
     learn_speed: bool = key(
         False, "Whether plans follow the measured speed of ranks; not with train.deterministic."
     )
+    compensate: bool = key(
+        False,
+        "With learn_speed: whether a slow rank gets even less attention, for its slow linear"
+        " layers; without a pipeline and dedicated servers.",
+    )
     ranks_per_node: int = key(0, "Plan ranks that share a node; 0: as the launcher says.")
 
     @property
@@ -262,6 +267,12 @@ class Config:
         if self.from_step >= 0 and not self.resume:
             raise ValueError(
                 f"from_step = {self.from_step} with resume = false: choose one of them"
+            )
+        if p.compensate and (not p.learn_speed or p.pp > 1 or p.servers):
+            raise ValueError(
+                f"parallel.compensate = true with learn_speed = {str(p.learn_speed).lower()},"
+                f" pp = {p.pp} and servers = {p.servers}: it needs learn_speed = true, pp = 1 and"
+                " no servers, or leave it out"
             )
         _one_of("data.overlong", d.overlong, ("split", "drop"))
         _one_of("parallel.placement", p.placement, PLACEMENTS)

@@ -20,6 +20,7 @@ from torch.futures import Future
 from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError, step_of
 
 SUMS = "SHA256SUMS"
+ShowBytes = Callable[[int], None]  # takes the bytes that have been handled since the last call
 
 
 class DigestWriter(FileSystemWriter):
@@ -56,16 +57,16 @@ class DigestWriter(FileSystemWriter):
         new.rename(path / SUMS)
 
 
-def check_digests(path: Path, rank: int, num_ranks: int) -> None:
+def check_digests(
+    path: Path, rank: int, num_ranks: int, show: ShowBytes = lambda num_bytes: None
+) -> None:
     """Raises DamagedCheckpointError if a file has changed; each rank checks its share of the files.
 
     A checkpoint of an earlier version has no digests, nor has one whose run was killed at its end.
+
+    show: called after each file.
     """
-    if not (path / SUMS).is_file():
-        return
-    lines = (path / SUMS).read_text(errors="replace").splitlines()
-    for line in lines[rank::num_ranks]:
-        digest, _, name = line.partition("  ")
+    for name, digest in _saved_digests(path)[rank::num_ranks]:
         try:
             changed = _digest(path / name) != digest
         except (OSError, ValueError):  # it is gone, or this line is damaged
@@ -75,6 +76,21 @@ def check_digests(path: Path, rank: int, num_ranks: int) -> None:
                 f"{path / name} is damaged (its digest is not that in {SUMS}): load an earlier"
                 " checkpoint"
             )
+        show((path / name).stat().st_size)
+
+
+def digested_bytes(path: Path) -> int:
+    """Returns the size of all files that have a digest and are there."""
+    files = (path / name for name, _ in _saved_digests(path))
+    return sum(file.stat().st_size for file in files if file.is_file())
+
+
+def _saved_digests(path: Path) -> list[tuple[str, str]]:
+    """Returns names and digests."""
+    if not (path / SUMS).is_file():
+        return []
+    lines = (path / SUMS).read_text(errors="replace").splitlines()
+    return [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
 
 
 def _digest(file: Path) -> str:

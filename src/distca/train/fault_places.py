@@ -63,11 +63,17 @@ def _layers(planner: StepPlanner, tick: Tick, slot: int) -> _Layers:
 
 def _no_rank(fault: Fault, planner: StepPlanner) -> str:
     p, number = planner.parallel, fault.number
-    if fault.role == "server" and not p.servers:
+    if fault.role.endswith("server") and not p.servers:
         return "this run has no dedicated servers: name a rank, or set parallel.servers"
-    num = {"rank": p.num_ranks, "worker": p.num_workers, "server": p.servers}[fault.role]
+    nums = {"rank": p.num_ranks, "worker": p.num_workers, "server": p.servers}
+    num = nums.get(fault.role, number + 1)  # how many new servers will join is not known yet
     if number >= num:
-        return f"there is no {fault.role} {number}: this run has {fault.role}s 0 to {num - 1}"
+        later = "; 'new server 0' is the first that joins" if fault.role == "server" else ""
+        return (
+            f"there is no {fault.role} {number}: this run has {fault.role}s 0 to {num - 1}{later}"
+        )
+    if fault.role == "new server" and not fault.steps.last:
+        return "step 0 has no new servers: give a later step"
     if fault.place == CHECKPOINT and fault.rank(p) >= p.num_workers:
         return f"{fault.role} {number} is a dedicated server and writes nothing: name a worker"
     return ""

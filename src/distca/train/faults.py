@@ -5,6 +5,7 @@
     slow rank 2 x0.6 steps 5-12                its attention has 0.6 of its speed
     drop connection worker 0 step 4 evaluation
     refuse disk rank 1 step 9                  the checkpoint after step 9 finds no space
+    kill new server 0 step 20                  the first server that joins under a new rank
 
 The words after the first may come in any order. Steps are numbered as in ``metrics.jsonl``, from 0.
 ``train.fault_places`` compares faults with a run, and ``train.injector`` delivers them.
@@ -31,7 +32,7 @@ BETWEEN, CHECKPOINT, EVALUATION = ("between steps", "checkpoint", "evaluation")
 _NUMBER = r"(\d+(?:\.\d+)?)"
 _CLAUSES = {
     "action": "|".join(ACTIONS),
-    "rank": r"(rank|worker|server) (\d+)",
+    "rank": r"(rank|worker|server|new server) (\d+)",
     "duration": rf"for {_NUMBER} ?s",
     "speed": rf"x{_NUMBER}",
     "step": r"step (\d+)|steps (\d+)-(\d+)",
@@ -56,7 +57,7 @@ class Steps(NamedTuple):
 class Fault:
     """One fault of one rank; ``str`` returns the text from which it is parsed.
 
-    role, number: "rank", "worker" or "server", and which one.
+    role, number: "rank", "worker", "server" or "new server", and which one.
     seconds: how long a rank is stopped; None: for good.
     speed: of a slow rank, relative to what it has otherwise.
     tick, layer: of the attention before which it comes; None: any.
@@ -90,8 +91,12 @@ class Fault:
         return self.action != SLOW and self.place in ("", *DIRECTIONS)
 
     def rank(self, parallel: MeshShape) -> int:
-        """Returns its rank: workers come first, then dedicated servers."""
-        return self.number + (parallel.num_workers if self.role == "server" else 0)
+        """Returns its rank: workers come first, then dedicated servers, then new ones.
+
+        parallel: the mesh at the start. A server that comes back keeps its rank.
+        """
+        first = {"server": parallel.num_workers, "new server": parallel.num_ranks}
+        return self.number + first.get(self.role, 0)
 
     @classmethod
     def parse(cls, text: str) -> Fault:

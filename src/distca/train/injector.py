@@ -46,24 +46,30 @@ from distca.train.trainer import Trainer
 def fit_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> list[Record]:
     """Trains as ``Trainer.fit`` does, with faults. Raises ValueError for one that cannot come."""
     with together(trainer.context.world_group):
-        planner = trainer.ranks.planner
-        check_faults(faults, planner, trainer.config.train)
-        log = FaultLog(trainer.folder)
-        missing = log.missing(faults)
-    rank, parallel = trainer.context.rank, trainer.context.parallel
-    mine = [fault for fault in missing if fault.rank(parallel) == rank]
+        check_faults(faults, trainer.ranks.planner, trainer.config.train)
+    trainer.faults = [str(fault) for fault in faults]
+    with trainer.stop.on_sigterm():
+        taken = list(steps_with_faults(trainer, faults))
+    return [] if trainer.context.rank else taken
+
+
+def steps_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> Iterator[Record]:
+    """Trains as ``Trainer.steps`` does, with the faults of this rank that have not come yet.
+
+    A server that has joined a run later calls it too.
+    """
+    rank, planner, log = trainer.context.rank, trainer.ranks.planner, FaultLog(trainer.folder)
+    mine = [one for one in log.missing(faults) if one.rank(trainer.own.parallel) == rank]
     injector = Injector(mine, rank, TickSlots.of(planner), planner.ping_pong, log)
     if mine:
         injector.follow(trainer)
-    taken: list[Record] = []
-    with trainer.stop.on_sigterm():
-        for record in trainer.steps():
-            restarted = num_restarts() > 0 and not taken
-            if not rank and (restarted or "lost_servers" in record):
-                log.recovered(record["step"])
-            taken.append(record)
-            injector.end(record["step"])
-    return [] if rank else taken
+    restarted = num_restarts() > 0
+    for record in trainer.steps():
+        if not rank and (restarted or "lost_servers" in record):
+            log.recovered(record["step"])
+        restarted = False
+        yield record
+        injector.end(record["step"])
 
 
 class Injector:

@@ -54,6 +54,7 @@ class RunRanks:
 
     runner_options: those of ``StepRunner.of``.
     learn_speed: whether plans follow the measured speed of each rank.
+    compensate: whether slow ranks get less attention for their other work too.
     tell: called with a sentence for each server that is lost.
     """
 
@@ -64,11 +65,13 @@ class RunRanks:
         runner_options: dict[str, Any],
         *,
         learn_speed: bool,
+        compensate: bool,
         tell: Callable[[str], None],
     ) -> None:
         self.context, self.planner = context, planner
         self.runner = StepRunner.of(context, **runner_options)
         self._speeds = LearnedSpeeds(planner.speed) if learn_speed else None
+        self._compensates = compensate
         self._runner_options, self._tell = runner_options, tell
         self._first_planner = planner
         self._batches: Prefetcher | None = None
@@ -188,16 +191,22 @@ class RunRanks:
         _log.log(logging.WARNING if is_launched() else logging.INFO, "%s", change)
         self._tell(str(change))
 
-    def learn_speed(self, planned_s: torch.Tensor, measured_s: torch.Tensor) -> None:
+    def learn_speed(
+        self, planned_s: torch.Tensor, measured_s: torch.Tensor, other_s: torch.Tensor
+    ) -> None:
         """Plans later steps with the speeds that follow from the attention [ranks] of a step.
 
         The ranks of a tensor-parallel group have the same plans, and its slowest rank counts.
+
+        other_s: [ranks] seconds in which ranks neither computed attention nor waited.
         """
         if self._speeds is None:
             return
         groups = (-1, self.context.parallel.tp)
-        planned, measured = (x.view(groups).amax(1).numpy() for x in (planned_s, measured_s))
-        speed = self._speeds.update(planned, measured)
+        planned, measured, other = (
+            x.view(groups).amax(1).numpy() for x in (planned_s, measured_s, other_s)
+        )
+        speed = self._speeds.update(planned, measured, other if self._compensates else None)
         if speed != tuple(self.planner.speed):
             self.planner = self.planner.with_speed(speed)
 

@@ -7,10 +7,12 @@ and nothing else, and values are plain numbers. docs/security.md says what is tr
 
 import io
 import pickle
+from collections.abc import Callable
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -57,7 +59,18 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Loads values that are not tensors with ``weights_only``, into a state dict without levels."""
+    """Loads values that are not tensors with ``weights_only``, into a state dict without levels.
+
+    show: called with the bytes of each piece of a tensor that has been read.
+    """
+
+    def __init__(self, show: Callable[[int], None] = lambda num_bytes: None) -> None:
+        super().__init__()
+        self._show = show
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        super().commit_tensor(read_item, tensor)
+        self._show(tensor.nbytes)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.original_state_dict[read_item.dest_index.fqn] = torch.load(value, weights_only=True)

@@ -15,6 +15,8 @@ from distca.runtime.launched import end_to_be_started_again
 from distca.runtime.rank_device import local_device
 from distca.train import agreement, setup
 from distca.train.config import Config
+from distca.train.faults import parse_all
+from distca.train.injector import steps_with_faults
 from distca.train.stop import StopRequest
 from distca.train.trainer import Trainer
 
@@ -41,8 +43,8 @@ def serve(run: Run, *, wish: int | None = None, tell: Callable[[str], None]) -> 
             tell("left before there was a place" if stop.requested else "the run has ended")
             return
         trainer = Trainer.of_new_server(config, own, joined, stop)
-        tell(f"serves as rank {joined.context.rank} from step {trainer.first_step + 1} on")
-        for _ in trainer.steps():
+        tell(f"serves as rank {joined.context.rank} from step {trainer.first_step} on")
+        for _ in steps_with_faults(trainer, parse_all(description.faults)):
             pass
     if not trainer.is_needed:
         tell("left the run, since a server of another tp index is lost")

@@ -26,6 +26,7 @@ from distca.runtime.step import StepRunner
 from distca.train import setup
 from distca.train.checkpoints import load_weights
 from distca.train.config import Config, ParallelSection
+from distca.train.digests import digested_bytes
 from distca.train.evaluate import NAMES, losses_by_length
 from distca.train.hf_tokenizer import special_ids, write_tokenizer
 from distca.train.step_folders import find, newest, step_of
@@ -67,11 +68,18 @@ class TrainedRun:
     def step(self) -> int:
         return step_of(self.checkpoint)
 
-    def export(self, out: Path, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    def export(
+        self,
+        out: Path,
+        dtype: torch.dtype = torch.float32,
+        show: Callable[[float], None] = lambda share: None,
+    ) -> dict[str, Any]:
         """Writes the model and its tokenizer as a folder that ``transformers`` loads.
 
         Returns the checkpoint, the files, and whether there is a tokenizer among them: a run on
         token ids has none.
+
+        show: called with the share of all bytes that have been checked, read or written.
         """
         if out.exists() and not (out.is_dir() and not any(out.iterdir())):
             raise ValueError(f"{out} exists and is not an empty folder: choose another --out")
@@ -81,9 +89,17 @@ class TrainedRun:
         to_hf(config)  # refuses, before anything is read, a model that transformers does not have
         model = on_meta(config)
         materialize(model, "cpu")
-        load_weights(model, self.checkpoint)
+        done, total = 0, digested_bytes(self.checkpoint)
+        total += sum(p.numel() * (p.itemsize + dtype.itemsize) for p in model.parameters())
+
+        def add(num_bytes: int) -> None:
+            nonlocal done
+            done += num_bytes
+            show(done / total)
+
+        load_weights(model, self.checkpoint, add)
         ids = special_ids(tokenizer)
-        save(model, out, dtype=dtype, extra=ids)
+        save(model, out, dtype=dtype, extra=ids, show=add)
         (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
         has_tokenizer = write_tokenizer(self.config.data, tokenizer, config.context, out)
         files = sorted(path.name for path in out.iterdir())

@@ -12,8 +12,9 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -107,6 +108,7 @@ class Trainer:
         self.folder, self._lock = Path(config.out), None
         self.first_step, self._skipped = 0, 0
         self.before_step: Callable[[int], None] | None = None  # also if it is taken again
+        self.faults: Sequence[str] = ()  # of ``--inject``, for servers that join
         self.model: Llama | None = None
         self.is_needed = True  # until a server of the same set is lost
 
@@ -118,6 +120,7 @@ class Trainer:
             own.planner,
             setup.runner_options(self.config, self.device),
             learn_speed=setup.learns_speed(self.config),
+            compensate=self.config.parallel.compensate,
             tell=self._tell_user,
         )
 
@@ -151,12 +154,12 @@ class Trainer:
                 with self._tracing(step), named(f"step {step}"):
                     record = self._step(step)
                 if saved := train.saves_after(step):
-                    self._save(step + 1)
+                    self._save(step)
                 if train.evaluates_after(step):
                     record |= self.evaluate()
                     record["stopped"] = self.ranks.survive("a request to stop", self._stop_now)
                 if record["stopped"] and train.save_at_end and not saved:
-                    self._save(step + 1)
+                    self._save(step)
                 record |= self.ranks.take_changes()
                 if records is not None:
                     records.write(record)
@@ -203,17 +206,19 @@ class Trainer:
         """Returns what a process has to know that wants to join; the first rank publishes it."""
         if self._host.peers is None or self.context.rank:
             return None
+        config = replace(self.config, out=str(self.folder.absolute()))
         return Description(
-            config=self.config.to_json(),
+            config=config.to_json(),
             num_ranks=self.own.parallel.num_ranks,
             ranks_per_node=self.own.planner.options.ranks_per_node,
             facts=setup.facts_of(self.config, self.own, self.device),
+            faults=list(self.faults),
         )
 
     def _change_servers(self, step: int) -> None:
         """Lets servers leave and join before a step."""
         state = {"step": step, "loader": self._loader_state, "skipped": self._skipped}
-        self.ranks.change_servers(f"step {step + 1}", state)
+        self.ranks.change_servers(f"step {step}", state)
 
     def _lock_folder(self) -> RunLock | None:
         """Locks the folder on rank 0, unless the launcher has done so."""
@@ -287,7 +292,7 @@ class Trainer:
         start = time.perf_counter()
         self._loader_state = self.ranks.batch.loader_state
         compute = partial(self._compute_gradients, step)
-        loss, norm, skipped = self.ranks.survive(f"step {step + 1}", compute)
+        loss, norm, skipped = self.ranks.survive(f"step {step}", compute)
         if self.model is not None:
             self._update(step, skipped)
         taken = time.perf_counter() - start
@@ -296,7 +301,7 @@ class Trainer:
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > self.config.train.skip_non_finite:
             self._fail(
-                f"step {step + 1} has a loss of {record['loss']:.4g} and a gradient norm of"
+                f"step {step} has a loss of {record['loss']:.4g} and a gradient norm of"
                 f" {record['grad_norm']:.4g}, so weights were not updated"
             )
         return record
@@ -373,7 +378,9 @@ class Trainer:
         both = torch.cat([mine, ticks.flatten()])
         everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(both))
         ranks = Measured.of_ranks(everyone[:, : len(mine)])
-        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"])
+        idle = ranks["exposed_s"] + ranks["waited_s"]
+        other = ranks["seconds"] - ranks["attention_s"] - idle
+        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"], other)
         self.ranks.plan_change(ranks["leaves"], ranks["admits"])
         record = step_record(ranks, fetched, self.model_config, self.device)
         if self.context.rank == 0 and len(ticks) > 2:
@@ -391,8 +398,10 @@ class Trainer:
         return tracing(self.folder / "traces", self.context.rank, all_ranks)
 
     def _save(self, step: int) -> None:
+        """Writes the checkpoint after a step; it is named by how many steps were taken."""
         bad = self.model is not None and not is_finite(self.model)
         if self.ranks.survive("a checkpoint", lambda: self._host.any(bad)):
             self._fail(f"weights are not finite after step {step}, so they are not saved")
         if self.model is not None:
-            self.checkpoints.save(step, {"step": step, "loader": self._loader_state})
+            extra = {"step": step + 1, "loader": self._loader_state}
+            self.checkpoints.save(step + 1, extra)

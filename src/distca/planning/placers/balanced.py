@@ -8,7 +8,7 @@ documents, which bring tokens but little attention:
 2. Cut documents from the tail. A slice fills a worker if its *net* load, which is its load less
    density x its tokens, equals the worker's capacity less density x the worker's tokens.
 3. Put slices and medium documents, the largest net load first, on the worker with the most net
-   headroom.
+   headroom. Workers that would send too much swap slices with others (``senders``).
 4. Put the short documents, the densest first, on the worker with the most headroom beyond what its
    remaining tokens are expected to bring.
 5. Even out the token counts to one tile by moving heads of documents, which have little attention.
@@ -30,6 +30,7 @@ from distca.planning.placement import Placement
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
+from distca.planning.placers.senders import even_out_senders
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
@@ -257,5 +258,6 @@ def _deal_long(
     dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
-    deal_slices(slicer, slices, dealt, traffic_limit)
+    worker, slices = deal_slices(slicer, slices, dealt, traffic_limit)
+    dealt.put(even_out_senders(worker, slices, len(capacity), tokens, traffic_limit), slices)
     return dealt

@@ -53,6 +53,8 @@ def _deal(
     sequence, stream: [shards] the sequence to which a shard belongs, and where in it it starts.
     group, tokens: [sequences] the group of workers over which it is dealt, and its length.
     """
+    if cp == 1:  # a group of one holds it all already: a cut would only add a task
+        return placement
     chunk = np.tile(np.arange(2 * cp), len(tokens))
     owner = np.repeat(np.arange(len(tokens)), 2 * cp)
     low, high = tokens[owner] * chunk // (2 * cp), tokens[owner] * (chunk + 1) // (2 * cp)

@@ -7,6 +7,7 @@ documents that would otherwise take its place. ``balanced.py`` explains the dens
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ import numpy as np
 from distca.planning.placement import Shard
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints
+from distca.planning.spans import Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 
@@ -152,6 +153,13 @@ class DealtShards:
     def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
         return cls(capacity.copy(), np.full_like(capacity, tokens), [], short)
 
+    def put(self, worker: Ints, slices: Sequence[Slice]) -> None:
+        """Puts slices on their workers."""
+        for rank, one in zip(worker.tolist(), slices, strict=True):
+            self.shards.append(Shard(rank, one.document, one.start, one.stop))
+        np.subtract.at(self.headroom, worker, [one.load for one in slices])
+        np.subtract.at(self.tokens_left, worker, [one.size for one in slices])
+
     def net_headroom(self, density: float) -> Floats:
         """[workers] Returns headroom less density x tokens left.
 
@@ -162,15 +170,18 @@ class DealtShards:
 
 def deal_slices(
     slicer: Slicer, slices: list[Slice], dealt: DealtShards, traffic_limit: float
-) -> None:
-    """Puts slices, the largest net load first, on the worker with the most net headroom.
+) -> tuple[Ints, list[Slice]]:
+    """Deals slices, the largest net load first, to the worker with the most net headroom.
 
-    A slice that is too large for it is cut, and its lower end is put elsewhere.
+    A slice that is too large for it is cut, and its lower end is dealt like the others. Returns the
+    worker of each slice, and the slices.
     """
     queue = [_heaviest_first(one) for one in slices]
     heapq.heapify(queue)
     workers = _Workers(dealt, slicer.density, traffic_limit)
     smallest = WORTH_A_CUT * max(workers.net_headroom)
+    chosen: list[int] = []
+    parts: list[Slice] = []
     while queue:
         *_, upper = heapq.heappop(queue)
         worker = workers.best(upper)
@@ -179,10 +190,10 @@ def deal_slices(
             upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
             for one in lower:
                 heapq.heappush(queue, _heaviest_first(one))
-        dealt.shards.append(Shard(worker, upper.document, upper.start, upper.stop))
-        dealt.headroom[worker] -= upper.load
+        chosen.append(worker)
+        parts.append(upper)
         workers.take(worker, upper)
-    dealt.tokens_left[:] = workers.tokens_left
+    return as_ints(chosen), parts
 
 
 def _heaviest_first(one: Slice) -> tuple[float, int, int, Slice]:

@@ -207,13 +207,10 @@ def _state(run: Run) -> str:
     if not run.records:
         return f"{run.name} has no finished step yet."
     done = run.records[-1]["step"] + 1
+    words = units.several(done, "step") if steps is None else f"{done} of {steps} steps"
     if run.records[-1].get("stopped"):
-        return f"{run.name} was stopped after step {done}" + (f" of {steps}." if steps else ".")
-    if steps is None:
-        return f"{run.name}: {units.several(done, 'step')}."
-    return f"{run.name}: " + (
-        f"all {steps} steps." if done >= steps else f"{done} of {steps} steps."
-    )
+        return f"{run.name} was stopped after {words}."
+    return f"{run.name}: " + (f"all {steps} steps." if steps and done >= steps else f"{words}.")
 
 
 def _setup(run: Run, runs: Sequence[Run]) -> Iterable[str]:
