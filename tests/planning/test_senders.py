@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from distca.data.lengths import prolong
 from distca.planning.api import place_and_plan
 from distca.planning.placement import Placement
-from distca.planning.placers import senders
+from distca.planning.placers import balanced
 from distca.planning.placers.senders import EXCESS_TOKENS, NET_DIFFERENCE, even_out_senders
 from distca.planning.placers.slices import Slice
 from distca.planning.policies import policy_of
@@ -80,7 +80,7 @@ def test_the_most_that_any_worker_sends_or_receives_never_grows(
 def test_no_worker_of_long_documents_sends_much_more_than_it_may_receive(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The largest sender had 1.7 times the bytes of the largest receiver before."""
+    """Before they are evened out, the largest sender has 1.7 x the bytes of any receiver."""
     tokens = Placement.in_order(prolong(131072).batch(128 * 131072, 0), 128)
 
     def ratio() -> float:
@@ -89,5 +89,5 @@ def test_no_worker_of_long_documents_sends_much_more_than_it_may_receive(
         return float(plan.traffic.send.max() / plan.traffic.recv.max())
 
     swapped = ratio()
-    monkeypatch.setattr(senders, "SWAPS", 0)
-    assert swapped < 1.1 < 1.3 < ratio()
+    monkeypatch.setattr(balanced, "SENDERS_AHEAD", np.inf)  # never evened out
+    assert swapped < 1.2 < 1.4 < ratio()

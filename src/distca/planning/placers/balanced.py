@@ -8,11 +8,13 @@ documents, which bring tokens but little attention:
 2. Cut documents from the tail. A slice fills a worker if its *net* load, which is its load less
    density x its tokens, equals the worker's capacity less density x the worker's tokens.
 3. Put slices and medium documents, the largest net load first, on the worker with the most net
-   headroom. Workers that would send too much swap slices with others (``senders``).
+   headroom.
 4. Put the short documents, the densest first, on the worker with the most headroom beyond what its
    remaining tokens are expected to bring.
 5. Even out the token counts to one tile by moving heads of documents, which have little attention.
 6. If workers are above their capacity, try a higher density, as long as this lowers their surplus.
+7. If a worker then sends much more than any receives, try the same density once more, and let such
+   workers swap slices after step 3 (``senders``). Keep the result if it lowers the peak.
 
 A slice that ends at position m needs m keys, wherever they live, so a document with slices that end
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
@@ -27,6 +29,7 @@ import numpy as np
 
 from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
+from distca.planning.placers.attempts import Attempt, Measure
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
@@ -44,13 +47,14 @@ NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents
 MEDIUM = 0.05  # share of a worker's net headroom above which documents are put like slices
 MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
-CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
-ALIKE = 0.02  # relative difference between surpluses that are about the same
-MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
 AHEAD = 0.5  # tolerances by which forward may exceed backward if backward weighs more
 FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
+SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
+SENT_OFTEN = 1.5  # if a worker sends its tokens so often
+LOWER_PEAK = 0.8  # share of the peak to which that must lower it
+SWAPPED_SURPLUS = 0.05  # that tasks may have to move then
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
 
 
@@ -73,7 +77,7 @@ def _even_placement(problem: Problem) -> Placement:
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [Placement.from_shards(lengths, nearest.table, num_workers, prefixes, two_way)]
+        candidates = [_placement(nearest, problem)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return candidates[0]
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
@@ -91,44 +95,63 @@ def _even_placement(problem: Problem) -> Placement:
     return min(candidates, key=lambda candidate: _quality(candidate, problem))
 
 
-class _Attempt(NamedTuple):
-    """A placement for one density, with every task at home."""
-
-    moved_bytes: int  # an estimate, after scheduling
-    surplus: float  # load above the capacity of workers, as a share; the larger of both directions
-    ahead: float  # by how much the imbalance of forward is larger than that of backward
-    density: int  # its index
-    table: Ints  # of shards, as in ``filling``
-
-    @property
-    def quality(self) -> tuple[bool, float]:
-        return self.surplus > 0.0, self.moved_bytes
-
-    def is_like(self, other: _Attempt) -> bool:
-        """Returns whether the surplus is about the same."""
-        return abs(self.surplus - other.surplus) <= ALIKE * other.surplus
-
-    def is_closer(self, other: _Attempt) -> bool:
-        """Returns whether it moves fewer bytes, or has a much smaller surplus."""
-        return self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
+def _search(problem: Problem) -> Attempt | None:
+    """Returns the best placement for any density, with slices swapped if that lowers the peak."""
+    measure = Measure(problem)
+    plain = _search_densities(measure)
+    if plain is None or not _sends_too_much(plain, problem):
+        return plain
+    loads = _Loads.of(problem, problem.cost.sum_ps, TARGETS[0])
+    if plain.density >= len(loads.densities):
+        return plain
+    even = _attempt(measure, loads, plain.density, even_senders=True)
+    is_lower = even.peak_bytes <= LOWER_PEAK * plain.peak_bytes
+    return even if is_lower and even.surplus <= SWAPPED_SURPLUS else plain
 
 
-def _search(problem: Problem) -> _Attempt | None:
+def _sends_too_much(attempt: Attempt, problem: Problem) -> bool:
+    """Returns whether a worker sends much more than any receives, and its tokens several times."""
+    tokens = int(problem.placement.lengths.sum()) / problem.placement.num_workers
+    least = max(
+        SENDERS_AHEAD * attempt.received_bytes, SENT_OFTEN * problem.shape.kv_bytes * tokens
+    )
+    return attempt.peak_bytes > least
+
+
+def _placement(attempt: Attempt, problem: Problem) -> Placement:
+    of = problem.placement
+    return Placement.from_shards(of.lengths, attempt.table, of.num_workers, of.prefixes, of.two_way)
+
+
+class _Loads(NamedTuple):
+    """What documents cost, what workers may take of it, and the densities to try."""
+
+    documents: DocumentLoads
+    capacity: Floats  # [workers]
+    densities: list[float]
+
+    @classmethod
+    def of(cls, problem: Problem, cost_ps: CostFunction, target: float) -> _Loads:
+        documents = problem.document_loads(cost_ps)
+        total, tolerance = int(documents.whole.sum()), target * problem.tolerance
+        capacity = problem.devices.workers_only().capacity(total, tolerance).astype(np.float64)
+        return cls(documents, capacity, _densities(documents, capacity))
+
+
+def _search_densities(measure: Measure) -> Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes."""
-    workers = problem.devices.workers_only()
-    measure, most_ahead = _Measure(problem), AHEAD * problem.tolerance
-    nearest: _Attempt | None = None
+    problem = measure.problem
+    most_ahead = AHEAD * problem.tolerance
+    nearest: Attempt | None = None
     for target in TARGETS:
         cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
         if nearest is not None and nearest.ahead > 0:
             cost_ps = _equal_weights(problem)
-        documents = problem.document_loads(cost_ps)
-        total = int(documents.whole.sum())
-        capacity = workers.capacity(total, target * problem.tolerance).astype(np.float64)
+        loads = _Loads.of(problem, cost_ps, target)
         if nearest is None:
-            found = _ascend(measure, documents, capacity, 0, most_ahead)
+            found = _ascend(measure, loads, 0, most_ahead)
         else:
-            found = _ascend(measure, documents, capacity, nearest.density, np.inf)
+            found = _ascend(measure, loads, nearest.density, np.inf)
         if nearest is None or (found is not None and found.quality < nearest.quality):
             nearest = found
         if nearest is None or nearest.surplus > NEAR_MISS:
@@ -138,19 +161,15 @@ def _search(problem: Problem) -> _Attempt | None:
     return nearest
 
 
-def _ascend(
-    measure: _Measure, documents: DocumentLoads, capacity: Floats, index: int, most_ahead: float
-) -> _Attempt | None:
+def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> Attempt | None:
     """Tries densities from an index on, as long as the surplus falls; returns the best attempt.
 
     most_ahead: by how much forward may be ahead; with more, no density will meet its bound.
     """
-    densities = _densities(documents, capacity)
-    attempts: list[_Attempt] = []
+    attempts: list[Attempt] = []
     steps = 1
-    while index < len(densities):
-        dealt = _deal_long(documents, capacity, densities[index], measure.problem.grain)
-        here = measure(index, fill_up(documents, dealt, measure.problem.grain))
+    while index < len(loads.densities):
+        here = _attempt(measure, loads, index)
         before = attempts[-1] if attempts else None
         attempts.append(here)
         # Where the cuts are about the same as before, only a larger step may change them.
@@ -162,6 +181,13 @@ def _ascend(
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps
     return min(attempts, key=lambda attempt: attempt.quality, default=None)
+
+
+def _attempt(measure: Measure, loads: _Loads, index: int, *, even_senders: bool = False) -> Attempt:
+    """Places all documents with one of the densities."""
+    grain = measure.problem.grain
+    dealt = _deal_long(loads, loads.densities[index], grain, even_senders=even_senders)
+    return measure(index, fill_up(loads.documents, dealt, grain))
 
 
 def _equal_weights(problem: Problem) -> CostFunction:
@@ -177,40 +203,6 @@ def _equal_weights(problem: Problem) -> CostFunction:
         return weighted + backward(queries, keys, pairs)
 
     return cost_ps
-
-
-class _Measure:
-    """Estimates the bytes that placements move: keys, and the tasks of workers with a surplus."""
-
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        costs = (problem.cost.forward, problem.cost.backward)
-        self._directions = [(cost, problem.document_loads(cost.ps)) for cost in costs]
-
-    def __call__(self, index: int, table: Ints) -> _Attempt:
-        problem, shape = self.problem, self.problem.shape
-        workers = problem.devices.workers_only()
-        worker, document, start, stop = table.T
-        keys = problem.masks.num_keys(document, start, stop) - (stop - start)
-        # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
-        q, kv = shape.qo_bytes, shape.kv_bytes
-        c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
-        surplus, task_bytes, imbalance = [], [], []
-        for cost, documents in self._directions:
-            load = np.zeros(workers.num_ranks, np.int64)
-            np.add.at(load, worker, documents.load_of_shards(document, start, stop))
-            total = int(load.sum())
-            above = np.maximum(load - workers.capacity(total, problem.tolerance), 0)
-            surplus.append(int(above.sum()) / max(total, 1))
-            task_bytes.append(int(np.rint(c * np.sqrt(above / cost.min_ps_per_pair)).sum()))
-            imbalance.append(workers.imbalance(load))
-        return _Attempt(
-            moved_bytes=kv * int(keys.sum()) + max(task_bytes),
-            surplus=max(surplus),
-            ahead=imbalance[0] - imbalance[1],
-            density=index,
-            table=table,
-        )
 
 
 def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
@@ -248,10 +240,9 @@ def _net_headroom(documents: DocumentLoads, capacity: Floats, density: float) ->
     return float(np.median(capacity)) - density * (float(documents.tokens.sum()) / len(capacity))
 
 
-def _deal_long(
-    documents: DocumentLoads, capacity: Floats, density: float, grain: Grain
-) -> DealtShards:
+def _deal_long(loads: _Loads, density: float, grain: Grain, *, even_senders: bool) -> DealtShards:
     """Puts slices and medium documents on workers."""
+    documents, capacity, _ = loads
     tokens = float(documents.tokens.sum()) / len(capacity)
     net_headroom = _net_headroom(documents, capacity, density)
     medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
@@ -259,5 +250,7 @@ def _deal_long(
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
     worker, slices = deal_slices(slicer, slices, dealt, traffic_limit)
-    dealt.put(even_out_senders(worker, slices, len(capacity), tokens, traffic_limit), slices)
+    if even_senders:
+        worker = even_out_senders(worker, slices, len(capacity), tokens, traffic_limit)
+    dealt.put(worker, slices)
     return dealt

@@ -1,4 +1,4 @@
-"""Between steps 3 and 4 of balanced placement: workers that would send too much swap slices.
+"""Step 7 of balanced placement: workers that would send too much swap slices.
 
 A slice is sent to all slices of its document further up, so those near the head of a long document
 are sent many times. Slices are dealt by their net load, and for the last ones only few workers have
