@@ -87,6 +87,7 @@ def test_a_server_that_hangs_is_ended_and_started_again(tmp_path: Path) -> None:
     assert "rank 2 was killed by SIGKILL; it is started again" in err
 
 
+@pytest.mark.slow
 def test_an_address_without_a_run_is_refused() -> None:
     for address, words in (("x", "give HOST:PORT"), ("127.0.0.1:9", "no run answers there")):
         ran = subprocess.run(

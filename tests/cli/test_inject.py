@@ -27,6 +27,7 @@ def whole(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_a_run_with_faults_ends_like_one_without(whole: Path, tmp_path: Path) -> None:
     faults = ["stop rank 0 for 2s step 1", "kill worker 1 step 3 layer 0 backward"]
     options = ("--max-restarts=1", *(f"--inject={fault}" for fault in faults))

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from cli.test_train import command, metrics
+from quick import others_slow
 
 from distca.runtime.launch import _store
 
@@ -35,7 +36,7 @@ def start(out: Path, *settings: str) -> list[subprocess.Popen[str]]:
     return ranks
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", others_slow([0, 1], quick={0}))
 def test_the_others_end_within_five_seconds_and_name_it(tmp_path: Path, victim: int) -> None:
     ranks = start(tmp_path)
     try:

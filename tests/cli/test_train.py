@@ -117,6 +117,7 @@ def children(process: subprocess.Popen[str]) -> list[int]:
     return [int(pid) for pid in found.split()]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="looks into /proc")
 def test_a_killed_rank_ends_the_run(tmp_path: Path) -> None:
     process = start(tmp_path)

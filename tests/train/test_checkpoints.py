@@ -80,7 +80,7 @@ def test_any_mesh_goes_on_from_what_dp2_saved(
     assert "seams.0.embed.weight exp_avg" not in loaded
 
 
-@pytest.mark.parametrize("mesh", others_slow(["unsharded", "dp2 x tp2"], quick={"dp2 x tp2"}))
+@pytest.mark.parametrize("mesh", others_slow(["unsharded", "dp2 x tp2"], quick={"unsharded"}))
 def test_dp2_goes_on_from_what_other_meshes_saved(world: World, tmp_path: Path, mesh: str) -> None:
     before, after = run_all(world, save_after, Run(tmp_path, **MESHES[mesh]), 1)
     loaded, _, then = run_all(world, load_newest, Run(tmp_path, DP2))

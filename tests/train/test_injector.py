@@ -108,6 +108,7 @@ def test_faults_outside_of_attention(world: World, tmp_path: Path) -> None:
     assert all(in_step(events, text)[0] == 1 for text in texts)
 
 
+@pytest.mark.slow
 def test_a_server_and_the_stages_of_a_pipeline(world: World, tmp_path: Path) -> None:
     text = "kill server 0 step 1 layer 0 backward"
     *_, server = world(3).run(places, settings(tmp_path / "served", **SERVED), [text], ranks=3)

@@ -50,6 +50,7 @@ def test_one_dies_another_joins_and_a_third_leaves(
     )
 
 
+@pytest.mark.slow
 def test_faults_reach_servers_that_have_joined(
     tmp_path: Path, undisturbed: list[dict[str, Any]]
 ) -> None:
