@@ -22,7 +22,7 @@ from distca.runtime import new_groups
 from distca.runtime.joining import Run
 from distca.runtime.lost_ranks import naming_lost_ranks, watch_ranks
 from distca.runtime.step import StepRunner
-from distca.train import agreement, run_ranks
+from distca.train import agreement, run_ranks, trainer
 from distca.train.config import Config
 from distca.train.faults import parse_all
 from distca.train.injector import steps_with_faults
@@ -35,7 +35,7 @@ MOMENTS: dict[str, tuple[Any, str]] = {
     "start": (StepRunner, "train"),
     "forward": (ForwardPass, "compute"),
     "backward": (BackwardPass, "compute"),
-    "record": (Trainer, "_record"),
+    "record": (trainer, "gathered_record"),
     "evaluation": (StepRunner, "losses"),
     "checkpoint": (Trainer, "_save"),
     "regrouping": (new_groups, "_build"),

@@ -102,8 +102,7 @@ class LearnedSpeeds:
 
 
 def compensated(speed: Floats, other: float) -> Floats:
-    """[ranks] Returns speeds to plan with, such that ranks end their attention and their other
-    work together.
+    """[ranks] Returns speeds with which all ranks end attention and other work together.
 
     Other work stays where it is. A rank of speed v does it in other / v seconds, where the mean
     attention of a rank takes 1 s at speed 1; so a slow rank is late by the difference to the

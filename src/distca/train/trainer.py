@@ -20,7 +20,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from distca.dispatch.ranges import named
@@ -36,14 +35,13 @@ from distca.runtime.together import from_all_ranks, together
 from distca.train import agreement, setup, weights
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
+from distca.train.gathered_record import gathered_record
 from distca.train.metrics import ABANDONED, Record, Records, writing_to
 from distca.train.optimizer import clip, is_finite, learning_rate
 from distca.train.run_lock import RunLock
 from distca.train.run_ranks import RunRanks
 from distca.train.step_folders import newest
-from distca.train.step_record import Measured, step_record
 from distca.train.stop import StopRequest
-from distca.train.tick_record import measured_ticks, tick_record
 from distca.train.trace import tracing
 from distca.train.trackers import Trackers
 
@@ -297,7 +295,15 @@ class Trainer:
             self._update(step, skipped)
         taken = time.perf_counter() - start
         record = {"step": step, "lr": learning_rate(step, self.config.train), "skipped": skipped}
-        record |= self._record(loss, norm, taken)
+        record |= gathered_record(
+            self.ranks,
+            self.model_config,
+            loss=loss,
+            grad_norm=norm,
+            seconds=taken,
+            stop=self.stop.requested and not self._leaves,
+            leaves=self._leaves,
+        )
         self._skipped = self._skipped + 1 if skipped else 0
         if self._skipped > self.config.train.skip_non_finite:
             self._fail(
@@ -354,39 +360,6 @@ class Trainer:
     def _leaves(self) -> bool:
         """Whether a request to stop concerns this rank alone: a server that others can replace."""
         return self.stop.requested and self.context.only_serves and self._host.peers is not None
-
-    def _record(self, loss: float, norm: float, taken: float) -> Record:
-        fetched = self.ranks.batch
-        meters = [attention.meter for attention in self.runner.attentions]
-        ticks = measured_ticks(meters, len(fetched.step.plan.schedule.ticks))
-        _, attention, planned, exposed = ticks.sum(0).tolist()
-        mine = Measured(
-            plan_rank=self.context.plan_rank,
-            loss=loss,
-            grad_norm=norm,
-            seconds=taken,
-            attention_s=attention,
-            planned_s=planned,
-            serves=fetched.step.plan.serves(self.context.plan_rank),
-            exposed_s=exposed,
-            waited_s=fetched.waited_s,
-            memory_bytes=torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0,
-            stop=self.stop.requested and not self._leaves,
-            leaves=self._leaves,
-            admits=self.ranks.admits,
-        ).tensor()
-        both = torch.cat([mine, ticks.flatten()])
-        everyone = self.ranks.survive("the record of a step", lambda: self._host.gather(both))
-        ranks = Measured.of_ranks(everyone[:, : len(mine)])
-        idle = ranks["exposed_s"] + ranks["waited_s"]
-        other = ranks["seconds"] - ranks["attention_s"] - idle
-        self.ranks.learn_speed(ranks["planned_s"], ranks["attention_s"], other)
-        self.ranks.plan_change(ranks["leaves"], ranks["admits"])
-        record = step_record(ranks, fetched, self.model_config, self.device)
-        if self.context.rank == 0 and len(ticks) > 2:
-            of_ranks = everyone[:, len(mine) :].view(-1, *ticks.shape)
-            record["ticks"] = tick_record(fetched.step.plan, ranks["plan_rank"], of_ranks)
-        return record
 
     def _tracing(self, step: int) -> AbstractContextManager[None]:
         def all_ranks() -> list[int]:
