@@ -1,7 +1,9 @@
 """One training run in which blocks of steps with something and blocks without it take turns.
 
-So other load on the machine affects both. A step is measured from the end of the previous one. The
-first steps of a block are left out: they may pay for the block before, or have its plans.
+So other load on the machine affects both. All steps have the same documents, with lengths of
+``pretrain``, in another order, so that they have equally much to compute. A step is measured from
+the end of the previous one. The first steps of a block are left out: they may pay for the block
+before, or have its plans.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import numpy as np
 import torch
 
+from distca.data.lengths import distribution
 from distca.runtime.launch import launch
 from distca.runtime.launched import is_rank
 from distca.runtime.shared_gpu import share_gpu
@@ -30,6 +34,7 @@ from distca.train.setup import join_world
 from distca.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"
+VOCABULARY = 256
 IsOn = Callable[[int], bool]  # whether a step has it
 
 
@@ -80,12 +85,21 @@ def main(question: Question, script: str) -> None:
     command = " ".join([f"python benchmarks/{Path(script).name}", *sys.argv[1:]])
     with tempfile.TemporaryDirectory() as folder:
         options.out = Path(folder)
+        _write_documents(options)
         ranks = [sys.executable, script, *sys.argv[1:], "--out", folder]
         sharing = share_gpu(options.ranks, options.out / "mps")
         with sharing if options.share_gpu else nullcontext() as gpu:
             stopped = launch(ranks, options.ranks, options.out / "logs", gpu)
         if stopped is None:
             _report(question, options, command)
+
+
+def _write_documents(options: argparse.Namespace) -> None:
+    """Writes documents whose tokens are those of one step, so that a step is an epoch."""
+    tokens = options.ranks * options.context
+    lengths = distribution("pretrain", options.context).batch(tokens, seed=0)
+    np.save(options.out / "tokens.npy", np.random.default_rng(0).integers(0, VOCABULARY, tokens))
+    np.save(options.out / "tokens.lengths.npy", lengths)
 
 
 def _train(question: Question, options: argparse.Namespace) -> None:
@@ -95,6 +109,8 @@ def _train(question: Question, options: argparse.Namespace) -> None:
     sizes = (
         f"model.name={options.model}",
         f"model.sizes={options.sizes}",
+        f"data.sources={options.out / 'tokens.npy'}",
+        f"data.tokenizer=ids:{VOCABULARY}",
         f"data.context={options.context}",
         f"train.tokens_per_step={options.ranks * options.context}",
         f"train.steps={question.block * question.blocks}",
@@ -104,14 +120,16 @@ def _train(question: Question, options: argparse.Namespace) -> None:
     config = Config.read(None, [*sizes, *question.settings])
     with question.switched(question.is_on):
         trainer = Trainer(config)
-        seconds, last = [], time.perf_counter()
-        for _ in trainer.steps():
+        seconds, speeds, last = [], [], time.perf_counter()
+        for step in trainer.steps():
             now = time.perf_counter()
             seconds.append(now - last)
+            speeds.append(step["speeds"])
             last = now
     if trainer.context.rank == 0:
         record = {
             "seconds": seconds,
+            "speeds": speeds,  # with which each step was planned
             "parameters": trainer.model_config.num_parameters,
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "",
         }

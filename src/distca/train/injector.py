@@ -129,7 +129,8 @@ class Injector:
     def kernels(self, timed: AbstractContextManager[None], device: torch.device) -> Iterator[None]:
         """Implements ``Watch``: a kernel call of a slow rank takes longer.
 
-        The rank really waits, after the call has ended on its device.
+        The rank really waits, after the call has ended on its device. What its device had to do
+        before the call is not slowed.
         """
         slow = [fault for fault in self._pending if self._is_slow(fault)]
         for fault in slow:
@@ -137,13 +138,15 @@ class Injector:
                 self._begun.add(fault)
                 self._log.delivered(fault, self._rank, self._step)
         with timed:
+            if not slow:
+                yield
+                return
+            _finish(device)
             start = time.perf_counter()
             yield
-            if slow:
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
-                speed = prod(fault.speed or 1.0 for fault in slow)
-                time.sleep((time.perf_counter() - start) * (1 / speed - 1))
+            _finish(device)
+            speed = prod(fault.speed or 1.0 for fault in slow)
+            time.sleep((time.perf_counter() - start) * (1 / speed - 1))
 
     def _is_slow(self, fault: Fault) -> bool:
         return fault.action == SLOW and fault.steps.first <= self._step <= fault.steps.last
@@ -160,6 +163,12 @@ class Injector:
             self._pending.remove(fault)
             self._log.delivered(fault, self._rank, step, **where)
             strike(fault)
+
+
+def _finish(device: torch.device) -> None:
+    """Waits for the work that was launched on the current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 def strike(fault: Fault) -> None:
