@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+import distca
 from distca.cli import main
 from distca.report.machine import advice_of, facts_of, verdict_of
 
@@ -43,6 +44,7 @@ def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     found = json.loads(capsys.readouterr().out)
     assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["distca"] == distca.__version__
     assert found["gpus"] == []
     assert found["links"] == {}
     refusals = {one["backend"]: one["refusal"] for one in found["kernels"]}

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from distca import __version__
 from distca.attention.backends.base import Traits
 from distca.attention.backends.choice import backends
 from distca.dispatch.tensors import TensorSpec
@@ -37,8 +38,12 @@ OPTIONAL = {
 
 def versions() -> dict[str, str | None]:
     """Returns the versions of distca and of the packages that it uses; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version(), "torch": torch.__version__}
-    for package in ("distca", *OPTIONAL):
+    found: dict[str, str | None] = {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "distca": __version__,  # it may run from its sources, without being installed
+    }
+    for package in OPTIONAL:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
