@@ -94,15 +94,17 @@ def draw(curves: Curves, path: Path) -> None:
         differences.plot(steps, found, ".", color=COLORS[name], markersize=3, label=name)
     differences.set_yscale("log")
     classes = [name for name in next(iter(sides["distca"]["eval"].values()), {}) if "_" in name[9:]]
-    for number, kind in enumerate(classes):
+    for kind in classes:
         for name in (REFERENCE, "distca"):
             points = [(int(step), one[kind]) for step, one in sides[name]["eval"].items()]
             style = {"linewidth": 5} if name == REFERENCE else {"linewidth": 1, "marker": "o"}
-            shade = {"alpha": 1 - 0.6 * number / len(classes)}
-            label = f"{name}, {class_name(kind)}" if name == "distca" else None
-            evaluation.plot(
-                *zip(*points, strict=True), color=COLORS[name], label=label, **style, **shade
-            )
+            label = name if kind == classes[0] else None
+            evaluation.plot(*zip(*points, strict=True), color=COLORS[name], label=label, **style)
+        # At the end of its line, since a legend of many classes would cover them.
+        evaluation.annotate(
+            class_name(kind), points[-1], (6, 0), textcoords="offset points", fontsize=8, va="center"
+        )
+    evaluation.margins(x=0.2)
     titles = {
         losses: "Loss per token (bytes)",
         norms: "Norm of the gradients",
