@@ -102,7 +102,12 @@ def draw(curves: Curves, path: Path) -> None:
             evaluation.plot(*zip(*points, strict=True), color=COLORS[name], label=label, **style)
         # At the end of its line, since a legend of many classes would cover them.
         evaluation.annotate(
-            class_name(kind), points[-1], (6, 0), textcoords="offset points", fontsize=8, va="center"
+            class_name(kind),
+            points[-1],
+            (6, 0),
+            textcoords="offset points",
+            fontsize=8,
+            va="center",
         )
     evaluation.margins(x=0.2)
     titles = {
