@@ -20,7 +20,7 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -80,6 +80,7 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--step-limit", type=float, default=STEP_LIMIT_S, help="seconds")
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--minutes", type=float, default=1e9, help="after which no round starts")
+    parser.add_argument("--trace", action="store_true", help="then profile a step of each side")
     parser.add_argument("--cpu", action="store_true", help="2 ranks, context 512, 2 steps, gloo")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(arguments)
@@ -151,6 +152,25 @@ def run_rank(options: argparse.Namespace) -> None:
             break
     if first:
         print(table(cell))
+    if options.trace:
+        trace(options, sides, context)
+
+
+def trace(options: argparse.Namespace, sides: Mapping[str, Side], context: RankContext) -> None:
+    """Prints which kernels of rank 0 take longest in the step after the last, for each side.
+
+    Also writes traces for Perfetto into ``--out``.
+    """
+    batch = batch_of(options, seed=options.steps)
+    for name, side in sides.items():
+        if context.rank:
+            step_of(side, context, batch)
+            continue
+        with torch.profiler.profile() as profiled:
+            step_of(side, context, batch)
+        profiled.export_chrome_trace(str(options.out / f"trace-{name}.json"))
+        order = "self_device_time_total" if context.device.type == "cuda" else "self_cpu_time_total"
+        print(name, profiled.key_averages().table(order, row_limit=25), sep="\n", flush=True)
 
 
 def is_over(deadline: float, context: RankContext) -> bool:
