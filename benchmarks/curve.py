@@ -43,6 +43,7 @@ from distca.data.loader import Loader
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, Attend, Leaving, Llama, plainly
 from distca.runtime import launch, launched
+from distca.runtime.parallelize import Precision
 from distca.runtime.shared_gpu import share_gpu
 from distca.train import setup
 from distca.train.config import Config
@@ -200,7 +201,7 @@ class Plain:
         self.loader: Loader = setup.loader_of(config, tokenizer)
         self.model = Llama(setup.model_of(config, tokenizer)).to(device)
         initialize(self.model, config.train.seed)
-        self.dtype = setup.precision_of(config, device).compute
+        self.dtype = Precision.named(config.parallel.precision, device).compute
         self.eval_batch = max(config.train.tokens_per_step, config.data.context)
 
     def steps(self) -> Generator[Record]:

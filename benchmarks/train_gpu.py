@@ -47,8 +47,8 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
 from distca.train.config import TrainSection
 from distca.train.flops import peak_flops, step_flops
+from distca.train.memory import available_bytes
 from distca.train.optimizer import adamw
-from distca.train.setup import available_bytes
 
 DEVICE = torch.device("cuda", 0)
 TOKENS = 65536

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from distca.cli import compare, main
-from distca.cli.train import _check_trace
+from distca.cli.before_start import check_trace
 from distca.report.training import comparison, verdict
 from distca.train import trainer
 from distca.train.config import Config
@@ -410,16 +410,16 @@ def test_a_step_that_never_comes_cannot_be_traced(refused: Any, tmp_path: Path) 
     assert "train.trace = 3 of train.steps = 3" in said
     assert "choose one from 0 to 2" in said
     config = Config.read(None, [f"out={tmp_path}", "train.steps=9", "train.trace=2"])
-    _check_trace(config)
+    check_trace(config)
     saved = tmp_path / "checkpoints" / "step-00000004"
     saved.mkdir(parents=True)
     (saved / COMPLETE).touch()
     with pytest.raises(ValueError, match=r"continues from step 4 .* choose a step from 4 to 8"):
-        _check_trace(config)
-    _check_trace(replace(config, resume=False))
+        check_trace(config)
+    check_trace(replace(config, resume=False))
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "trace.json").touch()
-    _check_trace(config)  # the same command continues a run that was stopped after the trace
+    check_trace(config)  # the same command continues a run that was stopped after the trace
 
 
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,8 @@ from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB
 from distca.train import first_config as subject
 from distca.train.config import Config
-from distca.train.setup import memory_of, parallel_of
+from distca.train.memory import memory_of
+from distca.train.setup import parallel_of
 
 GPU = torch.device("cuda", 0)
 

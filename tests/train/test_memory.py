@@ -13,7 +13,7 @@ from distca.pipeline.memory import GIB, Memory
 from distca.pipeline.memory import estimate as estimate_shape
 from distca.pipeline.mesh import MeshShape
 from distca.train.config import Config
-from distca.train.setup import available_bytes, check_host_memory, check_memory, memory_of
+from distca.train.memory import available_bytes, check_host_memory, check_memory, memory_of
 
 TINY = ModelConfig(vocab_size=10, hidden=8, layers=3, heads=2, kv_heads=1, head_dim=4, ffn=16)
 

@@ -13,6 +13,7 @@ import typer
 
 from distca.cli import compare, faults
 from distca.cli.attempts import Attempts, tell_what_is_saved
+from distca.cli.before_start import announce, check, check_trace, precision
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -27,16 +28,11 @@ from distca.cli.command import (
     stop_before_first_step,
 )
 from distca.cli.serve import ServeCommand
-from distca.report import units
 from distca.report.progress import progress
-from distca.report.tables import facts
 from distca.report.training import outcome, step_line, summary
 from distca.runtime import launch, launched
-from distca.runtime.shared_gpu import SharedGpu
 
 if TYPE_CHECKING:
-    import torch
-
     from distca.train.config import Config
     from distca.train.faults import Fault
     from distca.train.setup import Components
@@ -167,12 +163,12 @@ class TrainCommand:
             if is_first:
                 faults.begin(config, planned)
         if is_first and not self.as_json:
-            _announce(config, world, self.compare)
+            announce(config, world, self.compare)
         # A Ctrl-C under torchrun reaches every rank.
         signal.signal(signal.SIGINT, lambda *_: signal.raise_signal(signal.SIGTERM))
         result: dict[str, Any] = {}
         if self.compare:
-            compare.run(config, _precision(config), self.as_json)
+            compare.run(config, precision(config), self.as_json)
         else:
             result = _train(config, self.as_json, planned)
         torch.distributed.destroy_process_group()
@@ -222,7 +218,7 @@ class TrainCommand:
         out = Path(config.out)
         planned = faults.read(self.inject)
         faults.check(planned, config, self._check(config, num_ranks))
-        _check_trace(config)
+        check_trace(config)
         lock = RunLock(out)
         try:
             faults.begin(config, planned)
@@ -247,7 +243,7 @@ class TrainCommand:
         command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
         with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if not self.as_json and not restart:
-                _announce(config, num_ranks, self.compare, gpu)
+                announce(config, num_ranks, self.compare, gpu)
             with tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
@@ -270,85 +266,6 @@ def _rejoin(store: str) -> list[str]:
 
 def _tell(sentence: str) -> None:
     typer.echo(f"distca: {sentence}", err=True)
-
-
-def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":
-    """Raises ValueError for mistakes that can be found before anything is started."""
-    from distca.train import setup
-    from distca.train.step_folders import find
-
-    own = setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
-    if config.from_step >= 0:
-        find(Path(config.out) / "checkpoints", config.from_step)
-    return own
-
-
-def _check_trace(config: "Config") -> None:
-    """Raises ValueError if a run resumes after the step to trace, which has not been traced."""
-    from distca.train.step_folders import newest, step_of
-
-    trace, first = config.train.trace, config.from_step
-    if config.resume and first < 0:
-        found = newest(Path(config.out) / "checkpoints")
-        first = 0 if found is None else step_of(found)
-    is_traced = (Path(config.out) / "traces" / "trace.json").is_file()  # before it was stopped
-    if 0 <= trace < first < config.train.steps and not is_traced:
-        raise ValueError(
-            f"train.trace = {trace}, but the run continues from step {first} of {config.out}:"
-            f" choose a step from {first} to {config.train.steps - 1}, or --from an earlier"
-            " checkpoint"
-        )
-
-
-def _announce(
-    config: "Config", num_ranks: int, compare: bool, gpu: SharedGpu | None = None
-) -> None:
-    from distca.pipeline.stages import stage_layers
-    from distca.train import setup
-
-    model = setup.model_of(config, setup.tokenizer_of(config))
-    sizes = setup.parallel_of(config, num_ranks)
-    axes = [f"{axis} {getattr(sizes, axis)}" for axis in ("pp", "dp", "cp", "tp")]
-    if sizes.servers:
-        axes.append(units.several(sizes.servers, "dedicated server"))
-    p, t, out = config.parallel, config.train, Path(config.out)
-    device = _device()
-    where = "GPUs" if device.type == "cuda" else "the CPU"
-    *parts, total = setup.memory_of(config, sizes, model, device).table().items()
-    memory = ", ".join(f"{name} {gib:.2g}" for name, gib in parts)
-    how = (
-        "colocated and disaggregated, steps in turns"
-        if compare
-        else f"{p.policy}, {p.placement} placement"
-    )
-    stages = [stop - start for start, stop in stage_layers(model.layers, sizes.pp, p.stage_layers)]
-    rows = {
-        "model": f"{config.model.name}, {units.count(model.num_parameters)} parameters,"
-        f" {units.several(model.layers, 'layer')}, {_precision(config)}",
-        "ranks": f"{num_ranks} on {where if gpu is None else 'one GPU'}: {' x '.join(axes)}",
-        **({} if gpu is None else {"GPU": str(gpu)}),
-        **({"pipeline": _pipeline(stages, p.micro_batches)} if sizes.pp > 1 else {}),
-        "attention": how + (", ping-pong" if p.ping_pong else ""),
-        "data": f"{', '.join(config.data.sources)}; documents of up to"
-        f" {units.count(config.data.context)} tokens",
-        "memory": f"about {total[1]:.2g} GiB on a rank: {memory}",
-        "steps": f"{units.count(t.steps)} of {units.count(t.tokens_per_step)} tokens",
-        "records": f"{out}/{'*/' if compare else ''}metrics.jsonl, logs in {out}/logs",
-    }
-    screen = console()
-    screen.print(facts(rows))
-    screen.print()
-
-
-def _pipeline(layers: list[int], micro_batches: int) -> str:
-    from distca.pipeline.schedule import Schedule
-
-    held = Schedule.aligned(len(layers), micro_batches).in_flight
-    return (
-        f"stages of {', '.join(map(str, layers))} layers,"
-        f" {micro_batches} micro-batches, of which a stage holds up to"
-        f" {', '.join(map(str, held))}"
-    )
 
 
 def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[str, Any]:
@@ -385,15 +302,3 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
     else:
         console().print(outcome(result), soft_wrap=True)
     return result
-
-
-def _precision(config: "Config") -> str:
-    from distca.train import setup
-
-    return str(setup.precision_of(config, _device()).compute).removeprefix("torch.")
-
-
-def _device() -> "torch.device":
-    import torch
-
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

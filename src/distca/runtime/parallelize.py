@@ -32,6 +32,13 @@ class Precision:
     compute: torch.dtype = torch.float32
     reduce: torch.dtype = torch.float32
 
+    @classmethod
+    def named(cls, name: str, device: torch.device) -> "Precision":
+        """Returns that of ``parallel.precision``: a dtype, or auto, which is bfloat16 on a GPU."""
+        if name == "auto":
+            name = "bfloat16" if device.type == "cuda" else "float32"
+        return cls(compute=getattr(torch, name))
+
 
 def parallelize(
     model: Llama, context: RankContext, precision: Precision, *, compile: bool = False

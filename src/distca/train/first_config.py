@@ -19,7 +19,8 @@ from distca.model.sizes import MODEL_CONFIGS
 from distca.pipeline.memory import GIB, Memory
 from distca.schema import choose
 from distca.train.config import Config, DataSection, ModelSection, ParallelSection, TrainSection
-from distca.train.setup import available_bytes, memory_of, parallel_of
+from distca.train.memory import available_bytes, memory_of
+from distca.train.setup import parallel_of
 
 CPU_CONTEXT, GPU_CONTEXT = 4096, 32768  # unless another one is given, or the model's is shorter
 SPARE = 0.85  # of the memory of a rank: the estimate is not exact

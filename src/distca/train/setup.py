@@ -25,10 +25,8 @@ from distca.model.checkpoints import check_folder, read_config
 from distca.model.config import ModelConfig
 from distca.model.llama import on_meta
 from distca.model.sizes import model_config
-from distca.pipeline.memory import GIB, Memory, estimate
+from distca.pipeline.memory import GIB, Memory
 from distca.pipeline.mesh import MeshShape
-from distca.pipeline.schedule import Schedule
-from distca.pipeline.stages import stage_layers
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
@@ -37,9 +35,16 @@ from distca.runtime.launched import num_restarts
 from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.mesh import ranks_per_node
 from distca.runtime.parallelize import Precision, check_compile
-from distca.runtime.rank_device import local_device, rank_bytes, shares_gpu
+from distca.runtime.rank_device import local_device, shares_gpu
 from distca.train import agreement
 from distca.train.config import Config
+from distca.train.memory import (
+    available_bytes,
+    check_host_memory,
+    check_memory,
+    host_bytes,
+    memory_of,
+)
 from distca.train.optimizer import freeze
 from distca.train.trackers import check_trackers
 
@@ -204,7 +209,7 @@ def runner_options(config: Config, device: torch.device) -> dict[str, Any]:
         "recompute": config.parallel.recompute,
         "backend": config.parallel.backend,
         "deterministic": config.train.deterministic,
-        "dtype": precision_of(config, device).compute,
+        "dtype": Precision.named(config.parallel.precision, device).compute,
     }
 
 
@@ -227,7 +232,7 @@ def _full_documents(config: Config) -> Ints:
 
 def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:
     """Raises ValueError unless the backend supports this model on this device."""
-    dtype = precision_of(config, device).compute
+    dtype = Precision.named(config.parallel.precision, device).compute
     spec = TensorSpec(model.heads, model.kv_heads, model.head_dim, model.head_dim, dtype, device)
     masks = [model.mask_of(layer) for layer in range(model.layers)]
     traits = Traits.of(spec, masks, deterministic=config.train.deterministic)
@@ -257,75 +262,3 @@ def _part(name: str, layers: int) -> int:
             return 2 * int(seam) + 1
         case _:
             return 2 * layers + 1  # the head
-
-
-def precision_of(config: Config, device: torch.device) -> Precision:
-    name = config.parallel.precision
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return Precision(compute=getattr(torch, name), reduce=torch.float32)
-
-
-def memory_of(
-    config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
-) -> Memory:
-    """Estimates the memory of a worker in the pipeline stage that needs most."""
-    p, precision = config.parallel, precision_of(config, device)
-    stages = stage_layers(model.layers, parallel.pp, p.stage_layers)
-    held = Schedule.aligned(parallel.pp, p.micro_batches).in_flight
-    sizes = [
-        estimate(
-            model.shape,
-            parallel,
-            tokens=config.train.tokens_per_step // (parallel.workers_per_stage * p.micro_batches),
-            recompute=p.recompute,
-            layers=stop - start,
-            in_flight=count,
-            parameters=model.num_parameters,
-            compute_bytes=precision.compute.itemsize,
-            reduce_bytes=precision.reduce.itemsize,
-        )
-        for (start, stop), count in zip(stages, held, strict=True)
-    ]
-    largest = max(sizes, key=lambda memory: memory.total)
-    if device.type == "cpu" and config.train.saves:
-        largest = replace(largest, checkpoint=largest.saved)
-    return largest
-
-
-def available_bytes(device: torch.device, num_ranks: int, limit_gib: float = 0.0) -> int:
-    """Returns the bytes that a rank may use: the given limit, or its share of the device.
-
-    num_ranks: those that share the device.
-    """
-    if limit_gib:
-        return int(limit_gib * GIB)
-    if device.type == "cpu":
-        return host_bytes() // num_ranks
-    total = torch.cuda.get_device_properties(device).total_memory
-    return rank_bytes(total, num_ranks) if num_ranks > 1 else int(total * 0.95)
-
-
-def host_bytes() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def check_host_memory(copies: int, limit: int) -> None:
-    """Raises ValueError if the copies of checkpoints do not fit into the memory of the host."""
-    if copies > limit:
-        raise ValueError(
-            f"checkpoints are copied to the host before they are written, which takes"
-            f" {copies / GIB:.1f} GiB for the ranks of this node, and it has {limit / GIB:.1f}: use"
-            " more nodes, or train.checkpoint_every = 0 and train.save_at_end = false"
-        )
-
-
-def check_memory(memory: Memory, limit: int) -> None:
-    """Raises ValueError with the estimate and possible remedies if a run does not fit."""
-    if memory.total > limit:
-        parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.table().items())
-        raise ValueError(
-            f"this run needs about {memory.total / GIB:.1f} GiB per rank ({parts}) and has"
-            f" {limit / GIB:.1f}: use more ranks, fewer tokens per step, more micro-batches,"
-            " parallel.recompute = true, a larger tp, or a smaller model"
-        )

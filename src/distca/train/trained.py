@@ -21,7 +21,7 @@ from distca.model.initialize import materialize
 from distca.model.llama import on_meta
 from distca.pipeline.mesh import MeshShape
 from distca.runtime.mesh import join_mesh
-from distca.runtime.parallelize import parallelize
+from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
 from distca.train import setup
 from distca.train.checkpoints import load_weights
@@ -124,7 +124,7 @@ class TrainedRun:
         device, alone = setup.join_world(), self._on_one_rank()
         context = join_mesh(MeshShape(), device)
         model = on_meta(model_config)
-        parallelize(model, context, setup.precision_of(alone, device))
+        parallelize(model, context, Precision.named(alone.parallel.precision, device))
         materialize(model, device)
         load_weights(model, self.checkpoint)
         runner = StepRunner.of(context, **setup.runner_options(alone, device))

@@ -11,8 +11,7 @@ from distca.model.initialize import initialize
 from distca.model.llama import Llama, on_meta
 from distca.pipeline.stages import Layers
 from distca.runtime.mesh import RankContext
-from distca.runtime.parallelize import parallelize
-from distca.train import setup
+from distca.runtime.parallelize import Precision, parallelize
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import Config
 from distca.train.optimizer import adamw, freeze
@@ -33,7 +32,7 @@ def build(
     """
     train, device = config.train, context.device
     built = on_meta(model, *layers)
-    precision = setup.precision_of(config, device)
+    precision = Precision.named(config.parallel.precision, device)
     parallelize(built, context, precision, compile=config.parallel.compile)
     if config.model.path:
         load(built, Path(config.model.path), device=device)
