@@ -1,6 +1,6 @@
 """TRL's trainers on uneven completions: its own modes and attention, against distca.
 
-    python benchmarks/trl_speed.py --cpu             2 gloo ranks, about five minutes
+    python benchmarks/trl_speed.py --cpu             2 gloo ranks, ten minutes on two busy cores
     python benchmarks/trl_speed.py --share-gpu       2 NCCL ranks on one GPU
     python benchmarks/trl_speed.py --own sdpa ...    which attention TRL's own sides use
 
