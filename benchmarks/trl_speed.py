@@ -1,6 +1,6 @@
 """TRL's trainers on uneven completions: its own modes and attention, against distca.
 
-    python benchmarks/trl_speed.py --cpu             2 gloo ranks, about five minutes
+    python benchmarks/trl_speed.py --cpu             2 gloo ranks, ten minutes on two busy cores
     python benchmarks/trl_speed.py --share-gpu       2 NCCL ranks on one GPU
     python benchmarks/trl_speed.py --own sdpa ...    which attention TRL's own sides use
 
@@ -10,7 +10,8 @@ which are the same on all sides. SFT has three modes: padded rows, documents wit
 (padding-free) and packing, which are given about equally many tokens. GRPO has one, padded rows.
 *colocated* computes with distca's kernels but moves nothing, so that the gain of *distca* over it
 comes from balance. Gradients are compared, since the loss of GRPO's first update is the same for
-any weights.
+any weights. On CPU ranks, CPU seconds are reported too: other load on the machine does not affect
+them, but they leave out waiting.
 """
 
 from __future__ import annotations
@@ -41,11 +42,13 @@ from distca.train.setup import join_world
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
 WARM_UP = 2
+CLOCKS = {"seconds": "tokens/s", "cpu_seconds": "tokens per CPU second of the busiest rank"}
 MASKS = ("attention_mask", "prompt_mask", "completion_mask")
 
 
 class Update(NamedTuple):
     seconds: float  # of the slowest rank
+    cpu_seconds: float  # that the busiest rank has computed, in all of its threads
     tokens: int  # of the rows of all ranks, without padding
     loss: float  # the mean of all ranks
     norm: float  # of the gradients
@@ -104,7 +107,8 @@ def run_rank(options: argparse.Namespace) -> None:
         rows += found
         gc.collect()  # the models of the sides
         if dist.get_rank() == 0:
-            print(*found, sep="\n", flush=True)
+            for row in found:
+                print({name: value for name, value in row.items() if name != "updates"}, flush=True)
     if dist.get_rank() == 0:
         write(options, rows, device)
 
@@ -126,31 +130,28 @@ def measure(
     for _ in range(steps):
         for side in sides:
             updates[side].append(trainers[side].step())
-    speeds = {side: speed(updates[side][WARM_UP:]) for side in sides}
-    fastest = max(speeds[side] for side in own)
+    measured = {side: updates[side][WARM_UP:] for side in sides}
     rows = []
     for side in sides:
         # The first one with the same documents; the modes without packing have the same.
         exact = next(one for one in own if (one.mode == "packing") == (side.mode == "packing"))
         pairs = list(zip(updates[side], updates[exact], strict=True))
-        rows.append(
-            case._asdict()
-            | side._asdict()
-            | {
-                "tokens_per_s": speeds[side],
-                "over_fastest": speeds[side] / fastest,
-                "loss_difference": max(abs(a.loss - b.loss) for a, b in pairs),
-                "gradient_difference": max(abs(a.norm / b.norm - 1) for a, b in pairs),
-                "seconds": [one.seconds for one in updates[side][WARM_UP:]],
-                "tokens": [one.tokens for one in updates[side][WARM_UP:]],
-            }
-        )
+        figures = {
+            "loss_difference": max(abs(a.loss - b.loss) for a, b in pairs),
+            "gradient_difference": max(abs(a.norm / b.norm - 1) for a, b in pairs),
+            "updates": [one._asdict() for one in measured[side]],
+        }
+        for clock in CLOCKS:
+            speeds = {one: speed(measured[one], clock) for one in sides}
+            figures[f"tokens_per_{clock}"] = speeds[side]
+            figures[f"over_fastest_{clock}"] = speeds[side] / max(speeds[one] for one in own)
+        rows.append(case._asdict() | side._asdict() | figures)
     return rows
 
 
-def speed(updates: list[Update]) -> float:
-    """Returns tokens/s over all updates, since their documents differ."""
-    return sum(one.tokens for one in updates) / sum(one.seconds for one in updates)
+def speed(updates: list[Update], clock: str) -> float:
+    """Returns the tokens of all updates over their seconds, since their documents differ."""
+    return sum(one.tokens for one in updates) / sum(getattr(one, clock) for one in updates)
 
 
 class Updates:
@@ -171,11 +172,12 @@ class Updates:
         inputs = trainer._prepare_inputs(batch)  # in GRPO, it generates and scores completions
         self._finish()
         dist.barrier()
-        start = time.perf_counter()
+        start = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
         loss = trainer.compute_loss(self._model, inputs, num_items_in_batch=num_items)
         trainer.accelerator.backward(loss)
         self._finish()
-        taken = torch.tensor(time.perf_counter() - start, device=self._device)
+        end = torch.tensor([time.perf_counter(), time.process_time()], dtype=torch.float64)
+        taken = (end - start).to(self._device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         grads = [p.grad.float() for p in self._model.parameters()]
         norm = torch.stack([grad.norm() for grad in grads]).norm()
@@ -183,7 +185,7 @@ class Updates:
         sums = torch.tensor([num_tokens(inputs), loss.item()], device=self._device)
         dist.all_reduce(sums)
         mean = sums[1].item() / dist.get_world_size()
-        return Update(taken.item(), int(sums[0]), mean, norm.item())
+        return Update(*taken.tolist(), int(sums[0]), mean, norm.item())
 
     def _finish(self) -> None:
         if self._device.type == "cuda":
@@ -199,6 +201,7 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
     gpu = device.type == "cuda"
     card = torch.cuda.get_device_name() if gpu else f"CPU ({platform.machine()})"
     name = f"trl_{'gpu' if gpu else 'cpu'}_{options.ranks}"
+    clocks = ["seconds"] if gpu else [*CLOCKS]  # the CPU of a GPU rank mostly waits
     versions = ", ".join(f"{package} {version(package)}" for package in PACKAGES)
     lines = [
         "# TRL on uneven completions\n",
@@ -206,15 +209,19 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
         f" {options.ranks} ranks, {versions}. {options.steps} updates of each side, in turns,"
         " without generation and optimizer. Tokens are those of TRL's rows without padding;"
         " differences are the largest ones from TRL's first attention on the same documents.\n",
-        "| trainer | lengths | up to | prompt | mode | attention | tokens/s | over TRL's fastest"
-        " | difference of losses | of gradient norms, relative |",
-        "|---" * 10 + "|",
+        "| trainer | lengths | up to | prompt | mode | attention"
+        + "".join(f" | {CLOCKS[clock]} | over TRL's fastest" for clock in clocks)
+        + " | difference of losses | of gradient norms, relative |",
+        "|---" * (8 + 2 * len(clocks)) + "|",
     ]
     for r in rows:
+        speeds = "".join(
+            f" | {r[f'tokens_per_{clock}']:,.0f} | {r[f'over_fastest_{clock}']:.2f}"
+            for clock in clocks
+        )
         lines.append(
             f"| {r['trainer']} | {r['lengths']} | {r['context']:,} | {r['prompt'] or ''}"
-            f" | {r['mode']} | {r['attention']} | {r['tokens_per_s']:,.0f}"
-            f" | {r['over_fastest']:.2f} | {r['loss_difference']:.1e}"
+            f" | {r['mode']} | {r['attention']}{speeds} | {r['loss_difference']:.1e}"
             f" | {r['gradient_difference']:.1e} |"
         )
     text = "\n".join(lines) + "\n"
