@@ -75,6 +75,11 @@ class DocumentLoads:
         return self.lengths - self.prefix
 
     @cached_property
+    def densest_first(self) -> Ints:
+        """Documents by load per token: the longest, and those much shorter than a tile, first."""
+        return np.argsort(-(self.whole / self.tokens), kind="stable")
+
+    @cached_property
     def whole(self) -> Ints:
         """[documents] The load of each document without cuts."""
         documents = np.arange(len(self.lengths), dtype=np.int64)

@@ -52,7 +52,9 @@ class Measure:
         workers = problem.devices.workers_only()
         worker, document, start, stop = table.T
         keys = problem.masks.num_keys(document, start, stop) - (stop - start)
-        sent = (stop - start) * _num_after(document, start)
+        sent = np.zeros_like(keys)
+        cut = np.flatnonzero(stop - start < self._directions[0][1].tokens[document])
+        sent[cut] = (stop - start)[cut] * _num_after(document[cut], start[cut])
         # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
         q, kv = shape.qo_bytes, shape.kv_bytes
         c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))

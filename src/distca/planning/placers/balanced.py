@@ -37,6 +37,7 @@ from distca.planning.placers.senders import even_out_senders
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
+from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
 
@@ -209,7 +210,7 @@ def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float
     """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic."""
     problem = replace(problem, placement=placement)
     try:
-        tasks = schedule(problem, problem.cost.backward, SEARCH_ORDERS[:1])
+        tasks = schedule(PlacedShards.of(problem, problem.cost.backward), SEARCH_ORDERS[:1])
     except DoesNotFitError:
         return True, np.inf, np.inf
     devices = problem.devices
@@ -246,7 +247,7 @@ def _deal_long(loads: _Loads, density: float, grain: Grain, *, even_senders: boo
     tokens = float(documents.tokens.sum()) / len(capacity)
     net_headroom = _net_headroom(documents, capacity, density)
     medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
-    dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
+    dealt = DealtShards.none(capacity, tokens, short=~medium)
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
     worker, slices = deal_slices(slicer, slices, dealt, traffic_limit)

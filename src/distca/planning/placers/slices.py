@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.placement import Shard
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 
@@ -146,19 +145,20 @@ class DealtShards:
 
     headroom: Floats  # [workers]
     tokens_left: Floats  # [workers]
-    shards: list[Shard]
-    short: Ints  # documents that are to fill up the workers, uncut
+    short: Bools  # [documents] whether a document is to fill up the workers, uncut
+    table: Ints  # [shards, 4] worker, document, start, stop
 
     @classmethod
-    def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
-        return cls(capacity.copy(), np.full_like(capacity, tokens), [], short)
+    def none(cls, capacity: Floats, tokens: float, short: Bools) -> DealtShards:
+        return cls(capacity.copy(), np.full_like(capacity, tokens), short, as_ints([[]] * 4).T)
 
     def put(self, worker: Ints, slices: Sequence[Slice]) -> None:
         """Puts slices on their workers."""
-        for rank, one in zip(worker.tolist(), slices, strict=True):
-            self.shards.append(Shard(rank, one.document, one.start, one.stop))
-        np.subtract.at(self.headroom, worker, [one.load for one in slices])
-        np.subtract.at(self.tokens_left, worker, [one.size for one in slices])
+        _, document, start, stop, load, _ = np.array(slices, np.float64).reshape(-1, 6).T
+        table = np.stack([worker, document, start, stop], axis=1).astype(np.int64)
+        self.table = np.concatenate([self.table, table])
+        np.subtract.at(self.headroom, worker, load)
+        np.subtract.at(self.tokens_left, worker, stop - start)
 
     def net_headroom(self, density: float) -> Floats:
         """[workers] Returns headroom less density x tokens left.

@@ -182,9 +182,11 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     top_cut = shards.spread_cuts(2 * NUM_TOPS if only_one else NUM_TOPS)
     start_cuts, stop_cuts = [], []
     bottom_cut = top_cut
-    for headroom in headrooms[:-1]:
+    for server, headroom in zip(requests.targets.server[:-1], headrooms[:-1], strict=True):
         stop_cuts.append(bottom_cut)
-        bottom_cut = shards.lowest_start(bottom_cut, headroom)
+        used = np.flatnonzero(server[:, 0] >= 0)
+        bottom_cut = bottom_cut.copy()
+        bottom_cut[used] = shards.take(used).lowest_start(bottom_cut[used], headroom[used])
         start_cuts.append(bottom_cut)
     may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
     if only_one:  # the remainder is the only piece, and the tops are its possible places

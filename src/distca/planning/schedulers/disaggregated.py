@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.costs.base import TaskCost
 from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
@@ -50,19 +49,20 @@ FEW_RANKS, FEW_SHARDS = 32, 16384
 def disaggregated(problem: Problem) -> Assignment:
     """Returns one set of tasks if it meets the bounds of both directions, else one for each."""
     devices, cost = problem.devices, problem.cost
-    backward = schedule(problem, cost.backward)
+    shards = PlacedShards.of(problem, cost.backward)
+    backward = schedule(shards)
     load = backward.load_ps(problem.placement, problem.reach, cost.forward, devices.num_ranks)
     # If both directions cost the same, a second set of tasks would be equal to the first.
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
     # A little less than the load of the backward tasks: capacities rise with the load if need be.
     expected_load = int(int(load.sum()) * (1.0 - 2.0 * MARGIN))
-    return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
+    shards = shards.with_cost(cost.forward)
+    return Assignment(schedule(shards, expected_load=expected_load), backward)
 
 
 def schedule(
-    problem: Problem,
-    cost: TaskCost,
+    shards: PlacedShards,
     orders: Sequence[SearchOrder] = SEARCH_ORDERS,
     expected_load: int = 0,
 ) -> Tasks:
@@ -70,7 +70,7 @@ def schedule(
 
     expected_load: an estimate of the total load after cutting; 0: it is made here.
     """
-    shards = PlacedShards.of(problem, cost)
+    problem = shards.problem
     if not expected_load:
         added = estimate_added_load(Ledger(shards))
         expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)

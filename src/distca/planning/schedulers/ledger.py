@@ -70,7 +70,7 @@ class Ledger:
 
     def uncut(self, worker: int) -> Ints:
         """Returns the shards of a worker of which nothing was moved, the heaviest first."""
-        return self.unmoved(self.shards.heaviest_first[worker])
+        return self.unmoved(self.shards.heaviest_first(worker))
 
     def unmoved(self, shards: Ints) -> Ints:
         """Returns those shards of which nothing was moved."""
