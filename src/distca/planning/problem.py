@@ -31,7 +31,7 @@ class Grain:
                 f"tile = {self.tile} and minimum shard = {self.min_shard}: both must be >= 1 token"
             )
 
-    @property
+    @cached_property
     def spacing(self) -> int:
         """Tokens between possible cuts: whole tiles, at least ``min_shard``."""
         return self.tile * -(-self.min_shard // self.tile)

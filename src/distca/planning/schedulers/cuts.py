@@ -9,8 +9,10 @@ Shapes: R requests, S servers of each, T tops of each. What does not depend on t
 Names that end in ``_cut`` are numbers of cuts (``cuttable``); all other places are positions.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -35,18 +37,15 @@ class Piece(NamedTuple):
         return self.start, self.stop
 
 
+Score = tuple[int, float, int]  # bytes over the limit; bytes moved, weighted; the shard
+
+
 class Cut(NamedTuple):
     """Pieces of one shard for other servers."""
 
     shard: int
     pieces: list[Piece]
-    over_limit: int  # bytes by which a rank would exceed the limit of sent or received bytes
-    weighted_bytes: float  # bytes moved, where those inside a node count less
     peak: int  # the most bytes that any of the ranks would send or receive in total
-
-    @property
-    def score(self) -> tuple[int, float, int]:
-        return self.over_limit, self.weighted_bytes, self.shard
 
 
 class Targets(NamedTuple):
@@ -143,32 +142,57 @@ class Choices:
     requests: Requests
     candidates: Candidates
     fits: Bools  # [R, T] whether it sheds enough and fits the headroom and memory of the servers
-    weighted_bytes: Floats  # [R, T]
+    weighted_bytes: Floats  # [R, T] bytes moved, where those inside a node count less
     peak: Ints  # [R, T] the most bytes that any of the ranks would send or receive in total
+    _best: dict[int, tuple[list[int], list[int], list[float]]] = field(default_factory=dict)
 
-    def best(self, row: int, traffic_limit: int) -> Cut:
-        """Returns the cheapest cut for a request, one of those that exceed the limit the least."""
-        over_limit = np.maximum(self.peak[row] - traffic_limit, 0)
-        columns = (self.weighted_bytes[row], over_limit, ~self.fits[row])
-        top = int(np.lexsort(columns)[0])
-        c = self.candidates
-        servers = self.requests.targets.server[:, row, 0]
-        pieces = (column.tolist() for column in (c.start[:, row, top], c.stop[:, row, top]))
-        loads = c.load[:, row, top].tolist()
+    def best(self, row: int, traffic_limit: int) -> Option:
+        """Returns the cheapest option of a request, one of those that exceed the limit the least.
+
+        There must be one that fits.
+        """
+        if traffic_limit not in self._best:  # of all requests at once, since the limit rarely rises
+            self._best[traffic_limit] = self._best_of_all(traffic_limit)
+        top, over_limit, weighted_bytes = self._best[traffic_limit]
+        score = over_limit[row], weighted_bytes[row], self.requests.number[row]
+        return Option(score, self, row, top[row])
+
+    def _best_of_all(self, traffic_limit: int) -> tuple[list[int], list[int], list[float]]:
+        """[R] Returns the best top, and for it bytes over the limit, and bytes moved."""
+        unfit = np.iinfo(np.int64).max
+        over_limit = np.where(self.fits, np.maximum(self.peak - traffic_limit, 0), unfit)
+        least = over_limit.min(axis=1)
+        weighted_bytes = np.where(over_limit == least[:, None], self.weighted_bytes, np.inf)
+        top = weighted_bytes.argmin(axis=1)
+        return top.tolist(), least.tolist(), weighted_bytes.min(axis=1).tolist()
+
+    def cut(self, row: int, top: int) -> Cut:
+        """Returns the pieces of one of the candidates."""
+        c, servers = self.candidates, self.requests.targets.server
+        columns = (one[:, row, top].tolist() for one in (c.start, c.stop))
+        pieces = zip(
+            *columns, servers[:, row, 0].tolist(), c.load[:, row, top].tolist(), strict=True
+        )
         return Cut(
             self.requests.number[row],
-            [
-                Piece(*piece)
-                for piece in zip(*pieces, servers.tolist(), loads, strict=True)
-                if piece[0] < piece[1]
-            ],
-            int(over_limit[top]),
-            float(self.weighted_bytes[row, top]),
+            [Piece(*piece) for piece in pieces if piece[0] < piece[1]],
             int(self.peak[row, top]),
         )
 
 
-def choices(requests: Requests, shape: ModelShape) -> Choices:
+class Option(NamedTuple):
+    """The best candidate of a request."""
+
+    score: Score
+    choices: Choices
+    row: int
+    top: int
+
+    def cut(self) -> Cut:
+        return self.choices.cut(self.row, self.top)
+
+
+def evaluate_requests(requests: Requests, shape: ModelShape) -> Choices:
     """Returns what there is to choose from for each request."""
     candidates = list_candidates(requests, shape)
     fits = candidates.sheds_enough & _fits(candidates, requests.targets, shape)
@@ -180,22 +204,16 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     shards, headrooms = requests.shards, requests.targets.headroom
     only_one = len(headrooms) == 1
     top_cut = shards.spread_cuts(2 * NUM_TOPS if only_one else NUM_TOPS)
-    start_cuts, stop_cuts = [], []
-    bottom_cut = top_cut
-    for server, headroom in zip(requests.targets.server[:-1], headrooms[:-1], strict=True):
-        stop_cuts.append(bottom_cut)
-        used = np.flatnonzero(server[:, 0] >= 0)
-        bottom_cut = bottom_cut.copy()
-        bottom_cut[used] = shards.take(used).lowest_start(bottom_cut[used], headroom[used])
-        start_cuts.append(bottom_cut)
+    cuts = _fill_downwards(shards, top_cut, requests.targets)
+    bottom_cut = cuts[-1]
     may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
     if only_one:  # the remainder is the only piece, and the tops are its possible places
         rest_cut, gap = top_cut, np.zeros_like(may_stay)
     else:
         rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, shape)
     low_cut = shards.highest_stop(rest_cut, may_stay - gap)
-    start = shards.position(np.stack([*start_cuts, low_cut]))
-    stop = shards.position(np.stack([*stop_cuts, rest_cut]))
+    start = shards.position(np.stack([*cuts[1:], low_cut]))
+    stop = shards.position(np.stack([*cuts[:-1], rest_cut]))
     at_ends = (low_cut == 0) & (top_cut == shards.last_cut)
     return Candidates(
         start=start,
@@ -205,6 +223,21 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
         sheds_enough=(may_stay >= gap) & ((bottom_cut < top_cut) | (low_cut < rest_cut)),
         keeps_nothing=at_ends & (rest_cut == bottom_cut),
     )
+
+
+def _fill_downwards(shards: CuttableShards, top_cut: Ints, targets: Targets) -> list[Ints]:
+    """Returns the tops, and where the piece of each target but the last one starts, [S, R, T]."""
+    cuts = [top_cut]
+    pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
+        used = np.flatnonzero(server[:, 0] >= 0)
+        some, stop_cut, bottom_cut = shards.take(used), cuts[-1][used], cuts[-1].copy()
+        start_cut = some.lowest_start(stop_cut, headroom[used], pairs_per_load[used])
+        # The next piece is about as large, so that its search starts near its end.
+        pairs_per_load[used] = some.pairs_for(headroom[used], start_cut, stop_cut)
+        bottom_cut[used] = start_cut
+        cuts.append(bottom_cut)
+    return cuts
 
 
 def _cheapest_stop(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from distca.planning.spans import Bools, Ints, Span, as_ints, with_span
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
+MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
 
@@ -77,6 +79,13 @@ class PlacedShards:
             order = np.argsort(-self.load[first:last], kind="stable")
             self._heaviest_first[worker] = first + order
         return self._heaviest_first[worker]
+
+    @cached_property
+    def is_long_document(self) -> Bools:
+        """[shards] Whether the shard is a whole causal document of many tiles."""
+        placement, many = self.problem.placement, MANY_TILES * self.problem.grain.spacing
+        long: Bools = self.problem.masks.is_causal & (placement.lengths >= many)
+        return self.is_document & long[placement.document]
 
     def span(self, shard: int) -> Span:
         placement = self.problem.placement
