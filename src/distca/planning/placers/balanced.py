@@ -177,7 +177,7 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> A
         same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
-        if here.surplus == 0.0 or no_closer or no_use:
+        if here.is_enough or no_closer or no_use:
             break
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps

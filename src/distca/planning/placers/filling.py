@@ -59,25 +59,26 @@ def _deal_at_once(dealt: DealtShards, lengths: Floats, loads: Floats, density: f
     """Puts documents on workers such that the least net headroom remains as large as possible.
 
     All documents count as equal, which later ones make up for. Only the first ones are put if there
-    are not enough tokens left for all, and none if there are not enough for the longest.
+    are not enough tokens left for all, and none if no worker has enough for the longest.
     """
-    net_headroom = dealt.net_headroom(density)
+    longest = lengths.max()
+    able = np.flatnonzero(dealt.tokens_left >= longest)
+    if not len(able):
+        return []
+    net_headroom = dealt.net_headroom(density)[able]
     net_load = float(np.maximum(loads - density * lengths, SPREAD * loads).mean())
     # 1. The level down to which net headroom is filled.
     falling = -np.sort(-net_headroom)
     levels = (np.cumsum(falling) - len(lengths) * net_load) / np.arange(1, len(falling) + 1)
     level = levels[np.flatnonzero(falling > levels)[-1]]
     # 2. What each worker can take above that level.
-    count = np.minimum(
-        np.ceil(np.maximum(net_headroom - level, 0.0) / net_load),
-        dealt.tokens_left // lengths.max(),
-    )
-    count = np.maximum(count, 0.0).astype(np.int64)
-    worker = np.repeat(np.arange(len(count)), count)
+    above_level = np.ceil(np.maximum(net_headroom - level, 0.0) / net_load)
+    count = np.minimum(above_level, dealt.tokens_left[able] // longest).astype(np.int64)
+    number = np.repeat(np.arange(len(able)), count)
     before = expand(np.zeros_like(count), count)  # documents that the worker takes first
     # 3. Each document goes where the most net headroom is left.
-    order = np.argsort(before * net_load - net_headroom[worker], kind="stable")
-    worker = worker[order[: len(lengths)]]
+    order = np.argsort(before * net_load - net_headroom[number], kind="stable")
+    worker = able[number[order[: len(lengths)]]]
     np.subtract.at(dealt.headroom, worker, loads[: len(worker)])
     np.subtract.at(dealt.tokens_left, worker, lengths[: len(worker)])
     chosen: list[int] = worker.tolist()
