@@ -36,7 +36,8 @@ def split(lengths: Ints, count: int, prefixes: Ints | None = None) -> list[Ints]
     # The weight of a document is its share of the attention plus its share of the tokens. Long
     # documents come first and balance the attention; the short ones then balance the tokens.
     pairs, tokens = (lengths * (lengths + 1) - prefix * (prefix + 1)) / 2, lengths - prefix
-    weight = np.bincount(tree, pairs / pairs.sum() + tokens / tokens.sum())
+    shares = pairs / pairs.sum() + tokens / tokens.sum()
+    weight = np.bincount(tree, shares).astype(np.float64)
     set_of = _spread(weight, count)[tree]
     return [np.flatnonzero(set_of == number) for number in range(count)]
 

@@ -90,10 +90,9 @@ class Slicer:
         load = self.documents.load(np.full_like(cut, whole.document), start, stop)
         net = load - self.density * (stop - start)
         best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
-        document = np.full(2, whole.document)
+        start, stop, load = start[:, best], stop[:, best], load[:, best]  # of the upper, the lower
         num_above = whole.num_above + np.arange(2)
-        upper_and_lower = (column[:, best] for column in (start, stop, load))
-        return self._slices(document, *upper_and_lower, num_above)
+        return self._slices(np.full(2, whole.document), start, stop, load, num_above)
 
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
         """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.

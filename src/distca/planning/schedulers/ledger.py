@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import HeldSpans, KeySources, Piece, Requests, Targets
+from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.held_keys import HeldKeys
 from distca.planning.schedulers.loads import Headroom, Loads
 from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.requests import HeldSpans, KeySources, Requests, Targets
 from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
 from distca.planning.tasks import Tasks
 

@@ -11,9 +11,10 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests, merge
+from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
+from distca.planning.schedulers.requests import merge
 from distca.planning.schedulers.short_documents import shed_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
@@ -133,8 +134,7 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     heaviest = heaviest[: max(num_sufficient, 1)]
     if shards.is_long_document[heaviest].all():
         heaviest = heaviest[:1]
-    chosen: list[int] = heaviest.tolist()
-    return chosen
+    return [int(shard) for shard in heaviest]
 
 
 def _reserve(

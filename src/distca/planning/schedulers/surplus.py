@@ -21,11 +21,11 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
     senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
     seed: if above 0, the order is random instead, and ranks come one by one.
     """
-    ranks = _surplus_ranks(ledger)
+    ranks = workers_above_capacity(ledger)
     if seed:
         yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
         return
-    size = max(len(ranks) // NUM_ROUNDS - 1, 1)
+    size = max(len(ranks) // NUM_ROUNDS, 1)
     estimate = _estimate_sent(ledger, ranks)
     is_sender = estimate >= senders_first * estimate.max(initial=0.0)
     senders = ranks[is_sender][np.argsort(-estimate[is_sender], kind="stable")].tolist()
@@ -41,7 +41,7 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
         others = np.sort(others[size:])
 
 
-def _surplus_ranks(ledger: Ledger) -> Ints:
+def workers_above_capacity(ledger: Ledger) -> Ints:
     """Returns the workers with a surplus that have a shard."""
     above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
     return as_ints([rank for rank in above if len(ledger.shards.heaviest_first(rank))])
@@ -74,7 +74,7 @@ def estimate_added_load(ledger: Ledger) -> int:
 
     Every rank with a surplus is taken to cut pieces of equal load out of its heaviest shard.
     """
-    ranks, shards = _surplus_ranks(ledger), ledger.shards
+    ranks, shards = workers_above_capacity(ledger), ledger.shards
     headrooms, surplus = _largest_first(ledger), ledger.loads.above_capacity[ranks][:, None]
     if not len(ranks) or not len(headrooms):
         return 0

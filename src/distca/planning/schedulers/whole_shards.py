@@ -26,6 +26,8 @@ def empty_idle_workers(ledger: Ledger) -> None:
     """
     shards, problem = ledger.shards, ledger.problem
     idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
+    if not len(idle):
+        return
     deal_documents(ledger, idle)
     idle = ledger.unmoved(idle)
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
