@@ -50,6 +50,25 @@ def test_documents_stay_within_their_group(
     assert np.all(in_group.max(1) - in_group[:, :1].max(1) <= 0)  # filled from the first on
 
 
+@given(some_lengths, st.integers(1, 3), st.integers(1, 3))
+def test_tokens_of_a_group_lie_one_after_the_other(lengths: np.ndarray, dp: int, cp: int) -> None:
+    placement = pack_in_groups(lengths, dp, cp)
+    group = {
+        int(d): int(w) // cp for d, w in zip(placement.document, placement.worker, strict=True)
+    }
+    expected: list[tuple[int, int, int]] = []  # worker, document and position of every token
+    for number in range(dp):
+        tokens = [(d, p) for d in sorted(group) if group[d] == number for p in range(lengths[d])]
+        per_worker = max(-(-len(tokens) // cp), 1)
+        expected += [(number * cp + row // per_worker, *t) for row, t in enumerate(tokens)]
+    placed = [
+        (worker, document, position)
+        for worker, document, start, stop in placement.shards()
+        for position in range(start, stop)
+    ]
+    assert placed == expected
+
+
 def test_a_long_row_of_fillers_is_cut_into_tiles() -> None:
     placement = pad_to_multiple(Placement.from_ranks([[10], []]), 300)
     assert placement.tokens.tolist() == [300, 0]

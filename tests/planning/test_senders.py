@@ -17,7 +17,7 @@ from distca.planning.policies import policy_of
 
 
 def slice_of(net: float, size: int, num_above: int = 0, start: int = 0) -> Slice:
-    return Slice(net, 0, start, start + size, net, num_above)
+    return Slice(net, 0, start, start + size, net, num_above, size)
 
 
 def sent_by(worker: np.ndarray, slices: list[Slice], num_workers: int) -> np.ndarray:

@@ -12,7 +12,7 @@ import numpy as np
 
 from distca.planning.placement import Placement, Shard
 from distca.planning.prefixes import NO_PARENT, Prefixes
-from distca.planning.spans import Ints, as_ints, cumulative
+from distca.planning.spans import Floats, Ints, as_ints, cumulative, expand
 
 FILLER = 128  # most tokens of a filler document: one tile of a kernel
 
@@ -36,8 +36,10 @@ def split(lengths: Ints, count: int, prefixes: Ints | None = None) -> list[Ints]
     # The weight of a document is its share of the attention plus its share of the tokens. Long
     # documents come first and balance the attention; the short ones then balance the tokens.
     pairs, tokens = (lengths * (lengths + 1) - prefix * (prefix + 1)) / 2, lengths - prefix
-    weight = np.bincount(tree, pairs / pairs.sum() + tokens / tokens.sum())
-    return [np.flatnonzero(np.isin(tree, members)) for members in _spread(weight, count)]
+    shares = pairs / pairs.sum() + tokens / tokens.sum()
+    weight = np.bincount(tree, shares).astype(np.float64)
+    set_of = _spread(weight, count)[tree]
+    return [np.flatnonzero(set_of == number) for number in range(count)]
 
 
 def pack_in_groups(
@@ -54,15 +56,24 @@ def pack_in_groups(
     lengths = as_ints(lengths)
     known = _of_documents_before(lengths, prefixes)
     tokens = lengths - known.length
-    shards: list[Shard] = []
-    for group, members in enumerate(_spread(tokens.astype(np.float64), dp)):
-        documents = np.sort(members)
-        rows = cumulative(tokens[documents])
-        per_worker = -(-int(rows[-1]) // (cp * multiple)) * multiple
-        for document, row in zip(documents.tolist(), rows[:-1].tolist(), strict=True):
-            prefix = int(known.length[document])
-            for shard in _pack(document, int(tokens[document]), row, per_worker, group * cp):
-                shards.append(shard._replace(start=prefix + shard.start, stop=prefix + shard.stop))
+    # 1. The documents of each group in order, and the row of its tokens where each begins.
+    group = _spread(tokens.astype(np.float64), dp)
+    document = np.argsort(group, kind="stable")
+    group, size = group[document], tokens[document]
+    total = np.zeros(dp, np.int64)
+    np.add.at(total, group, size)
+    row = cumulative(size)[:-1] - cumulative(total)[group]
+    # 2. A shard for each worker that a document is on.
+    per_worker = (-(-total // (cp * multiple)) * multiple)[group]
+    first, last = row // per_worker, (row + size - 1) // per_worker
+    count = last - first + 1
+    document, group, row, size, per_worker = (
+        np.repeat(column, count) for column in (document, group, row, size, per_worker)
+    )
+    worker = expand(first, count)
+    start = np.maximum(worker * per_worker - row, 0) + known.length[document]
+    stop = np.minimum((worker + 1) * per_worker - row, size) + known.length[document]
+    shards = np.stack([group * cp + worker, document, start, stop], axis=1)
     return pad_to_multiple(Placement.from_shards(lengths, shards, dp * cp, known), multiple)
 
 
@@ -89,24 +100,15 @@ def _of_documents_before(lengths: Ints, prefixes: Ints | None) -> Prefixes:
     return Prefixes(np.where(length > 0, np.arange(len(length)) - 1, NO_PARENT), length)
 
 
-def _spread(weight: np.ndarray, count: int) -> list[Ints]:
-    """Assigns documents, largest weight first, to the lightest of ``count`` sets."""
+def _spread(weight: Floats, count: int) -> Ints:
+    """[documents] Assigns documents, largest weight first, to the lightest of ``count`` sets."""
     heap = [(0.0, number) for number in range(count)]
-    members: list[list[int]] = [[] for _ in range(count)]
-    for document in np.lexsort((np.arange(len(weight)), -weight)).tolist():
-        load, number = heapq.heappop(heap)
-        members[number].append(document)
-        heapq.heappush(heap, (load + float(weight[document]), number))
-    return [as_ints(chosen) for chosen in members]
-
-
-def _pack(document: int, length: int, row: int, per_worker: int, first_worker: int) -> list[Shard]:
-    """Returns the shards of a document whose first token is at ``row`` of its group's tokens."""
-    shards = []
-    start = 0
-    while start < length:
-        worker, offset = divmod(row + start, per_worker)
-        stop = min(length, start + per_worker - offset)
-        shards.append(Shard(first_worker + worker, document, start, stop))
-        start = stop
-    return shards
+    order = np.argsort(-weight, kind="stable")
+    chosen = []
+    for one in weight[order].tolist():
+        load, number = heap[0]
+        heapq.heapreplace(heap, (load + one, number))
+        chosen.append(number)
+    set_of = np.empty(len(weight), np.int64)
+    set_of[order] = chosen
+    return set_of

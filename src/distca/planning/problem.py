@@ -31,7 +31,7 @@ class Grain:
                 f"tile = {self.tile} and minimum shard = {self.min_shard}: both must be >= 1 token"
             )
 
-    @property
+    @cached_property
     def spacing(self) -> int:
         """Tokens between possible cuts: whole tiles, at least ``min_shard``."""
         return self.tile * -(-self.min_shard // self.tile)
@@ -73,6 +73,11 @@ class DocumentLoads:
     def tokens(self) -> Ints:
         """[documents] The tokens of each document, without its prefix."""
         return self.lengths - self.prefix
+
+    @cached_property
+    def densest_first(self) -> Ints:
+        """Documents by load per token: the longest, and those much shorter than a tile, first."""
+        return np.argsort(-(self.whole / self.tokens), kind="stable")
 
     @cached_property
     def whole(self) -> Ints:

@@ -7,21 +7,25 @@ import numpy as np
 from distca.planning.spans import Floats, Ints
 
 SECANT_STEPS = 8  # smooth costs take two or three; after these, bisection ends in any case
+LEAST_SLOPE = 1e-6  # loads are at least one picosecond
 BISECTION_STEPS = 64  # halve any int64 bracket to one index
 
 
 def first_fitting(
-    excess: Callable[[Ints], Ints], guess: Ints, last: Ints, slope: Floats | float
+    excess: Callable[[Ints], Ints], guess: Ints, last: Ints, slope: Floats, origin: Ints
 ) -> Ints:
     """Returns the smallest index in [0, last] that fits, for each search.
 
     An index fits if its excess is at most 0. If no index before ``last`` fits, ``last`` is
-    returned, whether or not it fits.
+    returned, whether or not it fits. Loads of causal attention grow with the square of positions,
+    so the secant is drawn through squares of positions.
 
     excess: maps indices [...] to excesses. That of a search must not rise with the index.
     guess: [...] where to start; any values are allowed.
     last: [...]
-    slope: by how much the excess falls with the index, about; it is estimated anew in each step.
+    slope: by how much the excess falls with the square of index - origin, about; it is estimated
+        anew in each step.
+    origin: the index of position 0. Indices before it count backwards from there.
     """
     low, high = np.zeros_like(last), last  # the result is in [low, high]
     index, previous, here = guess, guess, None
@@ -30,14 +34,16 @@ def first_fitting(
             index = (low + high) // 2
         index = np.maximum(np.minimum(index, high - 1), low)  # ``high`` needs no look
         before, here = here, excess(index)
+        square = (index - origin) * np.abs(index - origin)
         if before is not None:
-            fallen = (before - here) / np.where(index == previous, 1, index - previous)
+            fallen = (before - here) / np.where(square == previous, 1, square - previous)
             slope = np.where(fallen > 0, fallen, slope)
-        previous = index
+        previous = square
         fits = here <= 0
         high = np.where(fits, np.minimum(index, high), high)
         low = np.where(fits, low, np.minimum(index + 1, high))
         if (low == high).all():
             break
-        index = index + np.ceil(here / np.maximum(slope, 1.0)).astype(np.int64)
+        square = square + here / np.maximum(slope, LEAST_SLOPE)
+        index = origin + np.ceil(np.copysign(np.sqrt(np.abs(square)), square)).astype(np.int64)
     return high

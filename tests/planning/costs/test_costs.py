@@ -305,3 +305,14 @@ def test_many_tasks_cost_what_each_costs(cost: str) -> None:
     pairs = as_ints([causal_pairs(q, k) for q, k in shapes])
     one_by_one = [price(model, "forward", *row) for row in zip(queries, keys, pairs, strict=True)]
     assert model.forward.ps(queries, keys, pairs).tolist() == one_by_one
+
+
+def test_shipped_profiles_are_read_once_and_files_each_time(tmp_path: Path) -> None:
+    assert cost_model("h200", LLAMA) is cost_model("auto", LLAMA)
+    file = tmp_path / "mine.json"
+    profile = Profile.read("h200")
+    profile.write(file)
+    before = cost_model(str(file), LLAMA)
+    replace(profile, linear_tflops=1.0).write(file)
+    assert before.linear_tflops == profile.linear_tflops
+    assert cost_model(str(file), LLAMA).linear_tflops == 1.0

@@ -1,8 +1,10 @@
 """Cost models by name."""
 
+from functools import lru_cache
+
 from distca.planning.costs.analytic import analytic_cost, cpu_cost
 from distca.planning.costs.base import PAIRS, CostModel
-from distca.planning.costs.profile import DEFAULT_COST, Profile
+from distca.planning.costs.profile import DEFAULT_COST, Profile, is_shipped
 from distca.planning.costs.published import SCALED
 from distca.planning.costs.table import table_cost
 from distca.planning.models import ModelShape
@@ -18,8 +20,11 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
         return analytic_cost(shape)
     if cost == "cpu":
         return cpu_cost(shape)
+    name = DEFAULT_COST if cost == "auto" else cost
+    if is_shipped(name):
+        return _shipped_cost(name, shape)
     try:
-        profile = Profile.read(DEFAULT_COST if cost == "auto" else cost)
+        profile = Profile.read(name)
     except OSError:
         raise ValueError(
             f"cost {cost!r} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
@@ -27,3 +32,9 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
             " file"
         ) from None
     return table_cost(profile, shape)
+
+
+@lru_cache(maxsize=64)
+def _shipped_cost(name: str, shape: ModelShape) -> CostModel:
+    """Returns the costs of a profile that never changes, which is read once: plans are many."""
+    return table_cost(Profile.read(name), shape)

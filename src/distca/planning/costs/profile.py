@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache
 from importlib import resources
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +30,7 @@ SETTING = (
     "device", "backend", "dtype", "ranks", "heads", "kv_heads", "head_dim", "hidden", "ffn",
     "queries", "keys", "tile", "versions",
 )  # fmt: skip
+_PROFILES = resources.files("distca.planning.costs") / "profiles"
 Rates = tuple[tuple[float | None, ...], ...]  # TFLOP/s, a row for each query count
 Direction = Literal["forward", "backward"]
 
@@ -156,9 +158,8 @@ class Profile:
         """
         if (rates := published_rates(name)) is not None:
             return cls.read(MEASURED).scaled(name, rates)
-        shipped = resources.files("distca.planning.costs") / "profiles" / f"{name}.json"
+        source = _PROFILES / f"{name}.json" if is_shipped(name) else Path(name)
         try:
-            source = shipped if shipped.is_file() else Path(name)
             record = json.loads(source.read_text())
         except ValueError as error:
             raise ValueError(f"profile {name} is not JSON: {error}") from None
@@ -208,6 +209,16 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"exchange": [asdict(one) for one in self.exchange] or None}
+
+
+def is_shipped(name: str) -> bool:
+    """Returns whether a name is that of a shipped profile, or of one scaled by published rates."""
+    return f"{name}.json" in _shipped_files() or published_rates(name) is not None
+
+
+@cache
+def _shipped_files() -> frozenset[str]:
+    return frozenset(file.name for file in _PROFILES.iterdir())
 
 
 def _is_rate(value: float) -> bool:

@@ -11,6 +11,7 @@ from distca.planning.spans import Ints
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
+LEFT_TO_SAVE = 0.03  # share of the bytes up to which moving tasks is as good as another density
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
 ALIKE = 0.02  # relative difference between surpluses that are about the same
 
@@ -19,6 +20,7 @@ class Attempt(NamedTuple):
     """A placement for one density, with every task at home."""
 
     moved_bytes: int  # an estimate, after scheduling
+    task_bytes: int  # those of them that move because workers have a surplus
     received_bytes: int  # the most keys that a worker receives
     peak_bytes: int  # the most keys that a worker sends or receives
     surplus: float  # load above the capacity of workers, as a share; the larger of both directions
@@ -29,6 +31,11 @@ class Attempt(NamedTuple):
     @property
     def quality(self) -> tuple[bool, float]:
         return self.surplus > 0.0, self.moved_bytes
+
+    @property
+    def is_enough(self) -> bool:
+        """Whether no density can save much more: hardly any task has to move."""
+        return self.task_bytes <= LEFT_TO_SAVE * self.moved_bytes
 
     def is_like(self, other: Attempt) -> bool:
         """Returns whether the surplus is about the same."""
@@ -52,7 +59,9 @@ class Measure:
         workers = problem.devices.workers_only()
         worker, document, start, stop = table.T
         keys = problem.masks.num_keys(document, start, stop) - (stop - start)
-        sent = (stop - start) * _num_after(document, start)
+        sent = np.zeros_like(keys)
+        cut = np.flatnonzero(stop - start < self._directions[0][1].tokens[document])
+        sent[cut] = (stop - start)[cut] * _num_after(document[cut], start[cut])
         # P pairs move for c sqrt(P) bytes (docs/planning.md, "The cost of a move").
         q, kv = shape.qo_bytes, shape.kv_bytes
         c = MOVED_TASKS * float(np.sqrt(2.0 * ((q + kv) ** 2 - q**2)))
@@ -71,6 +80,7 @@ class Measure:
         np.add.at(sending, worker, kv * sent)
         return Attempt(
             moved_bytes=kv * int(keys.sum()) + int(of_tasks.sum()),
+            task_bytes=int(of_tasks.sum()),
             received_bytes=int(received.max()),
             peak_bytes=int(max(received.max(), sending.max())),
             surplus=max(surplus),

@@ -37,6 +37,7 @@ from distca.planning.placers.senders import even_out_senders
 from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
+from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
 
@@ -176,7 +177,7 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> A
         same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
-        if here.surplus == 0.0 or no_closer or no_use:
+        if here.is_enough or no_closer or no_use:
             break
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps
@@ -209,7 +210,7 @@ def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float
     """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic."""
     problem = replace(problem, placement=placement)
     try:
-        tasks = schedule(problem, problem.cost.backward, SEARCH_ORDERS[:1])
+        tasks = schedule(PlacedShards.of(problem, problem.cost.backward), SEARCH_ORDERS[:1])
     except DoesNotFitError:
         return True, np.inf, np.inf
     devices = problem.devices
@@ -246,7 +247,7 @@ def _deal_long(loads: _Loads, density: float, grain: Grain, *, even_senders: boo
     tokens = float(documents.tokens.sum()) / len(capacity)
     net_headroom = _net_headroom(documents, capacity, density)
     medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
-    dealt = DealtShards.none(capacity, tokens, short=np.flatnonzero(~medium))
+    dealt = DealtShards.none(capacity, tokens, short=~medium)
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
     worker, slices = deal_slices(slicer, slices, dealt, traffic_limit)

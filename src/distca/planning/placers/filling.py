@@ -22,17 +22,11 @@ SPREAD = 0.01  # the least net load that a document counts, as a share of its lo
 
 def fill_up(documents: DocumentLoads, dealt: DealtShards, grain: Grain) -> Ints:
     """Returns the table of all shards, after which token counts differ by one tile at most."""
-    order = _densest_first(documents, dealt.short)
+    order = documents.densest_first[dealt.short[documents.densest_first]]
     worker = _deal_short(documents, order, dealt)
     short = [worker, order, documents.prefix[order], documents.lengths[order]]
-    table = np.concatenate([as_ints(dealt.shards).reshape(-1, 4), np.stack(short, axis=1)])
+    table = np.concatenate([dealt.table, np.stack(short, axis=1)])
     return _even_tokens(table, dealt.tokens_left, grain)
-
-
-def _densest_first(documents: DocumentLoads, chosen: Ints) -> Ints:
-    """Sorts documents by load per token: the longest, and those much shorter than a tile, first."""
-    density = documents.whole[chosen] / documents.tokens[chosen]
-    return chosen[np.argsort(-density, kind="stable")]
 
 
 def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> Ints:
@@ -45,7 +39,7 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
     first = _groups(documents.tokens[order], workers)
     lengths, loads = (
         np.add.reduceat(values[order], first) if len(first) else values[order]
-        for values in (documents.tokens, documents.whole)
+        for values in (documents.tokens.astype(np.float64), documents.whole.astype(np.float64))
     )
     tokens_after, load_after = lengths.sum() - np.cumsum(lengths), loads.sum() - np.cumsum(loads)
     num_at_once = max(len(first) - ONE_BY_ONE * workers, 0)
@@ -61,42 +55,50 @@ def _deal_short(documents: DocumentLoads, order: Ints, dealt: DealtShards) -> In
     return np.repeat(as_ints(chosen), np.diff(first, append=len(order)))
 
 
-def _deal_at_once(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> list[int]:
+def _deal_at_once(dealt: DealtShards, lengths: Floats, loads: Floats, density: float) -> list[int]:
     """Puts documents on workers such that the least net headroom remains as large as possible.
 
     All documents count as equal, which later ones make up for. Only the first ones are put if there
-    are not enough tokens left for all, and none if there are not enough for the longest.
+    are not enough tokens left for all, and none if no worker has enough for the longest.
     """
-    net_headroom = dealt.net_headroom(density)
+    longest = lengths.max()
+    able = np.flatnonzero(dealt.tokens_left >= longest)
+    if not len(able):
+        return []
+    net_headroom = dealt.net_headroom(density)[able]
     net_load = float(np.maximum(loads - density * lengths, SPREAD * loads).mean())
     # 1. The level down to which net headroom is filled.
     falling = -np.sort(-net_headroom)
     levels = (np.cumsum(falling) - len(lengths) * net_load) / np.arange(1, len(falling) + 1)
     level = levels[np.flatnonzero(falling > levels)[-1]]
     # 2. What each worker can take above that level.
-    count = np.minimum(
-        np.ceil(np.maximum(net_headroom - level, 0.0) / net_load),
-        dealt.tokens_left // lengths.max(),
-    )
-    count = np.maximum(count, 0.0).astype(np.int64)
-    worker = np.repeat(np.arange(len(count)), count)
+    above_level = np.ceil(np.maximum(net_headroom - level, 0.0) / net_load)
+    count = np.minimum(above_level, dealt.tokens_left[able] // longest).astype(np.int64)
+    number = np.repeat(np.arange(len(able)), count)
     before = expand(np.zeros_like(count), count)  # documents that the worker takes first
     # 3. Each document goes where the most net headroom is left.
-    order = np.argsort(before * net_load - net_headroom[worker], kind="stable")
-    worker = worker[order[: len(lengths)]]
+    order = np.argsort(before * net_load - net_headroom[number], kind="stable")
+    worker = able[number[order[: len(lengths)]]]
     np.subtract.at(dealt.headroom, worker, loads[: len(worker)])
     np.subtract.at(dealt.tokens_left, worker, lengths[: len(worker)])
     chosen: list[int] = worker.tolist()
     return chosen
 
 
-def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: float) -> list[int]:
-    """Puts documents, one after the other, on the worker with the most net headroom."""
+def _deal_one_by_one(
+    dealt: DealtShards, lengths: Floats, loads: Floats, density: float
+) -> list[int]:
+    """Puts documents, one after the other, on the worker with the most net headroom.
+
+    Once a document is longer than what any worker has left, the rest go to the worker with the
+    most tokens left.
+    """
     headroom, tokens_left = dealt.headroom.tolist(), dealt.tokens_left.tolist()
     net_headroom = dealt.net_headroom(density).tolist()
     has_tokens = np.flatnonzero(dealt.tokens_left >= lengths.min()).tolist()
     by_headroom = [(-net_headroom[worker], worker) for worker in has_tokens]
     heapq.heapify(by_headroom)
+    by_tokens: list[tuple[float, int]] = []
     chosen = []
     for length, load in zip(lengths.tolist(), loads.tolist(), strict=True):
         while by_headroom and tokens_left[by_headroom[0][1]] < length:
@@ -104,8 +106,12 @@ def _deal_one_by_one(dealt: DealtShards, lengths: Ints, loads: Ints, density: fl
         if by_headroom:
             negative, worker = by_headroom[0]
             heapq.heapreplace(by_headroom, (negative + load - density * length, worker))
-        else:  # the group is longer than what any worker has left
-            worker = tokens_left.index(max(tokens_left))
+        else:
+            if not by_tokens:
+                by_tokens = [(-tokens, worker) for worker, tokens in enumerate(tokens_left)]
+                heapq.heapify(by_tokens)
+            negative, worker = by_tokens[0]
+            heapq.heapreplace(by_tokens, (negative + length, worker))
         headroom[worker] -= load
         tokens_left[worker] -= length
         chosen.append(worker)

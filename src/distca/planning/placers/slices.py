@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.placement import Shard
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.search import first_fitting
-from distca.planning.spans import Floats, Ints, as_ints
+from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
 
@@ -30,10 +29,7 @@ class Slice(NamedTuple):
     stop: int
     load: float
     num_above: int  # slices of the document further up, which need the keys of this one
-
-    @property
-    def size(self) -> int:
-        return self.stop - self.start
+    size: int  # tokens
 
 
 class SliceLimits(NamedTuple):
@@ -65,7 +61,8 @@ class Slicer:
         while len(document):
             longest = min(limits.tokens, traffic_limit / max(num_above, 1))
             start = self._starts(document, stop, SliceLimits(limits.net_load, longest))
-            slices += self._slices(document, start, stop, np.full_like(start, num_above))
+            load = self.documents.load(document, start, stop)
+            slices += self._slices(document, start, stop, load, np.full_like(start, num_above))
             left = start > prefix[document]
             if num_above == 0 and left.any():
                 traffic_limit = float(start[left].max())
@@ -93,11 +90,9 @@ class Slicer:
         load = self.documents.load(np.full_like(cut, whole.document), start, stop)
         net = load - self.density * (stop - start)
         best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
-        ends = zip(*(column[:, best].tolist() for column in (net, start, stop, load)), strict=True)
-        return [
-            Slice(end_net, whole.document, end_start, end_stop, end_load, whole.num_above + number)
-            for number, (end_net, end_start, end_stop, end_load) in enumerate(ends)
-        ]
+        start, stop, load = start[:, best], stop[:, best], load[:, best]  # of the upper, the lower
+        num_above = whole.num_above + np.arange(2)
+        return self._slices(np.full(2, whole.document), start, stop, load, num_above)
 
     def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
         """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
@@ -122,8 +117,8 @@ class Slicer:
             return np.rint(net - limits.net_load).astype(np.int64)
 
         last = grain.last_cut(stop)
-        slope = 2.0 * limits.net_load / np.maximum(last, 1)
-        index = first_fitting(excess, guess.astype(np.int64), last, slope)
+        slope = net / np.maximum((stop / grain.spacing) ** 2 - (first / grain.spacing) ** 2, 1.0)
+        index = first_fitting(excess, guess.astype(np.int64), last, slope, np.zeros_like(last))
         shortest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
         index = np.minimum(np.maximum(np.maximum(index, shortest), grain.first_cut(first)), last)
         starts[cut] = index * grain.spacing
@@ -133,11 +128,13 @@ class Slicer:
         net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)
         return net
 
-    def _slices(self, document: Ints, start: Ints, stop: Ints, num_above: Ints) -> list[Slice]:
-        load = self.documents.load(document, start, stop)
-        net = load - self.density * (stop - start)
-        columns = (column.tolist() for column in (net, document, start, stop, load, num_above))
-        return [Slice(*row) for row in zip(*columns, strict=True)]
+    def _slices(
+        self, document: Ints, start: Ints, stop: Ints, load: Ints, num_above: Ints
+    ) -> list[Slice]:
+        size = stop - start
+        net = load - self.density * size
+        columns = (net, document, start, stop, load, num_above, size)
+        return list(map(Slice, *(column.tolist() for column in columns)))
 
 
 @dataclass(eq=False)
@@ -146,19 +143,23 @@ class DealtShards:
 
     headroom: Floats  # [workers]
     tokens_left: Floats  # [workers]
-    shards: list[Shard]
-    short: Ints  # documents that are to fill up the workers, uncut
+    short: Bools  # [documents] whether a document is to fill up the workers, uncut
+    table: Ints  # [shards, 4] worker, document, start, stop
 
     @classmethod
-    def none(cls, capacity: Floats, tokens: float, short: Ints) -> DealtShards:
-        return cls(capacity.copy(), np.full_like(capacity, tokens), [], short)
+    def none(cls, capacity: Floats, tokens: float, short: Bools) -> DealtShards:
+        return cls(capacity.copy(), np.full_like(capacity, tokens), short, as_ints([[]] * 4).T)
 
     def put(self, worker: Ints, slices: Sequence[Slice]) -> None:
         """Puts slices on their workers."""
-        for rank, one in zip(worker.tolist(), slices, strict=True):
-            self.shards.append(Shard(rank, one.document, one.start, one.stop))
-        np.subtract.at(self.headroom, worker, [one.load for one in slices])
-        np.subtract.at(self.tokens_left, worker, [one.size for one in slices])
+        document, start, stop = (
+            as_ints([getattr(one, name) for one in slices])
+            for name in ("document", "start", "stop")
+        )
+        table = np.stack([worker, document, start, stop], axis=1)
+        self.table = np.concatenate([self.table, table])
+        np.subtract.at(self.headroom, worker, np.array([one.load for one in slices], np.float64))
+        np.subtract.at(self.tokens_left, worker, (stop - start).astype(np.float64))
 
     def net_headroom(self, density: float) -> Floats:
         """[workers] Returns headroom less density x tokens left.
@@ -216,14 +217,24 @@ class _Workers:
         self._traffic_limit = traffic_limit
         self._heap = [(-net, worker) for worker, net in enumerate(self.net_headroom)]
         heapq.heapify(self._heap)
+        self._arrays = np.array(
+            self._lists
+        )  # [4, workers] the same, but for workers in ``_changed``
+        self._changed: list[int] = []
+
+    @property
+    def _lists(self) -> tuple[list[float], ...]:
+        return self.net_headroom, self.tokens_left, self._sent_keys, self._received_keys
 
     def take(self, worker: int, taken: Slice) -> None:
         """Puts a slice on a worker."""
-        self.net_headroom[worker] -= taken.net
+        net_headroom = self.net_headroom[worker] = self.net_headroom[worker] - taken.net
         self.tokens_left[worker] -= taken.size
         self._sent_keys[worker] += taken.num_above * taken.size
         self._received_keys[worker] += taken.start
-        heapq.heappush(self._heap, (-self.net_headroom[worker], worker))
+        self._changed.append(worker)
+        update = heapq.heapreplace if self._heap[0][1] == worker else heapq.heappush
+        update(self._heap, (-net_headroom, worker))
 
     def best(self, taken: Slice) -> int:
         """Returns the worker with the most net headroom that can take a slice.
@@ -231,23 +242,29 @@ class _Workers:
         It has net headroom and tokens left for the slice, and stays within the traffic limit. If
         there is none, the traffic limit is given up, then the tokens, then the headroom.
         """
-        while -self._heap[0][0] != self.net_headroom[self._heap[0][1]]:
-            heapq.heappop(self._heap)
-        best = self._heap[0][1]
+        heap, net_headroom = self._heap, self.net_headroom
+        while -heap[0][0] != net_headroom[heap[0][1]]:
+            heapq.heappop(heap)
+        best = heap[0][1]
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        if taken.net > self.net_headroom[best] or (
+        if taken.net > net_headroom[best] or (
             self.tokens_left[best] >= taken.size
             and self._sent_keys[best] <= sent
             and self._received_keys[best] <= received
         ):
             return best
-        net_headroom, tokens_left = np.array(self.net_headroom), np.array(self.tokens_left)
+        return self._best_of_all(taken, sent, received)
+
+    def _best_of_all(self, taken: Slice, sent: float, received: float) -> int:
+        """Compares all workers, if that with the most net headroom cannot take a slice."""
+        changed, self._changed = list(set(self._changed)), []
+        self._arrays[:, changed] = [[one[worker] for worker in changed] for one in self._lists]
+        net_headroom, tokens_left, sent_keys, received_keys = self._arrays
         fits = net_headroom >= taken.net
         has_tokens = fits & (tokens_left >= taken.size)
         if not has_tokens.any():
             return int(np.where(fits, tokens_left, -np.inf).argmax())
-        within_limit = np.array(self._sent_keys) <= sent
-        within_limit &= has_tokens & (np.array(self._received_keys) <= received)
+        within_limit = has_tokens & (sent_keys <= sent) & (received_keys <= received)
         chosen = within_limit if within_limit.any() else has_tokens
         return int(np.where(chosen, net_headroom, -np.inf).argmax())

@@ -9,15 +9,17 @@ Shapes: R requests, S servers of each, T tops of each. What does not depend on t
 Names that end in ``_cut`` are numbers of cuts (``cuttable``); all other places are positions.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Floats, Ints, Span, as_ints, cumulative
+from distca.planning.schedulers.requests import Requests, Targets
+from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
 
 NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
 
@@ -35,89 +37,15 @@ class Piece(NamedTuple):
         return self.start, self.stop
 
 
+Score = tuple[int, float, int]  # bytes over the limit; bytes moved, weighted; the shard
+
+
 class Cut(NamedTuple):
     """Pieces of one shard for other servers."""
 
     shard: int
     pieces: list[Piece]
-    over_limit: int  # bytes by which a rank would exceed the limit of sent or received bytes
-    weighted_bytes: float  # bytes moved, where those inside a node count less
     peak: int  # the most bytes that any of the ranks would send or receive in total
-
-    @property
-    def score(self) -> tuple[int, float, int]:
-        return self.over_limit, self.weighted_bytes, self.shard
-
-
-class Targets(NamedTuple):
-    """Servers that may take pieces, [S, R, 1]. Requests for fewer servers have empty ones first."""
-
-    server: Ints  # -1: empty
-    headroom: Ints
-    free_bytes: Ints  # memory
-    received: Ints  # bytes so far
-    byte_weight: Floats  # of a byte between it and the queries
-
-
-class KeySources(NamedTuple):
-    """Workers that hold keys, [sources, 1]. The first R are the homes of the shards."""
-
-    row: Ints  # [sources] the request
-    worker: Ints
-    start: Ints
-    stop: Ints
-    sent: Ints  # bytes so far
-    byte_weight: Floats
-
-
-class HeldSpans(NamedTuple):
-    """Keys [start, stop) that targets have already, [held, 1]; disjoint for each target."""
-
-    slot: Ints  # [held] the server of the request
-    row: Ints  # [held] the request
-    start: Ints
-    stop: Ints
-
-
-@dataclass(frozen=True, eq=False)
-class Requests:
-    """Shards from which pieces are to be cut."""
-
-    shards: CuttableShards  # R of them
-    number: Sequence[int]  # [R] of each shard
-    keep: Ints  # [R, 1] the load that may stay at home
-    targets: Targets
-    sources: KeySources
-    held: HeldSpans
-
-
-def merge(parts: Sequence[Requests]) -> Requests:
-    """Joins requests for equally many servers."""
-    if len(parts) == 1:
-        return parts[0]
-    counts = [len(part.number) for part in parts]
-    first = cumulative(as_ints(counts))[:-1].tolist()
-    homes = [
-        [column[:count] for column in p.sources] for p, count in zip(parts, counts, strict=True)
-    ]
-    others = [
-        [column[count:] for column in p.sources] for p, count in zip(parts, counts, strict=True)
-    ]
-    for row, part_homes, part_others in zip(first, homes, others, strict=True):
-        part_homes[0], part_others[0] = part_homes[0] + row, part_others[0] + row
-    held = [
-        part.held._replace(row=part.held.row + row) for part, row in zip(parts, first, strict=True)
-    ]
-    return Requests(
-        shards=CuttableShards.join([part.shards for part in parts]),
-        number=[number for part in parts for number in part.number],
-        keep=np.concatenate([part.keep for part in parts]),
-        targets=Targets(
-            *(np.concatenate(c, axis=1) for c in zip(*(p.targets for p in parts), strict=True))
-        ),
-        sources=KeySources(*map(np.concatenate, zip(*homes, *others, strict=True))),
-        held=HeldSpans(*map(np.concatenate, zip(*held, strict=True))),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,32 +71,57 @@ class Choices:
     requests: Requests
     candidates: Candidates
     fits: Bools  # [R, T] whether it sheds enough and fits the headroom and memory of the servers
-    weighted_bytes: Floats  # [R, T]
+    weighted_bytes: Floats  # [R, T] bytes moved, where those inside a node count less
     peak: Ints  # [R, T] the most bytes that any of the ranks would send or receive in total
+    _best: dict[int, tuple[list[int], list[int], list[float]]] = field(default_factory=dict)
 
-    def best(self, row: int, traffic_limit: int) -> Cut:
-        """Returns the cheapest cut for a request, one of those that exceed the limit the least."""
-        over_limit = np.maximum(self.peak[row] - traffic_limit, 0)
-        columns = (self.weighted_bytes[row], over_limit, ~self.fits[row])
-        top = int(np.lexsort(columns)[0])
-        c = self.candidates
-        servers = self.requests.targets.server[:, row, 0]
-        pieces = (column.tolist() for column in (c.start[:, row, top], c.stop[:, row, top]))
-        loads = c.load[:, row, top].tolist()
+    def best(self, row: int, traffic_limit: int) -> Option:
+        """Returns the cheapest option of a request, one of those that exceed the limit the least.
+
+        There must be one that fits.
+        """
+        if traffic_limit not in self._best:  # of all requests at once, since the limit rarely rises
+            self._best[traffic_limit] = self._best_of_all(traffic_limit)
+        top, over_limit, weighted_bytes = self._best[traffic_limit]
+        score = over_limit[row], weighted_bytes[row], self.requests.number[row]
+        return Option(score, self, row, top[row])
+
+    def _best_of_all(self, traffic_limit: int) -> tuple[list[int], list[int], list[float]]:
+        """[R] Returns the best top, and for it bytes over the limit, and bytes moved."""
+        unfit = np.iinfo(np.int64).max
+        over_limit = np.where(self.fits, np.maximum(self.peak - traffic_limit, 0), unfit)
+        least = over_limit.min(axis=1)
+        weighted_bytes = np.where(over_limit == least[:, None], self.weighted_bytes, np.inf)
+        top = weighted_bytes.argmin(axis=1)
+        return top.tolist(), least.tolist(), weighted_bytes.min(axis=1).tolist()
+
+    def cut(self, row: int, top: int) -> Cut:
+        """Returns the pieces of one of the candidates."""
+        c, servers = self.candidates, self.requests.targets.server
+        columns = (one[:, row, top].tolist() for one in (c.start, c.stop))
+        pieces = zip(
+            *columns, servers[:, row, 0].tolist(), c.load[:, row, top].tolist(), strict=True
+        )
         return Cut(
             self.requests.number[row],
-            [
-                Piece(*piece)
-                for piece in zip(*pieces, servers.tolist(), loads, strict=True)
-                if piece[0] < piece[1]
-            ],
-            int(over_limit[top]),
-            float(self.weighted_bytes[row, top]),
+            [Piece(*piece) for piece in pieces if piece[0] < piece[1]],
             int(self.peak[row, top]),
         )
 
 
-def choices(requests: Requests, shape: ModelShape) -> Choices:
+class Option(NamedTuple):
+    """The best candidate of a request."""
+
+    score: Score
+    choices: Choices
+    row: int
+    top: int
+
+    def cut(self) -> Cut:
+        return self.choices.cut(self.row, self.top)
+
+
+def evaluate_requests(requests: Requests, shape: ModelShape) -> Choices:
     """Returns what there is to choose from for each request."""
     candidates = list_candidates(requests, shape)
     fits = candidates.sheds_enough & _fits(candidates, requests.targets, shape)
@@ -180,20 +133,16 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     shards, headrooms = requests.shards, requests.targets.headroom
     only_one = len(headrooms) == 1
     top_cut = shards.spread_cuts(2 * NUM_TOPS if only_one else NUM_TOPS)
-    start_cuts, stop_cuts = [], []
-    bottom_cut = top_cut
-    for headroom in headrooms[:-1]:
-        stop_cuts.append(bottom_cut)
-        bottom_cut = shards.lowest_start(bottom_cut, headroom)
-        start_cuts.append(bottom_cut)
+    cuts = _fill_downwards(shards, top_cut, requests.targets)
+    bottom_cut = cuts[-1]
     may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
     if only_one:  # the remainder is the only piece, and the tops are its possible places
         rest_cut, gap = top_cut, np.zeros_like(may_stay)
     else:
         rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, shape)
     low_cut = shards.highest_stop(rest_cut, may_stay - gap)
-    start = shards.position(np.stack([*start_cuts, low_cut]))
-    stop = shards.position(np.stack([*stop_cuts, rest_cut]))
+    start = shards.position(np.stack([*cuts[1:], low_cut]))
+    stop = shards.position(np.stack([*cuts[:-1], rest_cut]))
     at_ends = (low_cut == 0) & (top_cut == shards.last_cut)
     return Candidates(
         start=start,
@@ -203,6 +152,22 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
         sheds_enough=(may_stay >= gap) & ((bottom_cut < top_cut) | (low_cut < rest_cut)),
         keeps_nothing=at_ends & (rest_cut == bottom_cut),
     )
+
+
+def _fill_downwards(shards: CuttableShards, top_cut: Ints, targets: Targets) -> list[Ints]:
+    """Returns the tops, and where the piece of each target but the last one starts, [S, R, T]."""
+    cuts = [top_cut]
+    pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
+        used = np.flatnonzero(server[:, 0] >= 0)
+        some = shards if len(used) == len(server) else shards.take(used)
+        stop_cut, bottom_cut = cuts[-1][used], cuts[-1].copy()
+        start_cut = some.lowest_start(stop_cut, headroom[used], pairs_per_load[used])
+        # The next piece is about as large, so that its search starts near its end.
+        pairs_per_load[used] = some.pairs_for(headroom[used], start_cut, stop_cut)
+        bottom_cut[used] = start_cut
+        cuts.append(bottom_cut)
+    return cuts
 
 
 def _cheapest_stop(

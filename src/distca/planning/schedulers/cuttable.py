@@ -78,6 +78,10 @@ class CuttableShards:
         inside = (self._first + cut - 1) * self.grain.spacing
         return np.where(cut <= 0, self.start, np.where(cut >= self.last_cut, self.stop, inside))
 
+    def _position_before_last(self, cut: Ints) -> Ints:
+        """Returns the same for cuts before the last one, in less time."""
+        return np.where(cut <= 0, self.start, (self._first + cut - 1) * self.grain.spacing)
+
     def nearest_cut(self, position: Floats) -> Ints:
         """Returns the first cut at or behind a position."""
         inside = np.ceil(position / self.grain.spacing).astype(np.int64) - self._first + 1
@@ -107,34 +111,42 @@ class CuttableShards:
         keys: Ints = np.maximum(np.minimum(last, high) - low, 0) * (stop > start)
         return keys
 
-    def lowest_start(self, stop_cut: Ints, headroom: Ints) -> Ints:
-        """Returns the cut where the largest piece that ends at a cut and fits starts."""
+    def lowest_start(
+        self, stop_cut: Ints, headroom: Ints, pairs_per_load: Floats | None = None
+    ) -> Ints:
+        """Returns the cut where the largest piece that ends at a cut and fits starts.
+
+        pairs_per_load: an estimate for such a piece; by default that of the whole shard.
+        """
         stop = self.position(stop_cut)
-        pairs = np.maximum(headroom, 0) * self._pairs_per_load
+        known = self.pairs_per_load if pairs_per_load is None else pairs_per_load
+        pairs = np.maximum(headroom, 0) * known
         guess = np.sqrt(np.maximum(stop.astype(np.float64) ** 2 - 2.0 * pairs, 0.0))
         return first_fitting(
-            lambda cut: self.load(self.position(cut), stop) - headroom,
+            lambda cut: self.load(self._position_before_last(cut), stop) - headroom,
             self.nearest_cut(guess),
             stop_cut,
-            self._load_between_cuts(guess),
+            self._load_of_square(known),
+            1 - self._first,
         )
 
     def highest_stop(self, limit_cut: Ints, headroom: Ints) -> Ints:
         """Returns the last cut, at most ``limit_cut``, up to which the first queries fit."""
         headroom = np.maximum(headroom, 0)
-        pairs = headroom * self._pairs_per_load
+        pairs = headroom * self.pairs_per_load
         guess = np.sqrt(self.start.astype(np.float64) ** 2 + 2.0 * pairs)
         below = first_fitting(
             lambda below: self.load(self.start, self.position(limit_cut - below)) - headroom,
             limit_cut - self.nearest_cut(guess),
             limit_cut,
-            self._load_between_cuts(guess),
+            self._load_of_square(self.pairs_per_load),
+            limit_cut + self._first - 1,
         )
         return limit_cut - below
 
-    def _load_between_cuts(self, position: Floats) -> Floats:
-        """Returns about how much load lies between two cuts."""
-        return self.grain.spacing * position / np.maximum(self._pairs_per_load, 1e-9)
+    def _load_of_square(self, pairs_per_load: Floats) -> Floats:
+        """Returns about how much load the queries between position 0 and the first cut have."""
+        return self.grain.spacing**2 / 2 / np.maximum(pairs_per_load, 1e-9)
 
     def cheapest_stop(self, load: Ints, shape: ModelShape) -> Floats:
         """Returns where a piece of this load should end to move the fewest bytes.
@@ -142,7 +154,7 @@ class CuttableShards:
         kv x stop + (q + o) x (stop - start) is smallest at start / stop = (q + o) / (kv + q + o).
         """
         ratio = shape.qo_bytes / (shape.qo_bytes + shape.kv_bytes)
-        pairs = np.maximum(load, 0) * self._pairs_per_load
+        pairs = np.maximum(load, 0) * self.pairs_per_load
         return np.sqrt(2.0 * pairs / (1.0 - ratio * ratio))
 
     @cached_property
@@ -150,7 +162,17 @@ class CuttableShards:
         return self.masks.is_causal[self.document]
 
     @cached_property
-    def _pairs_per_load(self) -> Floats:
+    def pairs_per_load(self) -> Floats:
         """Causal pairs, on average, for each picosecond."""
-        start, stop = self.start.astype(np.float64), self.stop.astype(np.float64)
-        return (stop**2 - start**2) / 2 / np.maximum(self.total_load, 1)
+        return _pairs(self.start, self.stop) / np.maximum(self.total_load, 1)
+
+    def pairs_for(self, load: Ints, start_cut: Ints, stop_cut: Ints) -> Floats:
+        """Returns the same for pieces of a load."""
+        pairs = _pairs(self.position(start_cut), self.position(stop_cut))
+        return pairs / np.maximum(load, 1)
+
+
+def _pairs(start: Ints, stop: Ints) -> Floats:
+    """Returns about how many causal pairs queries [start, stop) have."""
+    first, last = start.astype(np.float64), stop.astype(np.float64)
+    return (last**2 - first**2) / 2

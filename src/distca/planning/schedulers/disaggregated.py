@@ -12,13 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.costs.base import TaskCost
 from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
-from distca.planning.schedulers.surplus import estimate_added_load, surplus_ranks
+from distca.planning.schedulers.surplus import (
+    estimate_added_load,
+    surplus_ranks,
+    workers_above_capacity,
+)
 from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
 from distca.planning.tasks import Tasks
 
@@ -50,19 +53,20 @@ FEW_RANKS, FEW_SHARDS = 32, 16384
 def disaggregated(problem: Problem) -> Assignment:
     """Returns one set of tasks if it meets the bounds of both directions, else one for each."""
     devices, cost = problem.devices, problem.cost
-    backward = schedule(problem, cost.backward)
+    shards = PlacedShards.of(problem, cost.backward)
+    backward = schedule(shards)
     load = backward.load_ps(problem.placement, problem.reach, cost.forward, devices.num_ranks)
     # If both directions cost the same, a second set of tasks would be equal to the first.
     if cost.forward is cost.backward or devices.imbalance(load) <= 1.0 + problem.tolerance:
         return Assignment(backward, backward)
     # A little less than the load of the backward tasks: capacities rise with the load if need be.
     expected_load = int(int(load.sum()) * (1.0 - 2.0 * MARGIN))
-    return Assignment(schedule(problem, cost.forward, expected_load=expected_load), backward)
+    shards = shards.with_cost(cost.forward)
+    return Assignment(schedule(shards, expected_load=expected_load), backward)
 
 
 def schedule(
-    problem: Problem,
-    cost: TaskCost,
+    shards: PlacedShards,
     orders: Sequence[SearchOrder] = SEARCH_ORDERS,
     expected_load: int = 0,
 ) -> Tasks:
@@ -70,13 +74,14 @@ def schedule(
 
     expected_load: an estimate of the total load after cutting; 0: it is made here.
     """
-    shards = PlacedShards.of(problem, cost)
+    problem, ledger = shards.problem, Ledger(shards, expected_load)
+    fetches_none = bool(shards.is_document.all()) or problem.devices.num_ranks == 1
+    if fetches_none and not np.any(ledger.loads.above_capacity > 0):
+        return ledger.tasks()  # there is nothing to gain, as in most batches of one rank
     if not expected_load:
-        added = estimate_added_load(Ledger(shards))
+        added = estimate_added_load(ledger)
         expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)
-    first, *others = orders[: problem.search_orders]
-    if shards.is_document.all():  # no shard fetches keys, and ``max_adopted`` has no effect
-        others = [order for order in others if order.max_adopted == first.max_adopted]
+    first, *others = _distinct(orders[: problem.search_orders], ledger)
     candidates = _run([_try_order(shards, first, expected_load)])
     # If the first order misses the bound or moves nothing, the others are no better.
     missed, moved = candidates[0].quality
@@ -85,6 +90,22 @@ def schedule(
         candidates += _run([_try_order(shards, order, expected_load) for order in others])
     best = min(candidates, key=lambda candidate: candidate.quality)
     return best.ledger.tasks() if best.tasks is None else best.tasks
+
+
+def _distinct(orders: Sequence[SearchOrder], ledger: Ledger) -> list[SearchOrder]:
+    """Returns the orders that may lead to different tasks."""
+    chosen = list(orders)
+    all_whole = bool(ledger.shards.is_document.all())
+    if all_whole:  # no shard fetches keys, and ``max_adopted`` has no effect
+        chosen = [order for order in chosen if order.max_adopted == chosen[0].max_adopted]
+    # Of two servers only one can be above its capacity; where no shard moves to its keys, no others
+    # than now are.
+    one_at_most = len(ledger.problem.devices.serving) <= 2 or (
+        all_whole and len(workers_above_capacity(ledger)) <= 1
+    )
+    if one_at_most:
+        chosen = list({order.max_adopted: order for order in reversed(chosen)}.values())[::-1]
+    return chosen
 
 
 class _Candidate(NamedTuple):

@@ -5,10 +5,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import HeldSpans, KeySources, Piece, Requests, Targets
+from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.held_keys import HeldKeys
 from distca.planning.schedulers.loads import Headroom, Loads
 from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.requests import HeldSpans, KeySources, Requests, Targets
 from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
 from distca.planning.tasks import Tasks
 
@@ -70,7 +71,7 @@ class Ledger:
 
     def uncut(self, worker: int) -> Ints:
         """Returns the shards of a worker of which nothing was moved, the heaviest first."""
-        return self.unmoved(self.shards.heaviest_first[worker])
+        return self.unmoved(self.shards.heaviest_first(worker))
 
     def unmoved(self, shards: Ints) -> Ints:
         """Returns those shards of which nothing was moved."""

@@ -29,6 +29,7 @@ class Loads:
     def set_capacity(self, capacity: Ints) -> None:
         """Changes what ranks may have, and with it the headroom of every server."""
         self.capacity = capacity
+        self._headroom: list[int] = (capacity - self.per_rank).tolist()  # looked up one by one
         headroom = (capacity - self.per_rank)[self._servers]
         order = np.argsort(headroom, kind="stable")
         order = order[headroom[order] > 0]
@@ -45,19 +46,20 @@ class Loads:
 
     def headroom(self, rank: int) -> int:
         """Returns the load that the rank can still take; negative if it has a surplus."""
-        return int(self.capacity[rank] - self.per_rank[rank])
+        return self._headroom[rank]
 
     def surplus(self, rank: int) -> int:
-        return max(-self.headroom(rank), 0)
+        return max(-self._headroom[rank], 0)
 
     def add(self, ranks: Ints, loads: Ints) -> None:
         """Adds loads, which may be negative, and keeps the servers sorted."""
         change = np.zeros_like(self.per_rank)
         np.add.at(change, ranks, loads)
         for rank in np.flatnonzero(change).tolist():
-            index = bisect.bisect_left(self.headrooms, (self.headroom(rank), rank))
+            index = bisect.bisect_left(self.headrooms, (self._headroom[rank], rank))
             if index < len(self.headrooms) and self.headrooms[index].server == rank:
                 del self.headrooms[index]
-            self.per_rank[rank] += change[rank]
-            if self.headroom(rank) > 0 and self.serves(rank):
-                bisect.insort(self.headrooms, Headroom(self.headroom(rank), rank))
+            self._headroom[rank] -= int(change[rank])
+            if self._headroom[rank] > 0 and self.serves(rank):
+                bisect.insort(self.headrooms, Headroom(self._headroom[rank], rank))
+        self.per_rank += change

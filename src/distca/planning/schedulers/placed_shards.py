@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from distca.planning.spans import Bools, Ints, Span, as_ints, with_span
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
+MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
 
@@ -31,39 +33,59 @@ class PlacedShards:
     is_document: Bools  # [shards] whether the shard is a whole document and shares no prefix
     home: list[int]  # [shards]
     document: list[int]  # [shards]
-    heaviest_first: list[Ints]  # [workers] the shards of each worker
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
-    _lengths: list[int]  # [documents]
-    _ends: list[int]  # [documents + 1] first shard of each document in ``placement.by_document``
+    _first: list[int]  # [workers + 1] the first shard of each worker
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
+    _heaviest_first: dict[int, Ints] = field(default_factory=dict)  # of each worker
 
     @classmethod
     def of(cls, problem: Problem, cost: TaskCost) -> PlacedShards:
         placement, node = problem.placement, problem.devices.node
-        spans = placement.document, placement.start, placement.stop
         documents = problem.document_loads(cost.ps)
-        load = documents.load(*spans)
-        by_load = np.lexsort((-load, placement.worker))
-        size, shared = placement.stop - placement.start, placement.prefixes.shared[spans[0]]
-        ends = np.searchsorted(placement.worker[by_load], np.arange(placement.num_workers + 1))
-        at_home = Tasks.at_home(placement, problem.reach)
-        numbers = np.arange(placement.num_documents + 1)
+        size, shared = placement.stop - placement.start, placement.prefixes.shared
+        is_document = (size == placement.lengths[placement.document]) & ~shared[placement.document]
+        cut = np.flatnonzero(~is_document)  # the others need no keys but their own
+        rows = np.stack([cut, placement.start[cut], placement.stop[cut], placement.worker[cut]])
+        at_home = Tasks.build(placement, problem.reach, rows)
+        workers = np.arange(placement.num_workers + 1)
         return cls(
             problem=problem,
             cost=cost,
             documents=documents,
-            load=load,
-            is_document=(size == placement.lengths[placement.document]) & ~shared,
+            load=documents.load(placement.document, placement.start, placement.stop),
+            is_document=is_document,
             home=placement.worker.tolist(),
             document=placement.document.tolist(),
-            heaviest_first=np.split(by_load, ends[1:-1]),
             traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
-            _lengths=placement.lengths.tolist(),
-            _ends=np.searchsorted(placement.spans.group, numbers).tolist(),
+            _first=np.searchsorted(placement.worker, workers).tolist(),
         )
+
+    def with_cost(self, cost: TaskCost) -> PlacedShards:
+        """Returns the same shards with the loads of another direction."""
+        placement = self.problem.placement
+        documents = self.problem.document_loads(cost.ps)
+        load = documents.load(placement.document, placement.start, placement.stop)
+        return replace(self, cost=cost, documents=documents, load=load, _heaviest_first={})
+
+    def heaviest_first(self, worker: int) -> Ints:
+        """Returns the shards of a worker; ranks that only serve have none."""
+        if worker not in self._heaviest_first:
+            first, last = (
+                self._first[worker : worker + 2] if worker + 1 < len(self._first) else (0, 0)
+            )
+            order = np.argsort(-self.load[first:last], kind="stable")
+            self._heaviest_first[worker] = first + order
+        return self._heaviest_first[worker]
+
+    @cached_property
+    def is_long_document(self) -> Bools:
+        """[shards] Whether the shard is a whole causal document of many tiles."""
+        placement, many = self.problem.placement, MANY_TILES * self.problem.grain.spacing
+        long: Bools = self.problem.masks.is_causal & (placement.lengths >= many)
+        return self.is_document & long[placement.document]
 
     def span(self, shard: int) -> Span:
         placement = self.problem.placement
@@ -106,7 +128,9 @@ class PlacedShards:
         """Returns the workers on which the document's own tokens live, without its prefix."""
         if document not in self._homes:
             homes: KeySpans = {}
-            first, last = self._ends[document : document + 2]
+            first, last = np.searchsorted(
+                self.problem.placement.spans.group, [document, document + 1]
+            )
             for shard in self.problem.placement.by_document[first:last].tolist():
                 homes.setdefault(self.home[shard], []).append(self.span(shard))
             self._homes[document] = homes
@@ -114,7 +138,7 @@ class PlacedShards:
 
     def keys_of(self, document: int) -> Span:
         """Returns all keys of a document, with those of its prefix."""
-        return 0, self._lengths[document]
+        return 0, int(self.problem.placement.lengths[document])
 
     def owners(self, document: int) -> KeySpans:
         """Returns the workers on which the document's tokens and those of its prefix live."""

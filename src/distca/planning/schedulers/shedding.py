@@ -11,15 +11,15 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Choices, Cut, choices, merge
+from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
+from distca.planning.schedulers.requests import merge
 from distca.planning.schedulers.short_documents import shed_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 NUM_HOLDERS = 3  # servers with keys of the document that are tried
-MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
@@ -55,16 +55,16 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
     moves, taken, stuck = [], set[int](), []
     limit = ledger.peak_traffic
     for rank, options in found.items():
-        cuts = sorted((c.best(row, limit) for c, row in options), key=lambda cut: cut.score)
-        others = {server for server, owner in reserved.items() if owner != rank}
-        for cut in cuts:
-            cut = _fit_remainder(ledger, cut, max(limit, cut.peak), taken | others)
+        best = [choices.best(row, limit) for choices, row in options]
+        for option in sorted(best, key=lambda option: option.score):
+            cut = option.cut()
+            cut = _fit_remainder(ledger, cut, max(limit, cut.peak), taken, reserved)
             if taken.isdisjoint(piece.server for piece in cut.pieces):
                 taken.update(piece.server for piece in cut.pieces)
                 moves.append((cut.shard, cut.pieces))
                 limit, waiting[rank] = max(limit, cut.peak), 0
                 break
-        if not cuts:
+        if not options:
             waiting[rank] += 1
             if waiting[rank] > MAX_SPARE:
                 stuck.append(rank)
@@ -128,15 +128,11 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     than any piece that starts and ends at a tile. Shards that are lighter than the surplus wait
     until all heavier ones have left.
     """
-    shards, heaviest = ledger.shards, ledger.uncut(rank)[:NUM_SHARDS]
-    suffices = shards.load[heaviest] >= ledger.loads.surplus(rank)
-    heaviest = heaviest[: max(int(suffices.sum()), 1)]
-    placement, documents = shards.problem.placement, shards.problem.placement.document[heaviest]
-    if (
-        shards.is_document[heaviest].all()
-        and shards.problem.masks.is_causal[documents].all()
-        and (placement.lengths[documents] >= MANY_TILES * shards.problem.grain.spacing).all()
-    ):
+    shards, surplus = ledger.shards, ledger.loads.surplus(rank)
+    heaviest = ledger.uncut(rank)[:NUM_SHARDS]
+    num_sufficient = int((shards.load[heaviest] >= surplus).sum())
+    heaviest = heaviest[: max(num_sufficient, 1)]
+    if shards.is_long_document[heaviest].all():
         heaviest = heaviest[:1]
     return [int(shard) for shard in heaviest]
 
@@ -172,7 +168,7 @@ def evaluate(questions: Sequence[tuple[Ledger, Wanted]]) -> list[Found]:
                 slots = max(slots, *(len(request.servers) for _, request in asked))
         if parts:
             merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
-            chosen = choices(merged, parts[0][0].problem.shape)
+            chosen = evaluate_requests(merged, parts[0][0].problem.shape)
             for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
                 index, rank = origin[row]
                 found[index][rank].append((chosen, row))
@@ -214,8 +210,9 @@ def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
     (found,) = evaluate([(ledger, requests)])
     for options in found.values():
         if options:
-            cut = min((c.best(row, limit) for c, row in options), key=lambda cut: cut.score)
-            return _fit_remainder(ledger, cut, max(limit, cut.peak), set())
+            best = [choices.best(row, limit) for choices, row in options]
+            cut = min(best, key=lambda option: option.score).cut()
+            return _fit_remainder(ledger, cut, max(limit, cut.peak), set(), {})
     return None
 
 
@@ -271,10 +268,13 @@ def _fewest(
     return chosen if total >= load else []
 
 
-def _fit_remainder(ledger: Ledger, cut: Cut, limit: int, taken: set[int]) -> Cut:
+def _fit_remainder(
+    ledger: Ledger, cut: Cut, limit: int, taken: set[int], reserved: dict[int, int]
+) -> Cut:
     """Moves the last piece of a cut to the smallest headroom that holds it, to save large ones.
 
-    A server that holds keys of the document keeps it.
+    A server that holds keys of the document keeps it. Servers that are taken, or that another rank
+    reserved, are left alone.
     """
     shards, headrooms = ledger.shards, ledger.loads.headrooms
     piece, document, home = cut.pieces[-1], shards.document[cut.shard], shards.home[cut.shard]
@@ -291,6 +291,7 @@ def _fit_remainder(ledger: Ledger, cut: Cut, limit: int, taken: set[int]) -> Cut
             break
         if (
             server not in taken
+            and reserved.get(server, home) == home
             and ledger.received[server] + arriving <= limit
             and ledger.free_bytes[server] >= memory_bytes
             and shards.same_node(server, home) == same_node

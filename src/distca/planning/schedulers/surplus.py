@@ -21,11 +21,11 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
     senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
     seed: if above 0, the order is random instead, and ranks come one by one.
     """
-    ranks = _surplus_ranks(ledger)
+    ranks = workers_above_capacity(ledger)
     if seed:
         yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
         return
-    size = max(len(ranks) // NUM_ROUNDS - 1, 1)
+    size = max(len(ranks) // NUM_ROUNDS, 1)
     estimate = _estimate_sent(ledger, ranks)
     is_sender = estimate >= senders_first * estimate.max(initial=0.0)
     senders = ranks[is_sender][np.argsort(-estimate[is_sender], kind="stable")].tolist()
@@ -41,11 +41,10 @@ def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[l
         others = np.sort(others[size:])
 
 
-def _surplus_ranks(ledger: Ledger) -> Ints:
+def workers_above_capacity(ledger: Ledger) -> Ints:
     """Returns the workers with a surplus that have a shard."""
-    heaviest_first = ledger.shards.heaviest_first
     above = np.flatnonzero(ledger.loads.above_capacity > 0).tolist()
-    return as_ints([r for r in above if r < len(heaviest_first) and len(heaviest_first[r])])
+    return as_ints([rank for rank in above if len(ledger.shards.heaviest_first(rank))])
 
 
 def _largest_first(ledger: Ledger) -> Ints:
@@ -62,7 +61,7 @@ def _estimate_sent(ledger: Ledger, ranks: Ints) -> Floats:
     full = np.searchsorted(filled[1:], surplus)
     full = np.where(full < len(headrooms), full, 0)
     root = roots[full] + np.sqrt(surplus - filled[full])
-    heaviest = [int(ledger.shards.heaviest_first[rank][0]) for rank in ranks.tolist()]
+    heaviest = [int(ledger.shards.heaviest_first(rank)[0]) for rank in ranks.tolist()]
     shape, one = ledger.problem.shape, as_ints(1)
     stops = root * ledger.shards.cuttable(heaviest).cheapest_stop(one, shape)[:, 0]
     q, kv = shape.q_bytes, shape.kv_bytes
@@ -75,11 +74,11 @@ def estimate_added_load(ledger: Ledger) -> int:
 
     Every rank with a surplus is taken to cut pieces of equal load out of its heaviest shard.
     """
-    ranks, shards = _surplus_ranks(ledger), ledger.shards
+    ranks, shards = workers_above_capacity(ledger), ledger.shards
     headrooms, surplus = _largest_first(ledger), ledger.loads.above_capacity[ranks][:, None]
     if not len(ranks) or not len(headrooms):
         return 0
-    heaviest = shards.cuttable([int(shards.heaviest_first[rank][0]) for rank in ranks.tolist()])
+    heaviest = shards.cuttable([int(shards.heaviest_first(rank)[0]) for rank in ranks.tolist()])
     surplus = np.minimum(surplus, heaviest.total_load)
     piece = np.minimum(int(headrooms[: len(headrooms) // 4 + 1].mean()), surplus)
     num_pieces = np.ceil(surplus / np.maximum(piece, 1))

@@ -13,9 +13,10 @@ import numpy as np
 from distca.planning.problem import DoesNotFitError
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
+from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.shedding import find_cut
 from distca.planning.schedulers.short_documents import deal_documents
-from distca.planning.spans import num_shared
+from distca.planning.spans import Spans, overlaps
 
 
 def empty_idle_workers(ledger: Ledger) -> None:
@@ -25,6 +26,8 @@ def empty_idle_workers(ledger: Ledger) -> None:
     """
     shards, problem = ledger.shards, ledger.problem
     idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
+    if not len(idle):
+        return
     deal_documents(ledger, idle)
     idle = ledger.unmoved(idle)
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
@@ -73,9 +76,11 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
     """
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
-    for move in sorted(_possible_moves(ledger), reverse=True):
+    for move in sorted(_possible_moves(shards), reverse=True):
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
+        if move.saved_bytes <= 0 and not loads.surplus(home):
+            continue  # there is nothing to gain
         before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
         before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
@@ -97,23 +102,36 @@ class _Move(NamedTuple):
     rank: int
 
 
-def _possible_moves(ledger: Ledger) -> list[_Move]:
+def _possible_moves(shards: PlacedShards) -> list[_Move]:
     """Returns a move for each shard that fetches keys, to the worker that holds most of them."""
-    shards, problem, shape = ledger.shards, ledger.problem, ledger.problem.shape
-    serves = problem.devices.speed[problem.placement.worker] > 0
-    fetches = (problem.placement.start > 0) & serves
-    moves = []
-    for shard in np.flatnonzero(fetches).tolist():
-        document, (start, stop) = shards.document[shard], shards.span(shard)
-        first, last = need = shards.keys_needed(document, (start, stop))
-        owned = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
-        fetched = last - first - owned.pop(shards.home[shard])
-        if owned:
-            rank = max(owned, key=lambda rank: (owned[rank], -rank))
-            arriving = shape.qo_bytes * (stop - start)
-            arriving += shape.kv_bytes * (last - first - owned[rank])
-            moves.append(_Move(shape.kv_bytes * fetched - arriving, shard, rank))
-    return moves
+    problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
+    serves = problem.devices.speed[placement.worker] > 0
+    shard = np.flatnonzero((placement.start > 0) & serves)
+    document, start, stop = placement.document[shard], placement.start[shard], placement.stop[shard]
+    first, last = problem.masks.first_key(document, start), problem.masks.last_key(document, stop)
+    # 1. How many of the keys of each shard each worker holds.
+    number, keys = placement.prefixes.owned(Spans(document, first, last))
+    found = overlaps(keys, placement.spans)
+    worker = placement.worker[placement.by_document[found.right]]
+    pair, index = np.unique(
+        number[found.left] * placement.num_workers + worker, return_inverse=True
+    )
+    held = np.zeros_like(pair)
+    np.add.at(held, index, found.stop - found.start)
+    number, worker = np.divmod(pair, placement.num_workers)
+    # 2. The other worker that holds the most; of equal ones the first.
+    is_home = worker == placement.worker[shard[number]]
+    num_own = np.zeros_like(shard)
+    num_own[number[is_home]] = held[is_home]
+    number, worker, held = number[~is_home], worker[~is_home], held[~is_home]
+    order = np.lexsort((worker, -held, number))
+    number, best = np.unique(number[order], return_index=True)
+    worker, held = worker[order][best], held[order][best]
+    # 3. Home fetches the keys that it does not hold; the other worker receives queries as well.
+    saved_keys = held - num_own[number]
+    saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]
+    columns = (column.tolist() for column in (saved, shard[number], worker))
+    return [_Move(*row) for row in zip(*columns, strict=True)]
 
 
 def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
@@ -121,7 +139,7 @@ def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool
     shards, capacity = ledger.shards, ledger.loads.capacity[rank]
     if load <= ledger.loads.headroom(rank):
         return True
-    heaviest = int(shards.heaviest_first[rank][0])
+    heaviest = int(shards.heaviest_first(rank)[0])
     others = int(ledger.loads.per_rank[rank]) - int(shards.load[heaviest]) + load
     return not ledger.is_cut(heaviest) and load <= max_adopted * capacity and others <= capacity
 

@@ -1,0 +1,51 @@
+"""The search for cuts finds what a scan of all indices finds, in few steps."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.planning.search import first_fitting
+from distca.planning.spans import Ints, as_ints
+
+
+def scan(excess: list[int]) -> int:
+    """Returns the first index that fits, or the last one."""
+    return next((index for index, value in enumerate(excess[:-1]) if value <= 0), len(excess) - 1)
+
+
+@given(
+    falling=st.lists(st.integers(-(10**13), 10**13), min_size=1, max_size=60),
+    guess=st.integers(-5, 70),
+    slope=st.sampled_from([0.0, 1.0, 1e9]),
+    origin=st.integers(-10, 70),
+)
+def test_any_falling_function(falling: list[int], guess: int, slope: float, origin: int) -> None:
+    falling = sorted(falling, reverse=True)
+    values, last = as_ints(falling), as_ints([len(falling) - 1])
+    found = first_fitting(
+        values.__getitem__, as_ints([guess]), last, np.array([slope]), as_ints([origin])
+    )
+    assert found.tolist() == [scan(falling)]
+
+
+def test_squares_of_positions_take_few_steps_from_anywhere() -> None:
+    """Loads from a position up to the end of a document, and from its start down to a position."""
+    last, guess = np.full((1, 300), 256), np.arange(300)[None] % 257
+    steps = 0
+
+    def above(index: Ints) -> Ints:
+        nonlocal steps
+        steps += 1
+        return 1000 * (256**2 - index**2) - 1000 * 256 * guess
+
+    def below(index: Ints) -> Ints:
+        return above(index - 256)
+
+    slope, zero = np.array([900.0]), as_ints(0)
+    found = first_fitting(above, 0 * guess, last, slope, zero)
+    assert np.all((above(found) <= 0) & (above(found - 1) > 0) | (found == 0))
+    assert steps <= 6
+    assert np.array_equal(first_fitting(above, guess, last, slope, zero), found)
+    steps = 0
+    first_fitting(lambda index: -below(256 - index) - 10**7, 0 * guess, last, slope, last)
+    assert steps <= 6
