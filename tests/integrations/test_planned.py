@@ -15,7 +15,9 @@ from integrations import gathering
 from integrations.gathering import tensors
 from integrations.tiny import packed
 from ranks import RankPool, World
+from recorded import preparing_threads
 
+import distca
 from distca.dispatch import background
 from distca.integrations.shared.groups import node_size
 from distca.integrations.shared.lengths import (
@@ -28,6 +30,7 @@ from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import documents_of, filler
 from distca.planning.masks import CAUSAL, Mask
+from distca.planning.placement import Entry
 
 
 def test_lengths_of_offsets() -> None:
@@ -120,6 +123,31 @@ def test_a_loader_reads_one_ahead() -> None:
         assert batch.ranks == ((number + 1,),)
         seen.append((number, len(read)))
     assert seen == [(0, 2), (1, 3), (2, 3)]
+
+
+def test_one_rank_prepares_its_batches_in_the_background() -> None:
+    """From the second batch on: the first layer tells what tensors are like."""
+    attention = PlannedAttention(cost="pairs")
+    entries: list[Entry] = [30, {"length": 4, "parent": 0, "prefix": 30}]
+    for first in (True, False):
+        with preparing_threads() as counts:
+            batch = attention.wait(attention.submit(entries))
+            assert batch is not None
+            q, k, v = torch.randn(3, 34, 4, 8)
+            for _ in range(3):
+                attention.attend(q, k, v, batch)
+        assert counts == ({"MainThread": 2} if first else {"distca": 2})
+    with pytest.raises(ValueError, match="no documents"):
+        attention.gather([], "no documents")
+
+
+def test_plans_of_one_rank_are_those_of_the_scheduler() -> None:
+    """They are made without a search, since every task is at home."""
+    entries: list[Entry] = [500, {"length": 40, "parent": 0, "prefix": 300}, 70]
+    spec = AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
+    local = PlannedAttention(cost="pairs").local(entries).plan(spec)
+    searched = distca.plan([entries], model=spec.shape, cost="pairs")
+    assert local.fingerprint == searched.fingerprint
 
 
 def test_documents_of_any_number(pair: RankPool) -> None:

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,13 +31,10 @@ from distca.attention.backends.base import Scoring
 from distca.attention.core import CoreAttention
 from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import gather_or_raise
-from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
+from distca.dispatch.background import DaemonExecutor, on_this_stream
 from distca.dispatch.latent import Latent
-from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
-from distca.integrations.shared.documents import (
-    Documents,
-)
+from distca.integrations.shared.documents import Documents
 from distca.integrations.shared.figures import AttentionFigures
 from distca.integrations.shared.groups import PlanGroups
 from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
@@ -125,9 +123,8 @@ class PlannedAttention:
     def local(self, documents: Documents) -> PlannedBatch:
         """Returns a batch of this rank only: layers that attend by it exchange nothing."""
         options = replace(self._options, speed=None, busy_s=None, ranks_per_node=None)
-        # Local batches are planned too, but nothing is shared: their figures are not shown.
-        unshown = AttentionFigures()
-        return PlannedBatch([documents], 0, options, self._scheduler, unshown, local=True)
+        # Nothing is shared: every task is at home, and there are no figures to show.
+        return PlannedBatch([documents], 0, options, "home", None, local=True)
 
     def gather(self, documents: Documents, error: str = "") -> PlannedBatch:
         """Returns the batch of all ranks.
@@ -135,6 +132,8 @@ class PlannedAttention:
         Every rank of the group calls it at the same point with its own documents, in the order in
         which they are packed; a rank may have none. An ``error`` on one rank is raised on all.
         """
+        if self._peers() is None and not error:
+            return self.local(documents)
         batch = self.wait(self.submit(documents, error=error))
         assert batch is not None, "this rank is not done"
         return batch
@@ -147,9 +146,11 @@ class PlannedAttention:
         """
         groups = self._peers()
         if groups is None:
-            return run_now(lambda: self._plan_local(documents, done, error))
-        mine = RankBatch(tuple(documents), done, error, *self._attention_s())
-        return self._executor.submit(on_this_stream(lambda: self._plan_shared(groups, mine)))
+            work = partial(self._plan_local, tuple(documents), done, error)
+        else:
+            mine = RankBatch(tuple(documents), done, error, *self._attention_s())
+            work = partial(self._plan_shared, groups, mine)
+        return self._executor.submit(on_this_stream(work))
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
@@ -189,7 +190,7 @@ class PlannedAttention:
         scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         q, k, v, *factors = _autocast(q, k, v, *(latent or ()))
         inputs = Inputs(q, k, v, sinks, Latent(*factors) if factors else None)
-        if not self._latents or not _saves_bytes(inputs.spec):
+        if not self._latents or not inputs.spec.latents_save_bytes:
             inputs = inputs._replace(latent=None)
         spec = AttentionSpec(Mask.parse(mask), inputs.spec)
         self._layers.setdefault((spec, scoring))
@@ -222,7 +223,7 @@ class PlannedAttention:
     def _plan_local(self, documents: Documents, done: bool, error: str) -> PlannedBatch | None:
         if error:
             raise ValueError(error)
-        return None if done else self.local(documents)
+        return None if done else self._prepared(self.local(documents))
 
     def _plan_shared(self, groups: PlanGroups, mine: RankBatch) -> PlannedBatch | None:
         batches = gather_or_raise(groups.planning, mine)
@@ -234,11 +235,17 @@ class PlannedAttention:
         batch = PlannedBatch(
             ranks, groups.planning.rank, options, self._scheduler, self._figures, local=False
         )
+        return self._prepared(batch)
+
+    def _prepared(self, batch: PlannedBatch) -> PlannedBatch:
+        """Plans and prepares a batch for all layers so far."""
         for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
-            if core := self._cores.get((False, scoring)):
+            if core := self._cores.get((batch.is_local, scoring)):
+                # Nothing travels in local attention, so that it does not need latents.
+                tensors = spec.tensors.expanded if batch.is_local else spec.tensors
                 for backward in (False, True):
-                    core.layouts.of(planned, spec.tensors, backward=backward)
+                    core.layouts.of(planned, tensors, backward=backward)
         return batch
 
     def _attention_s(self) -> tuple[float, float]:
@@ -297,8 +304,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-def _saves_bytes(spec: TensorSpec) -> bool:
-    """Tells whether the latent of a key is smaller than the key and its value."""
-    return spec.latent_dim + spec.rope_dim < spec.kv_heads * (spec.head_dim + spec.v_head_dim)

@@ -1,6 +1,7 @@
 """The documents of a batch, and the plans for its attention layers."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
 
@@ -50,7 +51,7 @@ class PlannedBatch:
         rank: int,
         options: PlanOptions,
         scheduler: str,
-        figures: AttentionFigures,
+        figures: AttentionFigures | None,
         *,
         local: bool,
     ) -> None:
@@ -59,32 +60,38 @@ class PlannedBatch:
         self.documents = self.ranks[rank]
         self.lengths = tuple(map(num_tokens, self.documents))  # on this rank
         self._options, self._scheduler, self._figures = options, scheduler, figures
-        self._plans, self._lock = dict[tuple[AttentionSpec, bool], Plan](), Lock()
+        self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
+        self._made = dict[tuple[AttentionSpec, bool], Plan]()  # by what they depend on
         self._used: list[Plan] = []
         self._placement = Placement.from_ranks(numbered(self.ranks))
         self._two_way_masks = two_way_masks(self.ranks)
 
     def plan(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
-        placement, named = self._placement, self._two_way_masks
-        two_way = placement.two_way.exist and (named is None or str(spec.mask) in named)
-        if not two_way:
-            placement = replace(placement, two_way=TwoWaySpans.none())
-        longest = int(placement.lengths.max(initial=0))
-        spec = replace(spec, mask=spec.mask.within(longest))
         with self._lock:
-            if (spec, two_way) not in self._plans:
-                options = self._options.for_device(spec.tensors.device.type)
-                options = replace(options, model=spec.shape, mask=spec.mask)
-                with self._figures.timing("planning_s"):
-                    planned = plan(placement, options, scheduler=self._scheduler)
-                self._plans[spec, two_way] = planned
-            return self._plans[spec, two_way]
+            if spec not in self._plans:
+                self._plans[spec] = self._plan_for(spec)
+            return self._plans[spec]
 
     def use(self, spec: AttentionSpec) -> Plan:
         """Returns the plan for a layer that attends by it now."""
         planned = self.plan(spec)
-        if not any(planned is one for one in self._used):
+        if self._figures is not None and not any(planned is one for one in self._used):
             self._used.append(planned)
             self._figures.add(planned)
         return planned
+
+    def _plan_for(self, spec: AttentionSpec) -> Plan:
+        """Returns a plan, which is shared by masks that are the same for these documents."""
+        placement, named = self._placement, self._two_way_masks
+        two_way = placement.two_way.exist and (named is None or str(spec.mask) in named)
+        longest = int(placement.lengths.max(initial=0))
+        spec = replace(spec, mask=spec.mask.within(longest))
+        if (spec, two_way) not in self._made:
+            if placement.two_way.exist and not two_way:
+                placement = replace(placement, two_way=TwoWaySpans.none())
+            options = self._options.for_device(spec.tensors.device.type)
+            options = replace(options, model=spec.shape, mask=spec.mask)
+            with nullcontext() if self._figures is None else self._figures.timing("planning_s"):
+                self._made[spec, two_way] = plan(placement, options, scheduler=self._scheduler)
+        return self._made[spec, two_way]
