@@ -128,15 +128,15 @@ def test_a_loader_reads_one_ahead() -> None:
 def test_one_rank_prepares_its_batches_in_the_background() -> None:
     """From the second batch on: the first layer tells what tensors are like."""
     attention = PlannedAttention(cost="pairs")
-    entries: list[Entry] = [30, {"length": 4, "parent": 0, "prefix": 30}]
-    for first in (True, False):
+    for length, made in ((4, {"MainThread": 2}), (5, {"distca": 2}), (6, {"distca": 2}), (6, {})):
+        entries: list[Entry] = [30, {"length": length, "parent": 0, "prefix": 30}]
         with preparing_threads() as counts:
             batch = attention.wait(attention.submit(entries))
             assert batch is not None
-            q, k, v = torch.randn(3, 34, 4, 8)
+            q, k, v = torch.randn(3, 30 + length, 4, 8)
             for _ in range(3):
                 attention.attend(q, k, v, batch)
-        assert counts == ({"MainThread": 2} if first else {"distca": 2})
+        assert counts == made
     with pytest.raises(ValueError, match="no documents"):
         attention.gather([], "no documents")
 
@@ -158,9 +158,10 @@ def test_documents_of_any_number(pair: RankPool) -> None:
 
 def test_layouts_are_made_with_the_plans(pair: RankPool) -> None:
     """In the background, from the second batch on: the first layer tells what tensors are like."""
-    for first, *others in pair.run(gathering.preparing, ranks=2):
+    for first, *others, again in pair.run(gathering.preparing, ranks=2):
         assert first == {"MainThread": 2}
         assert others == [{"distca": 2}] * 2
+        assert again == {}
 
 
 def test_groups_that_are_parts_of_the_world(world: World) -> None:

@@ -17,7 +17,7 @@ Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -37,12 +37,16 @@ from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.integrations.shared.documents import Documents
 from distca.integrations.shared.figures import AttentionFigures
 from distca.integrations.shared.groups import PlanGroups
-from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
+from distca.integrations.shared.planned_batch import (
+    AttentionSpec,
+    BatchPlans,
+    PlannedBatch,
+    RankBatch,
+)
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry
 from distca.planning.policies import policy_of
 
 _WARN_AFTER_S = 30.0
@@ -51,17 +55,6 @@ _log = logging.getLogger(__name__)
 
 
 BatchFuture = Future[PlannedBatch | None]
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """What one rank tells the others about its next batch, and about its attention so far."""
-
-    documents: tuple[Entry, ...]
-    done: bool  # this rank has no batch left, and these documents are a filler
-    error: str  # why this rank cannot take part
-    planned_s: float  # of the attention that has ended since the last batch, for speed 1
-    measured_s: float  # of the same attention
 
 
 class PlannedAttention:
@@ -112,6 +105,7 @@ class PlannedAttention:
         # The layers so far, in order: what plans depend on, and their scores.
         self._layers: dict[tuple[AttentionSpec, Scoring], None] = {}
         self._groups: PlanGroups | None = None
+        self._last: dict[bool, BatchPlans] = {}  # of the last batch, by whether it was local
         self._executor = DaemonExecutor()
         if group is not None:
             self.connect()
@@ -124,7 +118,7 @@ class PlannedAttention:
         """Returns a batch of this rank only: layers that attend by it exchange nothing."""
         options = replace(self._options, speed=None, busy_s=None, ranks_per_node=None)
         # Nothing is shared: every task is at home, and there are no figures to show.
-        return PlannedBatch([documents], 0, options, "home", None, local=True)
+        return PlannedBatch(self._plans([documents], options, local=True), 0, None, local=True)
 
     def gather(self, documents: Documents, error: str = "") -> PlannedBatch:
         """Returns the batch of all ranks.
@@ -232,10 +226,22 @@ class PlannedAttention:
         options, ranks = self._learned(batches), [one.documents for one in batches]
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
-        batch = PlannedBatch(
-            ranks, groups.planning.rank, options, self._scheduler, self._figures, local=False
-        )
-        return self._prepared(batch)
+        plans = self._plans(ranks, options, local=False)
+        rank = groups.planning.rank
+        return self._prepared(PlannedBatch(plans, rank, self._figures, local=False))
+
+    def _plans(
+        self, ranks: Sequence[Documents], options: PlanOptions, *, local: bool
+    ) -> BatchPlans:
+        """Returns the plans of a batch: those of the last one, if it had the same documents.
+
+        So have rows of one length, and a batch that goes through several models or iterations.
+        """
+        last = self._last.get(local)
+        if last is None or self._learns or not last.are_for(ranks, options):
+            last = BatchPlans(ranks, options, "home" if local else self._scheduler)
+            self._last[local] = last
+        return last
 
     def _prepared(self, batch: PlannedBatch) -> PlannedBatch:
         """Plans and prepares a batch for all layers so far."""

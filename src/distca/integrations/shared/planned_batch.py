@@ -12,7 +12,7 @@ from distca.planning.api import plan
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Placement
+from distca.planning.placement import Entry, Placement
 from distca.planning.plan import Plan
 from distca.planning.two_way import TwoWaySpans
 
@@ -38,48 +38,42 @@ class AttentionSpec:
         )
 
 
-class PlannedBatch:
-    """The documents of all ranks in one micro-batch, and a plan for each kind of attention layer.
+@dataclass(frozen=True)
+class RankBatch:
+    """What one rank tells the others about its next batch, and about its attention so far."""
 
-    Every rank makes its plans from the same documents and options, so they are the same on all
-    ranks. They live as long as this object: keep it until the batch's backward pass is over.
+    documents: tuple[Entry, ...]
+    done: bool  # this rank has no batch left, and these documents are a filler
+    error: str  # why this rank cannot take part
+    planned_s: float  # of the attention that has ended since the last batch, for speed 1
+    measured_s: float  # of the same attention
+
+
+class BatchPlans:
+    """The plans for a micro-batch of all ranks, one for each kind of attention layer.
+
+    Every rank makes them from the same documents and options, so they are the same on all ranks.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[Documents],
-        rank: int,
-        options: PlanOptions,
-        scheduler: str,
-        figures: AttentionFigures | None,
-        *,
-        local: bool,
-    ) -> None:
+    def __init__(self, ranks: Sequence[Documents], options: PlanOptions, scheduler: str) -> None:
         self.ranks = tuple(tuple(documents) for documents in ranks)
-        self.is_local = local  # it has the documents of this rank only
-        self.documents = self.ranks[rank]
-        self.lengths = tuple(map(num_tokens, self.documents))  # on this rank
-        self._options, self._scheduler, self._figures = options, scheduler, figures
+        self._options, self._scheduler = options, scheduler
         self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
         self._made = dict[tuple[AttentionSpec, bool], Plan]()  # by what they depend on
-        self._used: list[Plan] = []
         self._placement = Placement.from_ranks(numbered(self.ranks))
         self._two_way_masks = two_way_masks(self.ranks)
 
-    def plan(self, spec: AttentionSpec) -> Plan:
+    def are_for(self, ranks: Sequence[Documents], options: PlanOptions) -> bool:
+        """Tells whether these documents and options get the same plans."""
+        return self._options == options and self.ranks == tuple(map(tuple, ranks))
+
+    def plan(self, spec: AttentionSpec, figures: AttentionFigures | None) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
         with self._lock:
             if spec not in self._plans:
-                self._plans[spec] = self._plan_for(spec)
+                with nullcontext() if figures is None else figures.timing("planning_s"):
+                    self._plans[spec] = self._plan_for(spec)
             return self._plans[spec]
-
-    def use(self, spec: AttentionSpec) -> Plan:
-        """Returns the plan for a layer that attends by it now."""
-        planned = self.plan(spec)
-        if self._figures is not None and not any(planned is one for one in self._used):
-            self._used.append(planned)
-            self._figures.add(planned)
-        return planned
 
     def _plan_for(self, spec: AttentionSpec) -> Plan:
         """Returns a plan, which is shared by masks that are the same for these documents."""
@@ -92,6 +86,33 @@ class PlannedBatch:
                 placement = replace(placement, two_way=TwoWaySpans.none())
             options = self._options.for_device(spec.tensors.device.type)
             options = replace(options, model=spec.shape, mask=spec.mask)
-            with nullcontext() if self._figures is None else self._figures.timing("planning_s"):
-                self._made[spec, two_way] = plan(placement, options, scheduler=self._scheduler)
+            self._made[spec, two_way] = plan(placement, options, scheduler=self._scheduler)
         return self._made[spec, two_way]
+
+
+class PlannedBatch:
+    """The documents of all ranks in one micro-batch, and the plans for its attention layers.
+
+    figures: what logs show of its plans; None: nothing.
+    local: whether it has the documents of this rank only.
+    """
+
+    def __init__(
+        self, plans: BatchPlans, rank: int, figures: AttentionFigures | None, *, local: bool
+    ) -> None:
+        self.ranks, self.documents, self.is_local = plans.ranks, plans.ranks[rank], local
+        self.lengths = tuple(map(num_tokens, self.documents))  # on this rank
+        self._plans, self._figures = plans, figures
+        self._used: list[Plan] = []
+
+    def plan(self, spec: AttentionSpec) -> Plan:
+        """Returns the plan for such layers."""
+        return self._plans.plan(spec, self._figures)
+
+    def use(self, spec: AttentionSpec) -> Plan:
+        """Returns the plan for a layer that attends by it now."""
+        planned = self.plan(spec)
+        if self._figures is not None and not any(planned is one for one in self._used):
+            self._used.append(planned)
+            self._figures.add(planned)
+        return planned
