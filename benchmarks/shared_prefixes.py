@@ -234,11 +234,12 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
         "|---" * 13 + "|",
     ]
     for r in rows:
+        memory = [f"{r[side]:.1f}" if gpu else "-" for side in ("separate_gib", "shared_gib")]
         lines.append(
             f"| {r['layers']} | {r['completions']} | {r['prompt']:,} | {r['completion']:,}"
             f" | {r['tokens']:,} | {r['separate_s']:.3g} | {r['shared_s']:.3g} | {r['ratio']:.2f}"
             f" | {r['flops_ratio']:.2f} | {r['of_flops']:.2f} | {r['loss_difference']:.1e}"
-            f" | {r['separate_gib']:.1f} | {r['shared_gib']:.1f} |"
+            f" | {memory[0]} | {memory[1]} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)

@@ -141,6 +141,17 @@ def test_one_rank_prepares_its_batches_in_the_background() -> None:
         attention.gather([], "no documents")
 
 
+def test_only_a_batch_with_the_same_documents_gets_the_last_plans() -> None:
+    attention, spec = PlannedAttention(cost="pairs"), AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
+    entry = {"length": 4, "parent": 0, "prefix": 30}
+    first = attention.local([30, entry])
+    assert attention.local([30, dict(entry)]).plan(spec) is first.plan(spec)
+    entry["length"] = 5  # in the record of the first batch
+    second = attention.local([30, entry])
+    assert second.lengths == (30, 5)
+    assert second.plan(spec).placement.tokens.tolist() == [35]
+
+
 def test_plans_of_one_rank_are_those_of_the_scheduler() -> None:
     """They are made without a search, since every task is at home."""
     entries: list[Entry] = [500, {"length": 40, "parent": 0, "prefix": 300}, 70]

@@ -17,6 +17,7 @@ Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -238,8 +239,10 @@ class PlannedAttention:
         So have rows of one length, and a batch that goes through several models or iterations.
         """
         last = self._last.get(local)
-        if last is None or self._learns or not last.are_for(ranks, options):
-            last = BatchPlans(ranks, options, "home" if local else self._scheduler)
+        if last is None or self._learns or last.ranks != tuple(map(tuple, ranks)):
+            # Copied, since a trainer may change its own records for the next batch.
+            documents = tuple(tuple(map(copy, of_rank)) for of_rank in ranks)
+            last = BatchPlans(documents, options, "home" if local else self._scheduler)
             self._last[local] = last
         return last
 
@@ -300,7 +303,7 @@ class PlannedAttention:
         if self._groups is None or self._groups.world is not world:
             self._groups = PlanGroups.make(world, self._group, self._timeout)
             self._cores = {key: core for key, core in self._cores.items() if key[0]}
-            self._speeds = None  # these may be other ranks
+            self._speeds, self._last = None, {}  # these may be other ranks
         return None if self._groups.planning.num_ranks == 1 else self._groups
 
 

@@ -1,12 +1,11 @@
 """The documents of a batch, and the plans for its attention layers."""
 
-from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
 
 from distca.dispatch.tensors import TensorSpec
-from distca.integrations.shared.documents import Documents, num_tokens, numbered, two_way_masks
+from distca.integrations.shared.documents import num_tokens, numbered, two_way_masks
 from distca.integrations.shared.figures import AttentionFigures
 from distca.planning.api import plan
 from distca.planning.masks import Mask
@@ -55,17 +54,15 @@ class BatchPlans:
     Every rank makes them from the same documents and options, so they are the same on all ranks.
     """
 
-    def __init__(self, ranks: Sequence[Documents], options: PlanOptions, scheduler: str) -> None:
-        self.ranks = tuple(tuple(documents) for documents in ranks)
+    def __init__(
+        self, ranks: tuple[tuple[Entry, ...], ...], options: PlanOptions, scheduler: str
+    ) -> None:
+        self.ranks = ranks  # the documents of each
         self._options, self._scheduler = options, scheduler
         self._plans, self._lock = dict[AttentionSpec, Plan](), Lock()
         self._made = dict[tuple[AttentionSpec, bool], Plan]()  # by what they depend on
         self._placement = Placement.from_ranks(numbered(self.ranks))
         self._two_way_masks = two_way_masks(self.ranks)
-
-    def are_for(self, ranks: Sequence[Documents], options: PlanOptions) -> bool:
-        """Tells whether these documents and options get the same plans."""
-        return self._options == options and self.ranks == tuple(map(tuple, ranks))
 
     def plan(self, spec: AttentionSpec, figures: AttentionFigures | None) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
