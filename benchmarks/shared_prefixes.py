@@ -6,8 +6,11 @@
 
 Both sides are a Llama of transformers with ``attn_implementation="distca"``, and their steps
 (forward and backward) alternate. The lengths of completions are uneven: lognormal with the given
-mean, sigma 0.8. The *FLOPs ratio* is what sharing would give if every FLOP took the same time, over
-the matrix products of the model and its attention; the goal is 0.9 of it.
+mean, sigma 0.8. Every step has new tokens, and the lengths in another order, so that each step
+reads its masks and makes its plans, as in training without ``plan_ahead``. On a GPU, the model has
+fewer than ``--layers`` layers where the rows would not fit. The *FLOPs ratio* is what sharing would
+give if every FLOP took the same time, over the matrix products of the model and its attention; the
+goal is 0.9 of it.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import date
 from itertools import chain
@@ -40,12 +44,15 @@ LOGS = Path("runs/shared_prefixes/logs")
 GROUPS = (8, 16)  # completions of a prompt
 CPU_SIZES = ((512, 64), (512, 256), (1024, 64))  # tokens of a prompt, mean tokens of a completion
 GPU_SIZES = ((1024, 512), (4096, 512), (4096, 2048), (16384, 2048), (32768, 2048), (32768, 8192))
+# What separate rows may take on an H200, and bytes of a token: in each layer, and besides.
+GPU_BYTES, LAYER_BYTES, OTHER_BYTES = 120 << 30, 115_000, 65_000
 WARM_UP = 1
 Row = dict[str, list[int]]
 
 
 class Sizes(NamedTuple):
-    completions: int
+    prompts: int  # of a rank
+    completions: int  # of a prompt
     prompt: int
     completion: int
 
@@ -54,12 +61,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=0, help="2 with --cpu, else 1")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=0, help="at most; 4 with --cpu, else 8")
+    parser.add_argument("--prompts", type=int, default=1, help="of each rank")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     options.ranks = options.ranks or (2 if options.cpu else 1)
+    options.layers = options.layers or (4 if options.cpu else 8)
     if launched.is_rank():
         with launched.reporting():
             run_rank(options)
@@ -74,42 +83,59 @@ def run_rank(options: argparse.Namespace) -> None:
         torch.set_num_threads(1)
     device = join_world()
     register(timeout_s=300.0)
-    model = model_of(options, device)
-    rows = []
+    model, rows = None, []
     for prompt, completion in CPU_SIZES if options.cpu else GPU_SIZES:
         for group in GROUPS:
-            row = measure(model, Sizes(group, prompt, completion), options.steps, device)
-            rows.append(row)
+            sizes = Sizes(options.prompts, group, prompt, completion)
+            layers = layers_of(sizes, options, device)
+            if model is None or model.config.num_hidden_layers != layers:
+                model = None  # the memory of the last one is free before the next one is built
+                model = model_of(layers, device)
+            rows.append(row := measure(model, sizes, options.steps, device))
             if dist.get_rank() == 0:
                 print(row, flush=True)
     if dist.get_rank() == 0:
         write(options, rows, device)
 
 
-def model_of(options: argparse.Namespace, device: torch.device) -> Any:
+def layers_of(sizes: Sizes, options: argparse.Namespace, device: torch.device) -> int:
+    """Returns how many layers fit into the memory, on average with a tenth to spare."""
+    if device.type != "cuda":
+        return int(options.layers)
+    tokens = sizes.prompts * sizes.completions * (sizes.prompt + sizes.completion) * 1.1
+    ranks = options.ranks if options.share_gpu else 1
+    fitting = (GPU_BYTES / ranks / tokens - OTHER_BYTES) / LAYER_BYTES
+    return max(min(options.layers, int(fitting)), 1)
+
+
+def model_of(layers: int, device: torch.device) -> Any:
     sizes = {"hidden_size": 256, "intermediate_size": 320, "num_attention_heads": 8}
     if device.type == "cuda":
         sizes = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
     heads = sizes["num_attention_heads"]
     config = LlamaConfig(
         **sizes, head_dim=64, num_key_value_heads=heads // 4, vocab_size=4096,
-        num_hidden_layers=options.layers, max_position_embeddings=1 << 17, use_cache=False,
+        num_hidden_layers=layers, max_position_embeddings=1 << 17, use_cache=False,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16 if device.type == "cuda" else None)
+    with device:
+        model = LlamaForCausalLM(config)
+    model.to(torch.bfloat16 if device.type == "cuda" else torch.float32)
     model.set_attn_implementation("distca")
     return model.train()
 
 
-def rollouts(sizes: Sizes, seed: int) -> list[Row]:
-    rng = np.random.default_rng(seed)
+def rollouts(sizes: Sizes, rank: int, step: int) -> list[Row]:
+    """Returns the rows of a step; all steps of a rank have completions of the same lengths."""
     mean = np.log(sizes.completion) - 0.8**2 / 2
-    prompt = rng.integers(0, 4096, sizes.prompt).tolist()
-    ends = [
-        rng.integers(0, 4096, max(int(length), 1)).tolist()
-        for length in rng.lognormal(mean, 0.8, sizes.completions)
-    ]
-    return [{"input_ids": prompt + end, "labels": [-100] * len(prompt) + end} for end in ends]
+    lengths = np.random.default_rng(rank).lognormal(mean, 0.8, (sizes.prompts, sizes.completions))
+    rng, rows = np.random.default_rng((rank, step)), []
+    for of_prompt in rng.permuted(np.maximum(lengths.astype(int), 1)):
+        prompt = rng.integers(0, 4096, sizes.prompt).tolist()
+        for length in of_prompt:
+            end = rng.integers(0, 4096, length).tolist()
+            rows.append({"input_ids": prompt + end, "labels": [-100] * len(prompt) + end})
+    return rows
 
 
 def separate(rows: list[Row]) -> dict[str, Any]:
@@ -123,17 +149,24 @@ def separate(rows: list[Row]) -> dict[str, Any]:
     return {name: torch.tensor([[*chain(*column)]]) for name, column in columns.items()}
 
 
+SIDES: dict[str, Callable[[list[Row]], dict[str, Any]]] = {
+    "separate": separate,
+    "shared": collate_shared,
+}
+
+
 def measure(model: Any, sizes: Sizes, steps: int, device: torch.device) -> dict[str, Any]:
-    rows = rollouts(sizes, seed=dist.get_rank())
-    sides = {"separate": separate(rows), "shared": collate_shared(rows)}
-    seconds: dict[str, list[float]] = {side: [] for side in sides}
-    losses, peaks = {}, {}
+    seconds: dict[str, list[float]] = {side: [] for side in SIDES}
+    losses, peaks = dict[str, float](), dict[str, int]()
     for step in range(steps + WARM_UP):
+        rows = rollouts(sizes, dist.get_rank(), step)
+        sides = {side: collate(rows) for side, collate in SIDES.items()}
         for side, batch in sides.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             taken, losses[side] = step_of(model, batch, device)
-            peaks[side] = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            peak = torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+            peaks[side] = max(peak, peaks.get(side, 0))
             if step >= WARM_UP:
                 seconds[side].append(taken)
     tokens = sum(len(row["input_ids"]) for row in rows)
@@ -144,6 +177,7 @@ def measure(model: Any, sizes: Sizes, steps: int, device: torch.device) -> dict[
     ideal = float(of_all[1] / of_all[2])
     return {
         **sizes._asdict(),
+        "layers": model.config.num_hidden_layers,
         "tokens": int(of_all[0]),
         "separate_s": median(seconds["separate"]),
         "shared_s": median(seconds["shared"]),
@@ -193,18 +227,19 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
     lines = [
         "# Completions of shared prompts\n",
         f"`python benchmarks/shared_prefixes.py {' '.join(sys.argv[1:])}`, {date.today()}, {card},"
-        f" {options.ranks} ranks, torch {torch.__version__}. One prompt for each rank; medians of"
-        f" {options.steps} steps a side, in turns.\n",
-        "| completions | prompt | mean completion | tokens of rows | rows, s | shared, s | ratio"
-        " | FLOPs ratio | of it | loss difference | rows, GiB | shared, GiB |",
-        "|---" * 12 + "|",
+        f" {options.ranks} rank(s), torch {torch.__version__}. {options.prompts} prompt(s) for each"
+        f" rank; medians of {options.steps} steps a side, in turns, each with a new batch.\n",
+        "| layers | completions | prompt | mean completion | tokens of rows | rows, s | shared, s"
+        " | ratio | FLOPs ratio | of it | loss difference | rows, GiB | shared, GiB |",
+        "|---" * 13 + "|",
     ]
     for r in rows:
+        memory = [f"{r[side]:.1f}" if gpu else "-" for side in ("separate_gib", "shared_gib")]
         lines.append(
-            f"| {r['completions']} | {r['prompt']:,} | {r['completion']:,} | {r['tokens']:,}"
-            f" | {r['separate_s']:.3g} | {r['shared_s']:.3g} | {r['ratio']:.2f}"
+            f"| {r['layers']} | {r['completions']} | {r['prompt']:,} | {r['completion']:,}"
+            f" | {r['tokens']:,} | {r['separate_s']:.3g} | {r['shared_s']:.3g} | {r['ratio']:.2f}"
             f" | {r['flops_ratio']:.2f} | {r['of_flops']:.2f} | {r['loss_difference']:.1e}"
-            f" | {r['separate_gib']:.1f} | {r['shared_gib']:.1f} |"
+            f" | {memory[0]} | {memory[1]} |"
         )
     text = "\n".join(lines) + "\n"
     print(text)

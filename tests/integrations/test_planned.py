@@ -15,7 +15,9 @@ from integrations import gathering
 from integrations.gathering import tensors
 from integrations.tiny import packed
 from ranks import RankPool, World
+from recorded import preparing_threads
 
+import distca
 from distca.dispatch import background
 from distca.integrations.shared.groups import node_size
 from distca.integrations.shared.lengths import (
@@ -28,6 +30,7 @@ from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import documents_of, filler
 from distca.planning.masks import CAUSAL, Mask
+from distca.planning.placement import Entry
 
 
 def test_lengths_of_offsets() -> None:
@@ -122,6 +125,42 @@ def test_a_loader_reads_one_ahead() -> None:
     assert seen == [(0, 2), (1, 3), (2, 3)]
 
 
+def test_one_rank_prepares_its_batches_in_the_background() -> None:
+    """From the second batch on: the first layer tells what tensors are like."""
+    attention = PlannedAttention(cost="pairs")
+    for length, made in ((4, {"MainThread": 2}), (5, {"distca": 2}), (6, {"distca": 2}), (6, {})):
+        entries: list[Entry] = [30, {"length": length, "parent": 0, "prefix": 30}]
+        with preparing_threads() as counts:
+            batch = attention.wait(attention.submit(entries))
+            assert batch is not None
+            q, k, v = torch.randn(3, 30 + length, 4, 8)
+            for _ in range(3):
+                attention.attend(q, k, v, batch)
+        assert counts == made
+    with pytest.raises(ValueError, match="no documents"):
+        attention.gather([], "no documents")
+
+
+def test_only_a_batch_with_the_same_documents_gets_the_last_plans() -> None:
+    attention, spec = PlannedAttention(cost="pairs"), AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
+    entry = {"length": 4, "parent": 0, "prefix": 30}
+    first = attention.local([30, entry])
+    assert attention.local([30, dict(entry)]).plan(spec) is first.plan(spec)
+    entry["length"] = 5  # in the record of the first batch
+    second = attention.local([30, entry])
+    assert second.lengths == (30, 5)
+    assert second.plan(spec).placement.tokens.tolist() == [35]
+
+
+def test_plans_of_one_rank_are_those_of_the_scheduler() -> None:
+    """They are made without a search, since every task is at home."""
+    entries: list[Entry] = [500, {"length": 40, "parent": 0, "prefix": 300}, 70]
+    spec = AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
+    local = PlannedAttention(cost="pairs").local(entries).plan(spec)
+    searched = distca.plan([entries], model=spec.shape, cost="pairs")
+    assert local.fingerprint == searched.fingerprint
+
+
 def test_documents_of_any_number(pair: RankPool) -> None:
     lengths = [list(range(1, 2000)), [7]]
     for ranks in pair.run(gathering.gathered, lengths, ranks=2):
@@ -130,9 +169,10 @@ def test_documents_of_any_number(pair: RankPool) -> None:
 
 def test_layouts_are_made_with_the_plans(pair: RankPool) -> None:
     """In the background, from the second batch on: the first layer tells what tensors are like."""
-    for first, *others in pair.run(gathering.preparing, ranks=2):
+    for first, *others, again in pair.run(gathering.preparing, ranks=2):
         assert first == {"MainThread": 2}
         assert others == [{"distca": 2}] * 2
+        assert again == {}
 
 
 def test_groups_that_are_parts_of_the_world(world: World) -> None:

@@ -12,8 +12,10 @@ from integrations.tiny import by_sdpa, loss_of, model_of, packed
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+from transformers import masking_utils
+
 from distca.integrations.transformers import register
-from distca.integrations.transformers.masks import read_mask, visibility
+from distca.integrations.transformers.masks import read_mask, read_parts, visibility
 from distca.integrations.transformers.packed_mask import ModelCall, PackedMask, PackedMaskFactory
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
@@ -283,6 +285,46 @@ def test_masks_are_told_apart(kind: str) -> None:
             starts = read.starts[0].nonzero().flatten().tolist()
             assert starts == ([0, 9, 10] if packed_too else [0])
             assert reach in (FULL, BAND + 3) or read.ahead[0].nonzero().flatten().tolist() == known
+
+
+OF_TRANSFORMERS: dict[str, tuple[list[Any], int, bool]] = {  # parts, reach, whether they are known
+    "causal": ([], CAUSAL, True),
+    "packed": ([masking_utils.packed_sequence_mask_function(DOCUMENTS[None])], CAUSAL, True),
+    "a window": ([masking_utils.sliding_window_overlay(5)], 5, True),
+    "a packed window": (
+        [
+            masking_utils.sliding_window_overlay(5),
+            masking_utils.packed_sequence_mask_function(DOCUMENTS[None]),
+        ],
+        5,
+        True,
+    ),
+    "another window": ([masking_utils.sliding_window_overlay(6)], 5, False),
+    "a window that is not told": ([masking_utils.sliding_window_overlay(5)], CAUSAL, False),
+    "a window of one": ([masking_utils.sliding_window_overlay(1)], 1, False),
+    "documents in pieces": (
+        [masking_utils.packed_sequence_mask_function((torch.arange(S) % 9 == 0)[None].long())],
+        CAUSAL,
+        False,
+    ),
+    "a part of a model": ([lambda b, h, q, k: k >= 0], CAUSAL, False),
+}
+
+
+@pytest.mark.parametrize("kind", OF_TRANSFORMERS)
+def test_parts_of_transformers_tell_the_same_as_the_values_of_masks(kind: str) -> None:
+    others, reach, known = OF_TRANSFORMERS[kind]
+    function = masking_utils.causal_mask_function
+    for other in others:
+        function = masking_utils.and_masks(other, function)
+    of_parts = read_parts(function, Mask(reach), (1, S))
+    assert (of_parts is not None) == known
+    if of_parts is not None:
+        visible = visibility(function, (1, S), torch.device("cpu"), one_by_one=False)
+        of_values = read_mask(visible, Mask(reach), torch.zeros(1, S, dtype=torch.bool))
+        assert of_values is not None
+        for one, other in zip(of_parts, of_values, strict=True):
+            assert torch.equal(one, other)
 
 
 def test_documents_that_were_told_need_not_be_in_the_mask() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytest.importorskip("transformers", reason="transformers is not installed")
 
 from integrations import bodies
 
+from distca.dispatch.layout import Layout
 from distca.integrations.transformers import batch_places, collate_shared, register
 
 Rows = list[dict[str, list[int]]]
@@ -70,6 +72,19 @@ def test_rollouts_on_two_ranks(pair: RankPool, ahead: bool) -> None:
     for (loss, found), right in zip(answers, losses, strict=True):
         assert loss == pytest.approx(right.item(), rel=1e-5)
         assert_close(found, gradients(plain))
+
+
+def test_a_batch_is_planned_once_for_layers_and_recomputation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(cost="pairs")
+    model = model_of("llama", "distca").train()
+    model.gradient_checkpointing_enable()
+    layouts = Mock(side_effect=Layout.of)
+    monkeypatch.setattr(Layout, "of", layouts)
+    for number in (1, 2):
+        model(**collate_shared(rollouts(number))).loss.backward()
+        assert layouts.call_count == number  # both directions have the same tasks
 
 
 def test_documents_of_another_batch_are_refused() -> None:

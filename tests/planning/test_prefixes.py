@@ -15,6 +15,7 @@ import distca
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
+from distca.planning.spans import Spans
 
 Token = tuple[int, int]  # document, position
 
@@ -126,6 +127,23 @@ def test_masks_and_placers_without_prefixes_refuse_them() -> None:
         distca.plan(ranks, mask="full", **SMALL)
     with pytest.raises(ValueError, match="placer karmarkar-karp does not know"):
         distca.place(Placement.from_ranks(ranks), placer="karmarkar-karp", **SMALL)
+
+
+@given(tree_plans())
+def test_spans_are_divided_by_the_documents_that_have_the_tokens(plan: Plan) -> None:
+    lengths, prefixes = plan.placement.lengths, plan.placement.prefixes
+    whole = Spans(np.arange(len(lengths)), np.zeros_like(lengths), lengths)
+    number, parts = prefixes.owned(whole)
+    found = [
+        (number, (document, position))
+        for number, document, start, stop in zip(number, *parts, strict=True)
+        for position in range(start, stop)
+    ]
+    assert found == [
+        (document, owner(plan, document, position))
+        for document, length in enumerate(lengths)
+        for position in range(length)
+    ]
 
 
 @given(st.integers(1, 40))

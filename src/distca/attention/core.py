@@ -164,6 +164,7 @@ class CoreAttention:
             compared a whole step, in which every message has its place.
         """
         plans = [plan for plan in (forward, backward) if plan]
+        announce = announce and self.transport.num_ranks > 1  # one rank has no other to tell
         scale = spec.head_dim**-0.5 if self.scale is None else self.scale
         handshake = Handshake(
             heads=spec.heads,

@@ -45,8 +45,8 @@ class PreparedLayout:
     handshakes: tuple[Handshake, Handshake] | None = None
 
     @classmethod
-    def of(cls, plan: Plan, rank: int, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
-        layout = Layout.of(plan, rank, backward=backward)
+    def of(cls, plan: Plan, layout: Layout, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
+        """layout: of the plan in this direction."""
         messages = Messages.of(layout, spec, backward=backward)
         received, home, latents = messages.dispatch.recv, messages.combine.send, None
         if spec.latent_dim:
@@ -58,7 +58,7 @@ class PreparedLayout:
 
         local, remote = (tuple(map(prepared, calls)) for calls in (layout.local, layout.remote))
         load_ps = plan.backward_load_ps if backward else plan.forward_load_ps
-        planned_s = float(load_ps[rank]) / PS / max(len(local) + len(remote), 1)
+        planned_s = float(load_ps[layout.rank]) / PS / max(len(local) + len(remote), 1)
         return cls(layout, local, remote, messages, planned_s, latents)
 
     def announced(self, handshake: Handshake) -> PreparedLayout:
@@ -78,12 +78,22 @@ class PreparedLayouts:
         self._made: WeakKeyDictionary[Plan, dict[tuple[TensorSpec, bool], PreparedLayout]] = (
             WeakKeyDictionary()
         )
+        self._layouts: WeakKeyDictionary[Plan, dict[bool, Layout]] = WeakKeyDictionary()
 
     def of(self, plan: Plan, spec: TensorSpec, *, backward: bool) -> PreparedLayout:
         made = self._made.setdefault(plan, {})
         if (spec, backward) not in made:
-            made[spec, backward] = PreparedLayout.of(plan, self._rank, spec, backward=backward)
+            layout = self._layout(plan, backward=backward)
+            made[spec, backward] = PreparedLayout.of(plan, layout, spec, backward=backward)
         return made[spec, backward]
+
+    def _layout(self, plan: Plan, *, backward: bool) -> Layout:
+        """Returns what tensors of any kind have in common: also both directions of equal tasks."""
+        backward = backward and plan.backward is not plan.forward
+        layouts = self._layouts.setdefault(plan, {})
+        if backward not in layouts:
+            layouts[backward] = Layout.of(plan, self._rank, backward=backward)
+        return layouts[backward]
 
 
 class Watch(Protocol):

@@ -94,6 +94,9 @@ def gather_or_raise(transport: Transport, mine: Record) -> list[Record]:
 
 def agree(transport: Transport, mine: Handshake) -> Agreed:
     """Compares the handshakes of all ranks; raises on every rank if one differs or has an error."""
+    if transport.num_ranks == 1:
+        _raise_errors(mine.error, [])
+        return Agreed(mine, some_serve=mine.heads is None)
     return _compare(mine, _collect(transport.announce(mine.record)))
 
 

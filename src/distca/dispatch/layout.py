@@ -25,7 +25,7 @@ from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Bools, Ints, Spans, cumulative, overlaps
+from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, overlaps
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, expansion_moves, key_moves
 
@@ -81,16 +81,19 @@ class Layout:
         if not 0 <= rank < num_ranks:
             raise ValueError(f"rank {rank} of a plan for {num_ranks} ranks")
         tasks = plan.backward if backward else plan.forward
-        # 1. What moves.
-        q, arrived_q = _move_queries(tasks, placement, rank)
-        kv, arrived_kv = _move_keys(key_moves(tasks, placement), placement, rank)
+        # 1. What moves: nothing, if there is only one rank.
+        q = kv = matrix = PeerRows({}, {}, moves=False)
+        arrived_q, arrived_kv = _Queries(*as_ints([[]] * 3)), _Keys(*as_ints([[]] * 5))
+        if num_ranks > 1:
+            q, arrived_q = _move_queries(tasks, placement, rank)
+            kv, arrived_kv = _move_keys(key_moves(tasks, placement), placement, rank)
+            matrix = _move_matrix(tasks, placement, rank)
         # 2. The queries and keys that are on this rank after the dispatch.
         queries = _queries_here(tasks, placement, rank, arrived_q)
         keys = _keys_here(placement, rank, arrived_kv)
         # 3. The calls over them.
         local, remote = _calls(tasks, plan.reach, placement, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
-        matrix = _move_matrix(tasks, placement, rank)
         return cls(rank, num_ranks, num_tokens, q, kv, matrix, local, remote)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -29,7 +30,7 @@ class Places(NamedTuple):
     @classmethod
     def packed(cls, memory: int, start: int, size: Ints) -> Places:
         """Returns places one after the other."""
-        return cls.parts(memory, as_ints([start]), size, as_ints([len(size)]))
+        return cls(np.full_like(size, memory), start + cumulative(size)[:-1], size)
 
     @classmethod
     def parts(cls, memory: int, starts: Ints, size: Ints, count: Ints) -> Places:
@@ -41,8 +42,10 @@ class Places(NamedTuple):
 
     @classmethod
     def joined(cls, parts: Iterable[Places]) -> Places:
-        nothing = cls(*as_ints([[], [], []]))
-        return cls(*map(np.concatenate, zip(nothing, *parts, strict=True)))
+        return cls(*map(np.concatenate, zip(_NO_PLACES, *parts, strict=True)))
+
+
+_NO_PLACES = Places(*as_ints([[], [], []]))
 
 
 class Run(NamedTuple):
@@ -86,7 +89,12 @@ class Rows:
         own: the memory of block 0.
         buffer, starts: the memory of the other blocks, and where each of them starts in it.
         """
-        block, start, stop = as_ints(self.runs).reshape(-1, 3).T
+        block, start, stop = self._columns
         first = np.append(0, [] if starts is None else starts).astype(np.int64)
         memory = np.where(block > 0, own if buffer is None else buffer, own)
         return Places(memory, first[block] + start * width, (stop - start) * width)
+
+    @cached_property
+    def _columns(self) -> Ints:
+        """[3, runs] The runs as an array, which every tensor with these rows needs."""
+        return as_ints(self.runs).reshape(-1, 3).T

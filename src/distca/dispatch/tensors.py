@@ -44,6 +44,11 @@ class TensorSpec:
         """The shape of the matrix that expands latents: rows are by head, of its key and value."""
         return self.kv_heads * (self.head_dim - self.rope_dim + self.v_head_dim), self.latent_dim
 
+    @property
+    def latents_save_bytes(self) -> bool:
+        """Whether the latent of a key is smaller than the key and its value."""
+        return self.latent_dim + self.rope_dim < self.kv_heads * (self.head_dim + self.v_head_dim)
+
     def empty(self) -> tuple[Tensor, Tensor, Tensor]:
         """Returns q, k and v of a rank without tokens."""
         sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim)

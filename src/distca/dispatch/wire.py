@@ -163,6 +163,8 @@ def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
     """Returns, in bytes, where own rows lie in the tensors and in the buffer."""
     own, buffer = [], []
     for index, ((spec, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
+        if not peers.send:
+            continue
         rows, count = _sent(peers)
         own.append(rows.places(spec.num_bytes, index))
         buffer.append(Places.parts(len(tensors), starts, own[-1].size, count))
@@ -174,10 +176,11 @@ def _sums(tensors: Traveling, away: ByteLayout, num_tokens: int, spec: TensorSpe
     values, targets, initial = [], [], []
     for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=False)):
         width, before = prod(row.shape), (-1, 3, 4)[index]
-        rows, count = _sent(peers)
-        targets.append(rows.places(width, 5 + index))
-        values.append(Places.parts(0, starts // row.dtype.itemsize, targets[-1].size, count))
-        initial.append(np.full_like(targets[-1].size, before))
+        if peers.send:
+            rows, count = _sent(peers)
+            targets.append(rows.places(width, 5 + index))
+            values.append(Places.parts(0, starts // row.dtype.itemsize, targets[-1].size, count))
+            initial.append(np.full_like(targets[-1].size, before))
         if index:  # rows of which no server sends anything
             everything = as_ints([num_tokens * width])
             targets.append(Places.packed(5 + index, 0, everything))

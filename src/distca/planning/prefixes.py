@@ -41,6 +41,17 @@ class Prefixes:
         shared[self.parent[shared]] = True
         return shared
 
+    @cached_property
+    def _nearest_owner(self) -> Ints:
+        """[documents] The nearest ancestor that has tokens of the prefix; NO_PARENT: none.
+
+        Rows of one prompt continue each other in a chain, in which the first has the whole prompt.
+        """
+        owner = self.parent
+        while np.any(passed := (owner != NO_PARENT) & (self.length[owner] >= self.length)):
+            owner = np.where(passed, owner[owner], owner)  # each step doubles the distance
+        return owner
+
     def behind(self, other: Prefixes) -> Prefixes:
         """Returns the prefixes of both, with the documents of ``other`` numbered first."""
         parent = np.where(self.parent == NO_PARENT, NO_PARENT, self.parent + len(other.parent))
@@ -66,7 +77,7 @@ class Prefixes:
             own, below = stop > prefix, start < prefix
             parts.append((number[own], document[own], np.maximum(start, prefix)[own], stop[own]))
             number, start, stop = number[below], start[below], np.minimum(stop, prefix)[below]
-            document = self.parent[document[below]]
+            document = self._nearest_owner[document[below]]
         number, document, start, stop = map(np.concatenate, zip(*parts, strict=True))
         order = np.lexsort((start, number))
         return number[order], Spans(document[order], start[order], stop[order])

@@ -17,8 +17,10 @@ Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,21 +32,22 @@ from distca.attention.backends.base import Scoring
 from distca.attention.core import CoreAttention
 from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import gather_or_raise
-from distca.dispatch.background import DaemonExecutor, on_this_stream, run_now
+from distca.dispatch.background import DaemonExecutor, on_this_stream
 from distca.dispatch.latent import Latent
-from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
-from distca.integrations.shared.documents import (
-    Documents,
-)
+from distca.integrations.shared.documents import Documents
 from distca.integrations.shared.figures import AttentionFigures
 from distca.integrations.shared.groups import PlanGroups
-from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
+from distca.integrations.shared.planned_batch import (
+    AttentionSpec,
+    BatchPlans,
+    PlannedBatch,
+    RankBatch,
+)
 from distca.pipeline.speeds import LearnedSpeeds
 from distca.planning.devices import Devices
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry
 from distca.planning.policies import policy_of
 
 _WARN_AFTER_S = 30.0
@@ -53,17 +56,6 @@ _log = logging.getLogger(__name__)
 
 
 BatchFuture = Future[PlannedBatch | None]
-
-
-@dataclass(frozen=True)
-class RankBatch:
-    """What one rank tells the others about its next batch, and about its attention so far."""
-
-    documents: tuple[Entry, ...]
-    done: bool  # this rank has no batch left, and these documents are a filler
-    error: str  # why this rank cannot take part
-    planned_s: float  # of the attention that has ended since the last batch, for speed 1
-    measured_s: float  # of the same attention
 
 
 class PlannedAttention:
@@ -114,6 +106,7 @@ class PlannedAttention:
         # The layers so far, in order: what plans depend on, and their scores.
         self._layers: dict[tuple[AttentionSpec, Scoring], None] = {}
         self._groups: PlanGroups | None = None
+        self._last: dict[bool, BatchPlans] = {}  # of the last batch, by whether it was local
         self._executor = DaemonExecutor()
         if group is not None:
             self.connect()
@@ -125,9 +118,8 @@ class PlannedAttention:
     def local(self, documents: Documents) -> PlannedBatch:
         """Returns a batch of this rank only: layers that attend by it exchange nothing."""
         options = replace(self._options, speed=None, busy_s=None, ranks_per_node=None)
-        # Local batches are planned too, but nothing is shared: their figures are not shown.
-        unshown = AttentionFigures()
-        return PlannedBatch([documents], 0, options, self._scheduler, unshown, local=True)
+        # Nothing is shared: every task is at home, and there are no figures to show.
+        return PlannedBatch(self._plans([documents], options, local=True), 0, None, local=True)
 
     def gather(self, documents: Documents, error: str = "") -> PlannedBatch:
         """Returns the batch of all ranks.
@@ -135,6 +127,8 @@ class PlannedAttention:
         Every rank of the group calls it at the same point with its own documents, in the order in
         which they are packed; a rank may have none. An ``error`` on one rank is raised on all.
         """
+        if self._peers() is None and not error:
+            return self.local(documents)
         batch = self.wait(self.submit(documents, error=error))
         assert batch is not None, "this rank is not done"
         return batch
@@ -147,9 +141,11 @@ class PlannedAttention:
         """
         groups = self._peers()
         if groups is None:
-            return run_now(lambda: self._plan_local(documents, done, error))
-        mine = RankBatch(tuple(documents), done, error, *self._attention_s())
-        return self._executor.submit(on_this_stream(lambda: self._plan_shared(groups, mine)))
+            work = partial(self._plan_local, tuple(documents), done, error)
+        else:
+            mine = RankBatch(tuple(documents), done, error, *self._attention_s())
+            work = partial(self._plan_shared, groups, mine)
+        return self._executor.submit(on_this_stream(work))
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
@@ -189,7 +185,7 @@ class PlannedAttention:
         scoring = Scoring(q.shape[-1] ** -0.5 if scale is None else scale, softcap)
         q, k, v, *factors = _autocast(q, k, v, *(latent or ()))
         inputs = Inputs(q, k, v, sinks, Latent(*factors) if factors else None)
-        if not self._latents or not _saves_bytes(inputs.spec):
+        if not self._latents or not inputs.spec.latents_save_bytes:
             inputs = inputs._replace(latent=None)
         spec = AttentionSpec(Mask.parse(mask), inputs.spec)
         self._layers.setdefault((spec, scoring))
@@ -222,7 +218,7 @@ class PlannedAttention:
     def _plan_local(self, documents: Documents, done: bool, error: str) -> PlannedBatch | None:
         if error:
             raise ValueError(error)
-        return None if done else self.local(documents)
+        return None if done else self._prepared(self.local(documents))
 
     def _plan_shared(self, groups: PlanGroups, mine: RankBatch) -> PlannedBatch | None:
         batches = gather_or_raise(groups.planning, mine)
@@ -231,14 +227,34 @@ class PlannedAttention:
         options, ranks = self._learned(batches), [one.documents for one in batches]
         if options.ranks_per_node is None:
             options = replace(options, ranks_per_node=groups.ranks_per_node)
-        batch = PlannedBatch(
-            ranks, groups.planning.rank, options, self._scheduler, self._figures, local=False
-        )
+        plans = self._plans(ranks, options, local=False)
+        rank = groups.planning.rank
+        return self._prepared(PlannedBatch(plans, rank, self._figures, local=False))
+
+    def _plans(
+        self, ranks: Sequence[Documents], options: PlanOptions, *, local: bool
+    ) -> BatchPlans:
+        """Returns the plans of a batch: those of the last one, if it had the same documents.
+
+        So have rows of one length, and a batch that goes through several models or iterations.
+        """
+        last = self._last.get(local)
+        if last is None or self._learns or last.ranks != tuple(map(tuple, ranks)):
+            # Copied, since a trainer may change its own records for the next batch.
+            documents = tuple(tuple(map(copy, of_rank)) for of_rank in ranks)
+            last = BatchPlans(documents, options, "home" if local else self._scheduler)
+            self._last[local] = last
+        return last
+
+    def _prepared(self, batch: PlannedBatch) -> PlannedBatch:
+        """Plans and prepares a batch for all layers so far."""
         for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
-            if core := self._cores.get((False, scoring)):
+            if core := self._cores.get((batch.is_local, scoring)):
+                # Nothing travels in local attention, so that it does not need latents.
+                tensors = spec.tensors.expanded if batch.is_local else spec.tensors
                 for backward in (False, True):
-                    core.layouts.of(planned, spec.tensors, backward=backward)
+                    core.layouts.of(planned, tensors, backward=backward)
         return batch
 
     def _attention_s(self) -> tuple[float, float]:
@@ -287,7 +303,7 @@ class PlannedAttention:
         if self._groups is None or self._groups.world is not world:
             self._groups = PlanGroups.make(world, self._group, self._timeout)
             self._cores = {key: core for key, core in self._cores.items() if key[0]}
-            self._speeds = None  # these may be other ranks
+            self._speeds, self._last = None, {}  # these may be other ranks
         return None if self._groups.planning.num_ranks == 1 else self._groups
 
 
@@ -297,8 +313,3 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(device)
     return tuple(tensor.to(dtype) for tensor in tensors)
-
-
-def _saves_bytes(spec: TensorSpec) -> bool:
-    """Tells whether the latent of a key is smaller than the key and its value."""
-    return spec.latent_dim + spec.rope_dim < spec.kv_heads * (spec.head_dim + spec.v_head_dim)

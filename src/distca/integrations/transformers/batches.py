@@ -55,7 +55,7 @@ def documents(
 ) -> list[Entry]:
     """Returns the documents, mostly as lengths, from what a model or a layer was given.
 
-    starts: [B, S], true where the model's mask starts a document, if that is known.
+    starts: [B, S], true where the model's mask starts a document, if that is known; on the host.
     """
     if (told := given.get(DOCUMENTS)) is not None:
         if (count := sum(map(num_tokens, told))) != num_rows * row_tokens:
@@ -78,7 +78,7 @@ def documents(
                 f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"
                 f" {row_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
             )
-        restarts = starts_of_positions(positions).expand(num_rows, -1)
+        restarts = starts_of_positions(positions).cpu().expand(num_rows, -1)
         starts = restarts if starts is None else starts | restarts
     if starts is None:
         return [row_tokens] * num_rows

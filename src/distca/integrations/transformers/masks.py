@@ -1,19 +1,22 @@
 """Recognizes the masks of transformers that distca supports.
 
 transformers describes a mask as a function of (row, head, query, key), composed of causality,
-windows, packed documents, padding and whatever a model adds, and does not name the result. So the
-function is evaluated at a few keys of every query, among them all boundaries: O(tokens), once per
-forward pass.
+windows, packed documents, padding and whatever a model adds, and does not name the result. A
+function that consists of transformers' own parts for packed documents is recognized by these parts
+(``read_parts``), as in most causal models. Any other one is evaluated at a few keys of every query,
+among them all boundaries (``read_mask``): a few hundred operations on the device, once per forward
+pass.
 
 Legend: B rows, S tokens in a row.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from transformers import masking_utils
 
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
@@ -21,11 +24,53 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 Visible = Callable[[Tensor], Tensor]  # of keys [B, S] or [1, S], which key each query sees: [B, S]
 
 
+# Functions of transformers that return parts of masks. The parts that one of them returns have the
+# same code, and another value in their closure. An older transformers does not have all of them.
+_MAKERS = ("and_masks", "sliding_window_overlay", "packed_sequence_mask_function")
+_PARTS = {
+    getattr(masking_utils, name)(lambda *_: None).__code__: name
+    for name in _MAKERS
+    if hasattr(masking_utils, name)
+}
+
+
 class ReadMask(NamedTuple):
-    """What a mask shows besides its kind."""
+    """What a mask shows besides its kind, in the memory of the host."""
 
     starts: Tensor  # [B, S] where it starts a document
     ahead: Tensor  # [B, S] queries that see the next key of their document, as in two-way spans
+
+
+def read_parts(mask_function: MaskFunction, mask: Mask, size: tuple[int, int]) -> ReadMask | None:
+    """Returns the documents of a causal mask or a window by the parts that it consists of.
+
+    None if it has other parts, or if they may be of another kind: ``read_mask`` is for any mask.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in (*_MAKERS, "causal")}
+    parts: list[Any] = [mask_function]
+    while parts:
+        part = parts.pop()
+        if part is masking_utils.causal_mask_function:
+            found["causal"].append(part)
+        elif (name := _PARTS.get(getattr(part, "__code__", None))) is None:
+            return None
+        else:
+            (enclosed,) = (cell.cell_contents for cell in part.__closure__)
+            found[name].append(enclosed)
+            parts += enclosed if name == "and_masks" else ()
+    _, windows, packed = (found[name] for name in _MAKERS)
+    # Under a window of one key, no query tells where its document starts.
+    expected = [] if mask.reach == CAUSAL else [mask.reach]
+    if not found["causal"] or windows != expected or 1 in windows or len(packed) > 1:
+        return None
+    starts = torch.zeros(size, dtype=torch.bool, device="cpu")
+    for number in packed:  # of the document of each token
+        step = number.diff(dim=1).sign().to(torch.int8).cpu()  # waits for the device
+        if bool((step < 0).any()):  # a document may continue behind another one
+            return None
+        starts[:, 1:] = step > 0
+    starts[:, :1] = True
+    return ReadMask(starts, torch.zeros_like(starts))
 
 
 def visibility(
@@ -93,6 +138,7 @@ def read_mask(visible: Visible, mask: Mask, told: Tensor) -> ReadMask | None:
         hidden |= ((key < first) & ~from_told) | ((key >= last) & ~to_told)
         exists = (key >= 0) & (key < num_tokens)
         supported = supported & ~(visible(key) & hidden & exists)
+    supported, starts, ahead = torch.stack([supported, starts, ahead]).cpu()  # at once: it waits
     return ReadMask(starts, ahead) if bool(supported.all()) else None
 
 

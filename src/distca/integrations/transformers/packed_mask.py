@@ -32,7 +32,7 @@ from distca.integrations.transformers.batches import (
     with_two_way,
 )
 from distca.integrations.transformers.calls import Calls, PreparedMask, in_progress
-from distca.integrations.transformers.masks import read_mask, visibility
+from distca.integrations.transformers.masks import read_mask, read_parts, visibility
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 from distca.planning.placement import Entry
@@ -126,6 +126,7 @@ class PackedMask(PreparedMask):
 
     def __init__(self, call: ModelCall, mask: Mask) -> None:
         self.call, self.mask = call, mask
+        # On the host:
         self.starts: Tensor | None = None  # [B, S], where transformers' mask starts a document
         self.ahead: Tensor | None = None  # [B, S], where it shows a query the next key
         self.error = ""  # why distca cannot compute these layers
@@ -139,7 +140,7 @@ class PackedMask(PreparedMask):
         """Raises if transformers' mask is not that of these documents."""
         if self.starts is None:
             return
-        starts, self.starts = self.starts.flatten().cpu(), None
+        starts, self.starts = self.starts.flatten(), None
         begins = list(accumulate(map(num_tokens, documents), initial=0))
         if (total := begins.pop()) != len(starts):
             raise ValueError(
@@ -157,7 +158,7 @@ class PackedMask(PreparedMask):
     def _check_two_way(self, documents: Sequence[Entry], begins: Sequence[int]) -> None:
         if self.ahead is None:
             return
-        ahead, self.ahead = self.ahead.flatten().cpu(), None
+        ahead, self.ahead = self.ahead.flatten(), None
         planned = torch.zeros_like(ahead)
         for begin, entry in zip(begins, documents, strict=True):
             for start, stop in two_way_spans(entry, self.mask):
@@ -255,10 +256,13 @@ def _read(packed: PackedMask, asked: Mapping[str, Any]) -> str:
         model.given.get("encoder_hidden_states") is not None for model in call.models
     ):
         return f"attends to an encoder, which distca does not support: {WAY_OUT}"
-    device = torch.device(asked["device"] if "device" in asked else asked["cache_position"].device)
-    size, one_by_one = (call.num_rows, call.num_tokens), bool(asked.get("use_vmap"))
-    visible = visibility(asked["mask_function"], size, device, one_by_one=one_by_one)
-    read = read_mask(visible, mask, call.told_starts(device))
+    function, size = asked["mask_function"], (call.num_rows, call.num_tokens)
+    read = read_parts(function, mask, size)
+    if read is None:
+        given = asked["device"] if "device" in asked else asked["cache_position"].device
+        device, one_by_one = torch.device(given), bool(asked.get("use_vmap"))
+        visible = visibility(function, size, device, one_by_one=one_by_one)
+        read = read_mask(visible, mask, call.told_starts(device))
     if read is None:
         return f"{_UNSUPPORTED}: {WAY_OUT}"
     packed.starts = read.starts

@@ -11,7 +11,8 @@ import logging
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,25 @@ def refuse_mask(
         )
 
 
+class _Nature(NamedTuple):
+    """What the modules of a model tell about several documents in a row."""
+
+    rotates: bool  # it makes rotary positions
+    stateful: str  # the class of a module that carries a state, if there is one
+    mixing: str  # that of one which is not given each document by itself
+
+    @classmethod
+    def of(cls, model: nn.Module) -> _Nature:
+        stateful = [*filter(_is_stateful, _own_modules(model))]
+        apart = {inner for one in model.modules() if keeps_apart(one) for inner in one.modules()}
+        mixing = (one for one in stateful if apart.isdisjoint(one.modules()))
+        names = (next((type(one).__name__ for one in found), "") for found in (stateful, mixing))
+        return cls(any(map(_rotates, model.modules())), *names)
+
+
+_natures: WeakKeyDictionary[nn.Module, _Nature] = WeakKeyDictionary()  # a search takes milliseconds
+
+
 def refuse_packed(calls: Calls, *, continued: bool) -> None:
     """Raises if models that are given several documents in a row are known to mix them.
 
@@ -126,16 +146,16 @@ def refuse_packed(calls: Calls, *, continued: bool) -> None:
     told = [call for call in calls if call.given.get("position_ids") is not None]
     if told and not any(call.uses_positions for call in told):
         _refuse_model(told[0].model, "ignores position_ids, so that positions do not restart")
-    if not told and not any(map(_rotates, model.modules())):
+    if model not in _natures:
+        _natures[model] = _Nature.of(model)
+    rotates, stateful, mixing = _natures[model]
+    if not told and not rotates:
         _refuse_model(model, "no position_ids that restart", "give them too, or ")
-    stateful = [*filter(_is_stateful, _own_modules(model))]
-    apart = {inner for one in model.modules() if keeps_apart(one) for inner in one.modules()}
-    module = next((one for one in stateful if apart.isdisjoint(one.modules())), None)
-    if module is not None:
-        _refuse_model(model, f"carries a state from each to the next ({type(module).__name__})")
+    if mixing:
+        _refuse_model(model, f"carries a state from each to the next ({mixing})")
     if stateful and continued:
-        name = type(stateful[0]).__name__
-        _refuse_model(model, f"carries a state, which documents cannot share as a prefix ({name})")
+        what = f"carries a state, which documents cannot share as a prefix ({stateful})"
+        _refuse_model(model, what)
     for call in calls:
         call.packed = True
 

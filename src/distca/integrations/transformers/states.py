@@ -36,20 +36,25 @@ _OF_PACKED = re.compile(r"cu_seq_lens|max_length|seq_idx")  # arguments for docu
 _CHECKPOINT = "_gradient_checkpointing_func"  # an attribute of layers that are recomputed
 
 _extended: set[type[nn.Module]] = set()
+_stateless: WeakSet[nn.Module] = WeakSet()  # models without such layers, searched once
 _separated: WeakSet[nn.Module] = WeakSet()  # layers that have been given several documents
 
 
 def separate_states(model: nn.Module) -> None:
     """Makes the layers with a state keep packed documents apart. [Note: states]"""
+    if model in _stateless:
+        return
     kinds = {class_of(module) for module in model.modules() if keeps_apart(module)}
     for kind in kinds - _extended:
         kind.forward = _by_document(kind.forward)
         _extended.add(kind)
-    if kinds:
-        for module in model.modules():
-            run = getattr(module, _CHECKPOINT, None)
-            if run is not None and getattr(run, "func", None) is not _recomputed:
-                setattr(module, _CHECKPOINT, partial(_recomputed, run))
+    if not kinds:
+        _stateless.add(model)
+        return
+    for module in model.modules():
+        run = getattr(module, _CHECKPOINT, None)
+        if run is not None and getattr(run, "func", None) is not _recomputed:
+            setattr(module, _CHECKPOINT, partial(_recomputed, run))
 
 
 def _recomputed(run: Any, layer: Any, *args: Any) -> Any:
