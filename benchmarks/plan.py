@@ -48,6 +48,7 @@ MODEL = "llama3-8b"
 CONTEXTS = (65536, 131072, 524288)
 SERVERS = (8, 16, 32, 64, 128, 256, 512)
 SEEDS = (0, 1, 2)
+BEST_OF = 3  # runs, of which the fastest counts
 # Lengths of the first and of the second half of the ranks.
 SHORT = {
     "chat": ("lognormal:150:0.8",) * 2,
@@ -154,7 +155,7 @@ def run_case(lengths: LengthDistribution, servers: int, seed: int) -> Iterator[d
 
 
 def growth(quick: bool) -> list[dict[str, Any]]:
-    """Planning time from 64 to 4,096 servers; best of three, since machines are noisy."""
+    """Planning time from 64 to 4,096 servers; the best of three, since machines are noisy."""
     rows = []
     wanted = [(131072, pretrain, n) for n in (GROWTH[:3] if quick else GROWTH)]
     wanted += [(131072, prolong, 256), (524288, prolong, 512)]
@@ -170,7 +171,7 @@ def growth(quick: bool) -> list[dict[str, Any]]:
         ):
             policy = policy_of("distca", placement)
             times, layouts = [], []
-            for _ in range(3):
+            for _ in range(BEST_OF):
                 began = time.process_time()
                 made = place_and_plan(given, policy, model=MODEL, cost=cost)
                 middle = time.process_time()
@@ -259,11 +260,13 @@ def short(quick: bool) -> list[dict[str, Any]]:
                 for placement, cost in product(
                     ("given", "balanced"), ("pairs", "analytic", "h200")
                 ):
-                    began = time.process_time()
-                    made = place_and_plan(
-                        given, policy_of("distca", placement), model=MODEL, cost=cost
-                    )
-                    taken = time.process_time() - began
+                    taken = np.inf
+                    for _ in range(BEST_OF):
+                        began = time.process_time()
+                        made = place_and_plan(
+                            given, policy_of("distca", placement), model=MODEL, cost=cost
+                        )
+                        taken = min(taken, time.process_time() - began)
                     verify(made)
                     rows.append(
                         {
@@ -287,7 +290,7 @@ def short_report(rows: list[dict[str, Any]], run: str) -> list[str]:
     """One line for each batch and placement; seconds and imbalance are the largest of all costs."""
     lines = [
         "",
-        "## Short documents (largest figures of the costs pairs, analytic and h200; one core)",
+        "## Short documents (largest of the costs pairs, analytic, h200; best of three; one core)",
         "",
         run,
         "",
