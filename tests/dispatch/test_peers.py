@@ -242,6 +242,9 @@ def test_candidates_become_members_when_ranks_admit_them() -> None:
 def test_a_rank_that_does_not_answer_is_lost() -> None:
     with hub_of(3) as connect:
         ranks = [connect(number) for number in range(3)]
+        for rank in ranks:  # the hub has to know all of them before it pings
+            rank.say("records", ["a"], [0])
+        assert [rank.hear() for rank in ranks] == [["same", 0]] * 3
         ranks[0].say("watch", [1, 2], 4)
         assert ranks[1].hear() == ranks[2].hear() == ["ping"]
         ranks[1].say("pong")
