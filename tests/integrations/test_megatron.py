@@ -86,10 +86,13 @@ def test_nothing_moves_where_there_is_nothing_to_gain(two: RankPool, case: Case)
     [
         Case(pp=2),
         Case(pp=2, ours=FULL, ahead=True),
-        Case(pp=2, chunks=2, ours=FULL | {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+        pytest.param(
+            Case(pp=2, chunks=2, ours=FULL | {"overlap_p2p_comm": True, "batch_p2p_comm": False}),
+            marks=pytest.mark.slow,
+        ),
         Case(tp=2),
-        Case(tp=2, config=SINKS),
-        Case(cp=2),
+        pytest.param(Case(tp=2, config=SINKS), marks=pytest.mark.slow),
+        pytest.param(Case(cp=2), marks=pytest.mark.slow),
         Case(cp=2, form="rows", lengths=ROWS),
         Case(cp=2, pp=2, config=WINDOWS, ours=SELECTIVE),
     ],

@@ -190,8 +190,8 @@ with share_gpu(2, folder / "mps") as shared:
 @pytest.mark.parametrize(
     ("number", "when"),
     [
-        (signal.SIGINT, "rank-1"),
-        (signal.SIGTERM, "rank-1"),
+        pytest.param(signal.SIGINT, "rank-1", marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, "rank-1", marks=pytest.mark.slow),
         (signal.SIGKILL, "rank-1"),
         (signal.SIGTERM, "fake/pids"),
     ],

@@ -29,11 +29,11 @@ PING_PONG = {"parallel.ping_pong": "true", "parallel.recompute": "true"}
 PIPELINE = {"parallel.pp": "2", "parallel.micro_batches": "4"}
 SERVED = {"parallel.servers": "1", "parallel.placement": "given"}
 MESHES: dict[str, tuple[int, dict[str, str]]] = {
-    "dp2, colocated": (2, COLOCATED),
     "dp2, ping-pong": (2, PING_PONG),
     "2 + 1 server": (3, SERVED),
 }
 OTHERS: dict[str, tuple[int, dict[str, str]]] = {
+    "dp2, colocated": (2, COLOCATED),
     "cp2": (2, {"parallel.cp": "2", "parallel.placement": "given"}),
     "tp2": (2, {"parallel.tp": "2"}),
     "dp2 x tp2, ping-pong": (4, {"parallel.tp": "2", **PING_PONG}),
@@ -114,7 +114,8 @@ def test_another_world_goes_on_where_the_first_stopped(
     assert [json.loads(line)["step"] for line in lines] == list(range(20))
 
 
-@pytest.mark.parametrize("tied", others_slow(["false", "true"], quick={"false"}))
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", ["false", "true"])
 def test_stages_go_on_where_one_stage_stopped_and_back(
     world: World, tmp_path: Path, tied: str
 ) -> None:
