@@ -149,7 +149,9 @@ def test_held_out_loss_is_the_same_on_any_mesh(world: World, tmp_path: Path) -> 
         assert [other[name] for name in names] == pytest.approx([one[n] for n in names], rel=1e-4)
 
 
-@pytest.mark.parametrize("mesh", others_slow([*MESHES, "pp2 x dp2"], quick={"dp2, ping-pong"}))
+@pytest.mark.parametrize(
+    "mesh", others_slow([*MESHES, "dp2, colocated", "pp2 x dp2"], quick={"dp2, ping-pong"})
+)
 def test_frozen_layers(world: World, mesh: str, tmp_path: Path) -> None:
     ranks, settings = {**MESHES, **OTHERS}[mesh]
     frozen = {"train.frozen": '["seams.0.*", "seams.1.after.*"]', "train.steps": "3"}
