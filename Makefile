@@ -35,7 +35,7 @@ test: $(READY) ## the tests; ARGS="-m slow" or any other pytest argument
 
 # The variable keeps mkdocs-material, which is maintained until May 2027, from praising its successor.
 docs: $(DOCS_READY) ## the documentation site in build/site, with all of its examples run
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	$(BIN)/pytest -m "not gpu and not nccl" $(DOCS_TESTS)
 	@echo "open build/site/index.html"
 

@@ -36,7 +36,7 @@ def report(curves: Curves) -> str:
         f"`{curves['command']}`, {curves['date']}, {curves['ranks']} ranks, {curves['where']},"
         f" torch {curves['torch']}, {curves['precision']}. Steps of"
         f" {curves['tokens per step']:,} tokens of the Python standard library, documents of up to"
-        f" {curves['context']:,}. [What the sides are](../curve.py).",
+        f" {curves['context']:,}. The top of the script says what the sides are.",
         "",
         "| relative difference from the plain loop | " + " | ".join(others) + " |",
         "|---|" + "---|" * len(others),

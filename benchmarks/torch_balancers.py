@@ -99,7 +99,7 @@ def report(rows: list[Row]) -> str:
         "# Load balancers of PyTorch's context parallelism",
         "",
         f"`python benchmarks/torch_balancers.py`, {date.today()}, torch {torch.__version__}. Rows"
-        " of 8,192 tokens. [How it is counted](../torch_balancers.py).",
+        " of 8,192 tokens. The top of the script says how it is counted.",
         "",
         "| " + " | ".join(rows[0]) + " |",
         "|" + "---|" * len(rows[0]),
