@@ -70,6 +70,13 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert anchor in anchors(file), f"{page.name} links to {target}#{anchor}"
 
 
+def test_results_link_to_pages_only() -> None:
+    """They are pages of the site, which has no scripts."""
+    for result in (ROOT / "benchmarks" / "results").glob("*.md"):
+        links = {target for target, _ in LINK.findall(result.read_text()) if "://" not in target}
+        assert {target for target in links if not target.endswith(".md")} == set(), result.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=name)
 def test_brackets_are_no_links_by_accident(page: Path) -> None:
     """A quoted a['b']['c'] is a link to 'c' otherwise, with which the site is not built."""
