@@ -152,6 +152,14 @@ def test_only_a_batch_with_the_same_documents_gets_the_last_plans() -> None:
     assert second.plan(spec).placement.tokens.tolist() == [35]
 
 
+def test_spans_that_change_in_place_are_planned_again() -> None:
+    attention, spec = PlannedAttention(cost="pairs"), AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
+    spans = [[2, 6]]
+    first = attention.local([{"length": 30, "two_way": spans}]).plan(spec)
+    spans[0] = [2, 9]
+    assert attention.local([{"length": 30, "two_way": spans}]).plan(spec) is not first
+
+
 def test_plans_of_one_rank_are_those_of_the_scheduler() -> None:
     """They are made without a search, since every task is at home."""
     entries: list[Entry] = [500, {"length": 40, "parent": 0, "prefix": 300}, 70]

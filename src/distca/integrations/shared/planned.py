@@ -17,7 +17,7 @@ Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future
-from copy import copy
+from copy import deepcopy
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -241,7 +241,7 @@ class PlannedAttention:
         last = self._last.get(local)
         if last is None or self._learns or last.ranks != tuple(map(tuple, ranks)):
             # Copied, since a trainer may change its own records for the next batch.
-            documents = tuple(tuple(map(copy, of_rank)) for of_rank in ranks)
+            documents = tuple(tuple(map(deepcopy, of_rank)) for of_rank in ranks)
             last = BatchPlans(documents, options, "home" if local else self._scheduler)
             self._last[local] = last
         return last
