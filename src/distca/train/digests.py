@@ -5,8 +5,8 @@ tensors are saved, so a flipped bit would be loaded as a weight. Each rank diges
 has written, in the background and from the page cache; the first rank writes the digests of all
 ranks to ``SHA256SUMS``, which ``sha256sum -c`` reads as well. They do not protect from an attacker.
 
-Serializing and digesting take a core about a second per GB each, longer than a fast disk takes to
-write it. So a rank writes several files, each with a thread of its own.
+Serializing takes a core about a second per GB, and digesting one to four, longer than a fast disk
+takes to write it. So a rank writes several files, each with a thread of its own.
 """
 
 import hashlib
