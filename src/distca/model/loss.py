@@ -3,10 +3,10 @@
 Legend: T tokens, V vocabulary, hidden the width of the model.
 
 With a vocabulary of 128K, the logits of 64K tokens take 32 GB in float32. Here they are computed
-for one chunk of tokens at a time, in forward and again in backward from the saved log-sum-exp. The
-alternative, gradients during forward, saves one of four products. But it keeps a [V, hidden]
-gradient for ping and one for pong until backward, computes them twice if the head is checkpointed,
-and computes them even for evaluation.
+for one chunk of tokens at a time, in forward and again in backward. The alternative, gradients
+during forward, saves one of four products. But it keeps a [V, hidden] gradient for ping and one for
+pong until backward, computes them twice if the head is checkpointed, and computes them even for
+evaluation.
 """
 
 from collections.abc import Iterator
@@ -46,18 +46,22 @@ def cross_entropy(
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Reads and writes the logits of a chunk as rarely as possible: they are its largest tensors.
+
+    So each direction has one kernel of softmax on them, which computes in the wide type, and
+    whatever is the same for all logits of a token is applied to its hidden state instead.
+    """
+
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, labels: Tensor, chunk_tokens: int
     ) -> tuple[Tensor, Tensor]:
         each = hidden.new_empty(len(hidden), dtype=wide(hidden.dtype))
-        lse = torch.empty_like(each)
         for rows in _chunks(len(hidden), chunk_tokens):
-            logits = _logits(hidden[rows], weight)
-            lse[rows] = logits.logsumexp(-1)
-            chosen = logits.gather(1, _target(labels[rows])).squeeze(1)
-            each[rows] = (lse[rows] - chosen).masked_fill_(labels[rows] == IGNORE, 0.0)
-        ctx.save_for_backward(hidden, weight, labels, lse)
+            log_p = (hidden[rows] @ weight.t()).log_softmax(-1, dtype=each.dtype)
+            each[rows] = -log_p.gather(1, _target(labels[rows])).squeeze(1)
+        each.masked_fill_(labels == IGNORE, 0.0)
+        ctx.save_for_backward(hidden, weight, labels, each)
         ctx.chunk_tokens = chunk_tokens
         ctx.mark_non_differentiable(each)
         return each.sum(), each
@@ -65,32 +69,29 @@ class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-        """dlogits = (softmax - one-hot) grad_total; dhidden = dlogits W, dW = dlogits' hidden."""
-        hidden, weight, labels, lse = ctx.saved_tensors
+        """dlogits = softmax - one-hot; dhidden = dlogits W, dW = dlogits' hidden."""
+        hidden, weight, labels, each = ctx.saved_tensors
         wants_hidden, wants_weight = ctx.needs_input_grad[:2]
         dhidden = torch.empty_like(hidden) if wants_hidden else None
         # A sum over T / chunk_tokens parts, of which each would be rounded to 8 bits in bfloat16.
         dweight = torch.zeros_like(weight, dtype=wide(weight.dtype)) if wants_weight else None
         for rows in _chunks(len(hidden), ctx.chunk_tokens):
-            wide_grad = _logits(hidden[rows], weight).sub_(lse[rows, None]).exp_()
-            target = _target(labels[rows])
-            wide_grad.scatter_add_(1, target, torch.full_like(target, -1, dtype=wide_grad.dtype))
-            wide_grad *= grad_total * (labels[rows, None] != IGNORE)
-            dlogits = wide_grad.to(hidden.dtype)  # so that products are as fast as in forward
+            dlogits = (hidden[rows] @ weight.t()).softmax(-1)
+            # The probability of the label less 1, which would lose its digits in a narrow type.
+            of_label = torch.expm1(-each[rows, None]).to(dlogits.dtype)
+            dlogits.scatter_(1, _target(labels[rows]), of_label)
+            counts = labels[rows, None] != IGNORE
             if dhidden is not None:
-                torch.mm(dlogits, weight, out=dhidden[rows])
+                dhidden[rows] = (dlogits @ weight) * (grad_total * counts)
             if dweight is not None:
-                dweight += dlogits.t() @ hidden[rows]
-        return dhidden, None if dweight is None else dweight.to(weight.dtype), None, None
+                dweight += dlogits.t() @ (hidden[rows] * counts)
+        if dweight is not None:
+            dweight = (dweight * grad_total).to(weight.dtype)
+        return dhidden, dweight, None, None
 
 
 def _chunks(tokens: int, size: int) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tokens, size))
-
-
-def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """Returns new logits [rows, V] in the wide type, which may be changed in place."""
-    return (hidden @ weight.t()).to(wide(hidden.dtype))
 
 
 def _target(labels: Tensor) -> Tensor:
