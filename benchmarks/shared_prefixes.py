@@ -94,8 +94,7 @@ def run_rank(options: argparse.Namespace) -> None:
             rows.append(row := measure(model, sizes, options.steps, device))
             if dist.get_rank() == 0:
                 print(row, flush=True)
-    if dist.get_rank() == 0:
-        write(options, rows, device)
+                write(options, rows, device)  # after every case, so that a killed run keeps those
 
 
 def layers_of(sizes: Sizes, options: argparse.Namespace, device: torch.device) -> int:
@@ -242,7 +241,6 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
             f" | {memory[0]} | {memory[1]} |"
         )
     text = "\n".join(lines) + "\n"
-    print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.md").write_text(text)
     (options.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")

@@ -109,8 +109,7 @@ def run_rank(options: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             for row in found:
                 print({name: value for name, value in row.items() if name != "updates"}, flush=True)
-    if dist.get_rank() == 0:
-        write(options, rows, device)
+            write(options, rows, device)  # after every case, so that a killed run keeps those
 
 
 def measure(
@@ -225,7 +224,6 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
             f" | {r['gradient_difference']:.1e} |"
         )
     text = "\n".join(lines) + "\n"
-    print(text)
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"{name}.md").write_text(text)
     (options.out / f"{name}.json").write_text(json.dumps(rows, indent=1) + "\n")
