@@ -30,6 +30,7 @@ from distca.runtime.joining import Description, Joined
 from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.regroup import NotNeededError
+from distca.runtime.stalls import stacks_if_stalled
 from distca.runtime.step import StepRunner
 from distca.runtime.together import from_all_ranks, together
 from distca.train import agreement, setup, weights
@@ -149,7 +150,7 @@ class Trainer:
                 if step > self.first_step:
                     self._change_servers(step)
                 batches.next(self.ranks.planner)
-                with self._tracing(step), named(f"step {step}"):
+                with self._tracing(step), named(f"step {step}"), stacks_if_stalled():
                     record = self._step(step)
                 if saved := train.saves_after(step):
                     self._save(step)
