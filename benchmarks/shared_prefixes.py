@@ -6,11 +6,11 @@
 
 Both sides are a Llama of transformers with ``attn_implementation="distca"``, and their steps
 (forward and backward) alternate. The lengths of completions are uneven: lognormal with the given
-mean, sigma 0.8. Every step has new tokens, and the lengths in another order, so that each step
-reads its masks and makes its plans, as in training without ``plan_ahead``. On a GPU, the model has
-fewer than ``--layers`` layers where the rows would not fit. The *FLOPs ratio* is what sharing would
-give if every FLOP took the same time, over the matrix products of the model and its attention; the
-goal is 0.9 of it.
+mean, sigma 0.8. Every step has new tokens, and the lengths in another order, so that each batch has
+plans of its own; ``plan_ahead`` makes them in the background, one batch ahead, unless
+``--no-ahead`` is given. On a GPU, the model has fewer than ``--layers`` layers where the rows would
+not fit. The *FLOPs ratio* is what sharing would give if every FLOP took the same time, over the
+matrix products of the model and its attention; the goal is 0.9 of it.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--layers", type=int, default=0, help="at most; 4 with --cpu, else 8")
     parser.add_argument("--prompts", type=int, default=1, help="of each rank")
+    parser.add_argument("--no-ahead", action="store_true", help="plan in the step itself")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -82,7 +83,8 @@ def run_rank(options: argparse.Namespace) -> None:
     if options.cpu:
         torch.set_num_threads(1)
     device = join_world()
-    register(timeout_s=300.0)
+    attention = register(timeout_s=300.0)
+    ahead = attention.plan_ahead if not options.no_ahead else iter
     model, rows = None, []
     for prompt, completion in CPU_SIZES if options.cpu else GPU_SIZES:
         for group in GROUPS:
@@ -91,7 +93,7 @@ def run_rank(options: argparse.Namespace) -> None:
             if model is None or model.config.num_hidden_layers != layers:
                 model = None  # the memory of the last one is free before the next one is built
                 model = model_of(layers, device)
-            rows.append(row := measure(model, sizes, options.steps, device))
+            rows.append(row := measure(model, sizes, options.steps, device, ahead))
             if dist.get_rank() == 0:
                 print(row, flush=True)
                 write(options, rows, device)  # after every case, so that a killed run keeps those
@@ -154,12 +156,15 @@ SIDES: dict[str, Callable[[list[Row]], dict[str, Any]]] = {
 }
 
 
-def measure(model: Any, sizes: Sizes, steps: int, device: torch.device) -> dict[str, Any]:
+def measure(
+    model: Any, sizes: Sizes, steps: int, device: torch.device, ahead: Callable[[Any], Any]
+) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     losses, peaks = dict[str, float](), dict[str, int]()
-    for step in range(steps + WARM_UP):
-        rows = rollouts(sizes, dist.get_rank(), step)
-        sides = {side: collate(rows) for side, collate in SIDES.items()}
+    of_steps = [rollouts(sizes, dist.get_rank(), step) for step in range(steps + WARM_UP)]
+    loaders = [iter(ahead([collate(rows) for rows in of_steps])) for collate in SIDES.values()]
+    for step, batches in enumerate(zip(*loaders, strict=True)):
+        sides = dict(zip(SIDES, batches, strict=True))
         for side, batch in sides.items():
             if device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats()
@@ -168,6 +173,7 @@ def measure(model: Any, sizes: Sizes, steps: int, device: torch.device) -> dict[
             peaks[side] = max(peak, peaks.get(side, 0))
             if step >= WARM_UP:
                 seconds[side].append(taken)
+    rows = of_steps[-1]
     tokens = sum(len(row["input_ids"]) for row in rows)
     flops = {side: flops_of(model.config, batch, rows) for side, batch in sides.items()}
     of_all = torch.tensor([tokens, *flops.values()], dtype=torch.float64)
