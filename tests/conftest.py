@@ -31,6 +31,14 @@ settings.register_profile(
 settings.load_profile("ci")
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before the time limit of the test begins
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[Any]:
+    from turns import turn
+
+    with turn(alone=item.get_closest_marker("alone") is not None):
+        return (yield)
+
+
 @pytest.fixture(scope="module")
 def world() -> Iterator[World]:
     """Processes that stay for a module; a world of each size is started when first asked for.

@@ -9,6 +9,7 @@ by import, so it lives in modules, not in tests.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -38,6 +39,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.checkpoint.state_dict",
     "torch.utils.checkpoint",
+    "distca.train.trainer",
 ]
 if not torch.cuda.is_available():  # they wake it, which nobody may before a fork
     PRELOADED += ["transformers.models.llama.modeling_llama"]
@@ -144,6 +146,7 @@ def rank_device() -> torch.device:
 def _serve(pipe: Connection, rank: int, size: int, store: str, path: list[str]) -> None:
     global _device
     faulthandler.enable()
+    gc.freeze()  # or each collection would visit all that was imported before the fork
     sys.path[:] = path
     torch.set_num_threads(1)
     backend = "gloo"

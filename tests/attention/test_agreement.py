@@ -108,6 +108,7 @@ def test_ping_and_pong_in_another_order_are_told(pool: RankPool) -> None:
         ),
     ],
 )
+@pytest.mark.alone
 def test_a_rank_that_does_not_come_is_named_in_time(
     pool: RankPool, what: Callable[[Ranks], None], ranks: int, sentence: str
 ) -> None:

@@ -112,6 +112,7 @@ REFUSALS = {
 }
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("what", REFUSALS)
 def test_wrong_use_is_told_on_every_rank(pool: RankPool, what: str) -> None:
     plans = [Batch([[201], [64, 7, 1], [n]], GRAIN).plan() for n in (5, 6)]

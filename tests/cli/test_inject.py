@@ -12,6 +12,8 @@ from cli.test_train import TINY, command, metrics, run
 from ranks import World
 from train.runs import fit
 
+from distca.cli import main
+
 SETTINGS = ("train.steps=6", "train.checkpoint_every=2")
 
 
@@ -47,18 +49,29 @@ def test_a_run_with_faults_ends_like_one_without(whole: Path, tmp_path: Path) ->
     )
 
 
-def test_a_fault_that_never_came_fails_the_run(whole: Path, tmp_path: Path) -> None:
+FAULT = "kill rank 0 step 4"
+NEVER_CAME = (
+    f"distca: 1 of 1 planned fault never came: '{FAULT}'; give places that the run reaches,"
+    " and --fresh if it had passed them before\n"
+)
+COUNTS = {"planned": 1, "delivered": 0, "recoveries": 0, "missing": [FAULT]}
+
+
+def test_a_fault_that_never_came_fails_the_run(tmp_path: Path, as_rank: Any) -> None:
+    as_rank(tmp_path, *(f"--set={setting}" for setting in SETTINGS))  # it passes the step
+    options = ("--set=train.steps=7", f"--inject={FAULT}", "--json")
+    out, err = as_rank(tmp_path, *options, status=1)
+    assert err == NEVER_CAME
+    assert json.loads(out)["faults"] == COUNTS
+
+
+@pytest.mark.slow
+def test_a_fault_that_never_came_to_two_ranks_is_told_once(whole: Path, tmp_path: Path) -> None:
     copytree(whole, tmp_path, dirs_exist_ok=True)
-    fault = "kill rank 0 step 4"  # which the run has passed
-    options = (f"--inject={fault}", "--json")
+    options = (f"--inject={FAULT}", "--json")
     out, err = run(tmp_path, "train.steps=7", options=options, status=1)
-    assert err == (
-        f"distca: 1 of 1 planned fault never came: '{fault}'; give places that the run reaches,"
-        " and --fresh if it had passed them before\n"
-    )
-    assert json.loads(out)["faults"] == {
-        "planned": 1, "delivered": 0, "recoveries": 0, "missing": [fault]
-    }  # fmt: skip
+    assert err == NEVER_CAME
+    assert json.loads(out)["faults"] == COUNTS
 
 
 @pytest.mark.slow
@@ -93,8 +106,13 @@ def test_a_killed_rank_is_restarted_by_torchrun(whole: Path, tmp_path: Path) -> 
     )
 
 
-def test_what_cannot_come_is_told_before_ranks_are_started(tmp_path: Path) -> None:
-    _, err = run(tmp_path, *SETTINGS, options=("--inject=kill rank 2 step 5",), status=2)
+def test_what_cannot_come_is_told_before_ranks_are_started(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [f"--set={setting}" for setting in (*TINY, *SETTINGS)]
+    with pytest.raises(SystemExit) as exited:
+        main(["train", f"--out={tmp_path}", *settings, "--inject=kill rank 2 step 5"])
+    assert exited.value.code == 2
     words = "--inject 'kill rank 2 step 5': there is no rank 2: this run has ranks 0 to 1"
-    assert err == f"distca: {words}\n"
+    assert capsys.readouterr().err == f"distca: {words}\n"
     assert not (tmp_path / "logs").exists()

@@ -13,6 +13,7 @@ from quick import others_slow
 from distca.runtime.launch import _store
 
 RANKS = 3
+pytestmark = pytest.mark.alone
 
 
 def start(out: Path, *settings: str) -> list[subprocess.Popen[str]]:

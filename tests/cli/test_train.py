@@ -3,17 +3,14 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from distca.cli import compare, main
 from distca.cli.before_start import check_trace
@@ -214,31 +211,6 @@ def test_a_mistake_that_only_ranks_see_gets_one_sentence_too(tmp_path: Path) -> 
     assert out == ""
     assert err.startswith("distca: train.frozen: 'nope.*' matches no parameter")
     assert err.count("\n") == 1
-
-
-@pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """The command in this process, as the only rank that torchrun has started."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setenv("COLUMNS", "100")
-    handler = signal.getsignal(signal.SIGINT)
-
-    def call(out: Path, *args: str, status: int = 0) -> tuple[str, str]:
-        with pytest.raises(SystemExit) as exited:
-            main(["train", f"--out={out}", *(f"--set={s}" for s in TINY), *args])
-        said = capsys.readouterr()
-        assert exited.value.code == status, said.err
-        return said.out, said.err
-
-    yield call
-    signal.signal(signal.SIGINT, handler)
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
 
 
 def test_sigterm_saves_and_the_next_run_goes_on(tmp_path: Path, as_rank: Any) -> None:

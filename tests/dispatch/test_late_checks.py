@@ -72,6 +72,7 @@ def test_equal_messages_raise_nothing_and_the_thread_runs_again_after_a_pause() 
     assert not peers.announcements.unsent
 
 
+@pytest.mark.alone
 def test_only_so_many_are_under_way() -> None:
     peers = FakePeers()
     peers.has_come.clear()

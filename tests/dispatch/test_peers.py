@@ -19,6 +19,7 @@ from ranks import PRELOADED
 from distca.dispatch.hub import Hub, encode
 from distca.dispatch.hub_address import listen
 
+pytestmark = pytest.mark.alone
 WITHOUT_A_WORD = "is lost (its process ended without a word)"
 
 

@@ -63,6 +63,7 @@ def test_lengths_of_batches() -> None:
         documents_of({"input_ids": torch.zeros(1, 0)})
 
 
+@pytest.mark.alone
 def test_exit_waits_for_submitted_work_but_not_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -146,6 +146,7 @@ def test_generation_is_local(pair: RankPool, name: str) -> None:
     )
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("ahead", [False, True])
 def test_padding_on_one_rank_is_an_error_on_all(pair: RankPool, ahead: bool) -> None:
     (first, first_s), (second, second_s) = pair.run(bodies.padded_on_one, ahead, ranks=2)
@@ -155,6 +156,7 @@ def test_padding_on_one_rank_is_an_error_on_all(pair: RankPool, ahead: bool) -> 
     assert max(first_s, second_s) < 5
 
 
+@pytest.mark.alone
 def test_a_missing_rank_is_named(pair: RankPool) -> None:
     waiting, _ = pair.run(bodies.missing, ranks=2)
     assert "rank 1 did not come" in waiting

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from copy import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -51,13 +53,26 @@ def test_a_loader_of_accelerate_is_changed_once() -> None:
 
 
 BOTH_KINDS = [{"use_reentrant": True}, {"use_reentrant": False}]
+BySdpa = Callable[..., trainers.Trained]
+
+
+@pytest.fixture(scope="module")
+def by_sdpa(pair: RankPool) -> BySdpa:
+    """What sdpa learns, by the name of a model and the batches that a step accumulates."""
+
+    @cache
+    def trained(name: str, accumulated: int = 1) -> trainers.Trained:
+        options = {"gradient_accumulation_steps": accumulated}
+        return pair.run(trainers.trained, "sdpa", False, name, options, ranks=2)[0]
+
+    return trained
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["planned when needed", "planned ahead"])
 @pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_trainer(pair: RankPool, name: str, ahead: bool) -> None:
+def test_trainer(pair: RankPool, by_sdpa: BySdpa, name: str, ahead: bool) -> None:
     """It evaluates after each epoch; last batches are short, and the number of batches is odd."""
-    (losses, evaluation, *_), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
+    losses, evaluation, *_ = by_sdpa(name)
     for found in pair.run(trainers.trained, "distca", ahead, name, {}, ranks=2):
         assert found.losses == pytest.approx(losses, rel=1e-5)
         assert found.evaluation == pytest.approx(evaluation, rel=1e-5)
@@ -71,25 +86,25 @@ def test_trainer(pair: RankPool, name: str, ahead: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", BOTH_KINDS, ids=["reentrant", "not reentrant"])
-def test_trainer_with_checkpointing_and_accumulation(pair: RankPool, kind: dict[str, bool]) -> None:
+def test_trainer_with_checkpointing_and_accumulation(
+    pair: RankPool, by_sdpa: BySdpa, kind: dict[str, bool]
+) -> None:
     options = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": kind,
         "gradient_accumulation_steps": 2,
     }
-    (losses, evaluation, *_), _ = pair.run(
-        trainers.trained, "sdpa", False, "llama", options, ranks=2
-    )
+    losses, evaluation, *_ = by_sdpa("llama", accumulated=2)
     for found in pair.run(trainers.trained, "distca", True, "llama", options, ranks=2):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[1] == pytest.approx(evaluation, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", others_slow(["llama", "gemma3"], quick={"gemma3"}))
-def test_trainer_with_fsdp2(pair: RankPool, name: str) -> None:
+def test_trainer_with_fsdp2(pair: RankPool, by_sdpa: BySdpa, name: str) -> None:
     """Accelerate shards the model for a Trainer, and layers are recomputed."""
     again = {"gradient_checkpointing": True}
-    (losses, evaluation, *_), _ = pair.run(trainers.trained, "sdpa", False, name, {}, ranks=2)
+    losses, evaluation, *_ = by_sdpa(name)
     for found in pair.run(trainers.trained, "distca", True, name, again, True, ranks=2):
         assert found[0] == pytest.approx(losses, rel=1e-5)
         assert found[1] == pytest.approx(evaluation, rel=1e-5)

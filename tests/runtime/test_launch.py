@@ -16,6 +16,7 @@ from distca.runtime import launch as launching
 from distca.runtime.launch import launch, local_ranks
 from distca.runtime.launched import RankEndedError, RankFailedError
 
+pytestmark = pytest.mark.alone
 START = (
     "import os, signal, sys, time; from distca.runtime.launched import reporting;"
     " rank = int(os.environ['RANK'])\n"

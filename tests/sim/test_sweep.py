@@ -141,7 +141,7 @@ def test_where_nothing_fits_the_smallest_need_is_told(name: str) -> None:
     assert least <= found.summary.memory.total <= 1.3 * least
 
 
-@pytest.mark.parametrize("lengths", ["pretrain", "prolong"])
+@pytest.mark.parametrize("lengths", others_slow(["pretrain", "prolong"], quick={"prolong"}))
 @pytest.mark.parametrize("seed", others_slow([0, 1], quick={0}))
 @EACH
 def test_the_search_finds_what_trying_everything_finds(name: str, lengths: str, seed: int) -> None:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from ranks import World
+from train.runs import fit
 
 from distca.cli import main
 from distca.data.documents import Document
@@ -31,13 +32,6 @@ SETTINGS = (
 TEXTS = ("A short document.", "A longer one, with ünïcödé and bytes: \x00\x7f😀. " * 12)
 
 
-def distca(*arguments: str) -> str:
-    command = [sys.executable, "-P", "-m", "distca", *arguments]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=110)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
-
-
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "texts.jsonl"
@@ -46,10 +40,10 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def run(world: World, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run with checkpoints of steps 2 and 3."""
     out = tmp_path_factory.mktemp("run")
-    distca("train", "--ranks=1", f"--out={out}", *(f"--set={one}" for one in SETTINGS))
+    world(1).run(fit, [*SETTINGS, f"out={out}"], ranks=1)
     return out
 
 
@@ -74,10 +68,24 @@ def reference(folder: Path) -> tuple[float, int]:
     return total, count
 
 
+@pytest.fixture
+def evaluated(run: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What ``distca eval`` prints."""
+
+    def call(*options: str) -> str:
+        with pytest.raises(SystemExit) as ended:
+            main(["eval", str(run), *options])
+        said = capsys.readouterr()
+        assert ended.value.code == 0, said.err
+        return said.out
+
+    return call
+
+
 def test_the_exported_model_has_the_same_loss_in_transformers(
-    run: Path, exported: Path, texts: Path
+    evaluated: Callable[..., str], exported: Path, texts: Path
 ) -> None:
-    found: dict[str, Any] = json.loads(distca("eval", str(run), f"--data={texts}", "--json"))
+    found: dict[str, Any] = json.loads(evaluated(f"--data={texts}", "--json"))
     total, count = reference(exported)
     assert found["targets"] == count
     assert found["loss"] == pytest.approx(total / count, rel=1e-5)
@@ -87,9 +95,11 @@ def test_the_exported_model_has_the_same_loss_in_transformers(
     ]
 
 
-def test_held_out_documents_have_the_loss_of_the_run(run: Path) -> None:
+def test_held_out_documents_have_the_loss_of_the_run(
+    run: Path, evaluated: Callable[..., str]
+) -> None:
     *_, last = (json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines())
-    printed = distca("eval", str(run))
+    printed = evaluated()
     assert f"step {STEPS} of {run} on held-out documents" in printed
     assert f"{last['eval_loss']:.4f}" in printed.splitlines()[-1]
 

@@ -15,6 +15,7 @@ any other file           one document of UTF-8 text
 =======================  ======================================================================
 """
 
+import os
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import replace
@@ -171,12 +172,12 @@ def _joined(name: str, sources: Sequence[Source]) -> Source:
 
 def _standard_library(tokenizer: Tokenizer) -> Source:
     root = Path(sysconfig.get_path("stdlib"))
-    found = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py")}
-    paths = [
-        found[name]
-        for name in sorted(found)
-        if _NOT_LIBRARY.isdisjoint(name.split("/")) and found[name].stat().st_size
-    ]
+    paths: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        # What is left out is not searched: packages may have ten times as many files.
+        folders[:] = [name for name in folders if name not in _NOT_LIBRARY]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    paths = sorted((path for path in paths if path.stat().st_size), key=Path.as_posix)
     if not paths:  # frozen and zipped installations
         raise ValueError(f"{root} holds no Python source: use your own text instead of stdlib")
     return _text_files("stdlib", paths, tokenizer)

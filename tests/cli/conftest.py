@@ -1,0 +1,41 @@
+"""Commands in this process: a new one imports torch again, which takes seconds."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def as_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
+    """``distca train`` in this process, as the only rank that torchrun has started."""
+    import torch
+    from cli.test_train import TINY
+
+    from distca.cli import main
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    for name, value in world.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("COLUMNS", "100")
+    handler = signal.getsignal(signal.SIGINT)
+
+    def call(out: Path, *args: str, status: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as exited:
+            main(["train", f"--out={out}", *(f"--set={s}" for s in TINY), *args])
+        said = capsys.readouterr()
+        assert exited.value.code == status, said.err
+        return said.out, said.err
+
+    yield call
+    signal.signal(signal.SIGINT, handler)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
