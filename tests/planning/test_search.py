@@ -49,3 +49,22 @@ def test_squares_of_positions_take_few_steps_from_anywhere() -> None:
     steps = 0
     first_fitting(lambda index: -below(256 - index) - 10**7, 0 * guess, last, slope, last)
     assert steps <= 6
+
+
+@given(
+    falling=st.lists(
+        st.lists(st.integers(-1000, 1000), min_size=20, max_size=20), min_size=1, max_size=30
+    ),
+    exact=st.sampled_from([0.0, 0.5, 0.9, 1.0]),
+)
+def test_searches_that_end_early_find_an_index_that_fits(
+    falling: list[list[int]], exact: float
+) -> None:
+    values = -np.sort(-as_ints(falling), axis=1)
+    row, last = np.arange(len(values)), np.full(len(values), 19)
+    found = first_fitting(
+        lambda index: values[row, index], 0 * last, last, np.ones(len(values)), 0 * last, exact
+    )
+    assert np.all((values[row, found] <= 0) | (found == last))
+    best = as_ints([scan(one) for one in values.tolist()])
+    assert np.count_nonzero(found == best) >= exact * len(values)

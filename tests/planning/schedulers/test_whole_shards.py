@@ -1,5 +1,6 @@
 """Shards that move to their keys: what is found for all shards at once, compared with a loop."""
 
+import numpy as np
 from attention.test_prefixes import tree_plans
 from hypothesis import given
 from planning.oracles import planned
@@ -8,6 +9,8 @@ from strategies import Batch, batches
 from distca.planning.options import PlanOptions
 from distca.planning.plan import Plan
 from distca.planning.problem import Problem
+from distca.planning.schedulers.cuts import Piece
+from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.whole_shards import _possible_moves
 from distca.planning.spans import num_shared
@@ -35,6 +38,23 @@ def check(problem: Problem) -> None:
     found = [tuple(move) for move in _possible_moves(shards)]
     assert len(found) == len(set(found))
     assert set(found) == one_by_one(shards)
+    check_moves(shards, [(shard, rank) for _, shard, rank in found])
+
+
+def check_moves(shards: PlacedShards, moves: list[tuple[int, int]]) -> None:
+    """Moves of whole shards change what moves of a single piece with all queries change."""
+    whole, pieces = Ledger(shards), Ledger(shards)
+    for shard, server in moves:
+        whole.move_whole(shard, server)
+        piece = Piece(*shards.span(shard), server, int(shards.load[shard]))
+        pieces.move([(shard, [piece])])
+        assert whole.is_cut(shard)
+    for name in ("sent", "received", "free_bytes"):
+        np.testing.assert_array_equal(getattr(whole, name), getattr(pieces, name))
+    np.testing.assert_array_equal(whole.loads.per_rank, pieces.loads.per_rank)
+    assert whole.loads.headrooms == pieces.loads.headrooms
+    for one, other in zip(vars(whole.tasks()).values(), vars(pieces.tasks()).values(), strict=True):
+        np.testing.assert_array_equal(one, other)
 
 
 @given(batches())

@@ -35,9 +35,12 @@ class KernelCost:
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         # Padding rows of the last tile cost as much as the others, and tiles on the diagonal are
         # computed in full although half of each is masked.
-        rows = (queries + (self.tile - 1)) // self.tile * self.tile
-        computed = pairs * (rows / np.maximum(queries, 1))
-        computed += rows * (self.row_keys + self.tile / 2) + keys * self.key_queries
+        n = queries.astype(np.float64)  # all floats, which takes half the time
+        rows = np.ceil(n / self.tile) * self.tile
+        computed = pairs.astype(np.float64) * (rows / np.maximum(n, 1.0))
+        computed += (
+            rows * (self.row_keys + self.tile / 2) + keys.astype(np.float64) * self.key_queries
+        )
         return np.rint(computed * self.min_ps_per_pair + self.task_s * PS).astype(np.int64)
 
 

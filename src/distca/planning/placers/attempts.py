@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.placers.dealing import LongDocuments
 from distca.planning.problem import Problem
 from distca.planning.spans import Ints
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
-LEFT_TO_SAVE = 0.03  # share of the bytes up to which moving tasks is as good as another density
+LEFT_TO_SAVE = 0.05  # share of the bytes up to which moving tasks is as good as another density
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
 ALIKE = 0.02  # relative difference between surpluses that are about the same
 
@@ -26,6 +27,7 @@ class Attempt(NamedTuple):
     surplus: float  # load above the capacity of workers, as a share; the larger of both directions
     ahead: float  # by how much the imbalance of forward is larger than that of backward
     density: int  # its index
+    long: LongDocuments
     table: Ints  # of shards, as in ``filling``
 
     @property
@@ -35,7 +37,12 @@ class Attempt(NamedTuple):
     @property
     def is_enough(self) -> bool:
         """Whether no density can save much more: hardly any task has to move."""
-        return self.task_bytes <= LEFT_TO_SAVE * self.moved_bytes
+        return self.task_share <= LEFT_TO_SAVE
+
+    @property
+    def task_share(self) -> float:
+        """The share of the bytes that another density may save, at most."""
+        return self.task_bytes / max(self.moved_bytes, 1)
 
     def is_like(self, other: Attempt) -> bool:
         """Returns whether the surplus is about the same."""
@@ -54,7 +61,7 @@ class Measure:
         costs = (problem.cost.forward, problem.cost.backward)
         self._directions = [(cost, problem.document_loads(cost.ps)) for cost in costs]
 
-    def __call__(self, index: int, table: Ints) -> Attempt:
+    def __call__(self, index: int, long: LongDocuments, table: Ints) -> Attempt:
         problem, shape = self.problem, self.problem.shape
         workers = problem.devices.workers_only()
         worker, document, start, stop = table.T
@@ -86,6 +93,7 @@ class Measure:
             surplus=max(surplus),
             ahead=imbalance[0] - imbalance[1],
             density=index,
+            long=long,
             table=table,
         )
 

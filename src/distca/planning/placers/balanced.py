@@ -13,8 +13,8 @@ documents, which bring tokens but little attention:
    remaining tokens are expected to bring.
 5. Even out the token counts to one tile by moving heads of documents, which have little attention.
 6. If workers are above their capacity, try a higher density, as long as this lowers their surplus.
-7. If a worker then sends much more than any receives, try the same density once more, and let such
-   workers swap slices after step 3 (``senders``). Keep the result if it lowers the peak.
+7. If a worker then sends much more than any receives, let such workers swap slices after step 3
+   (``senders``), and fill up the workers again. Keep the result if it lowers the peak.
 
 A slice that ends at position m needs m keys, wherever they live, so a document with slices that end
 at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small (docs/planning.md).
@@ -30,11 +30,11 @@ import numpy as np
 from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.attempts import Attempt, Measure
+from distca.planning.placers.dealing import DealtShards, LongDocuments, deal_slices
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
-from distca.planning.placers.senders import even_out_senders
-from distca.planning.placers.slices import DealtShards, SliceLimits, Slicer, deal_slices
+from distca.planning.placers.slices import SliceLimits, Slicer
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
 from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
 from distca.planning.schedulers.placed_shards import PlacedShards
@@ -50,12 +50,13 @@ MAX_STEPS = 8  # of the density at once
 SURPLUS_OF_STEP = 0.0025  # by which the surplus falls with each step, about
 AHEAD = 0.5  # tolerances by which forward may exceed backward if backward weighs more
 FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another search saves
+WORTH_A_SEARCH = 0.18  # share of the bytes, those of tasks, up to which no search saves enough
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
 SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
-SWAPPED_SURPLUS = 0.05  # that tasks may have to move then
+MORE_BYTES = 1.75  # times those of the placement without swaps: tasks may have to move then
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
 
 
@@ -102,12 +103,10 @@ def _search(problem: Problem) -> Attempt | None:
     plain = _search_densities(measure)
     if plain is None or not _sends_too_much(plain, problem):
         return plain
-    loads = _Loads.of(problem, problem.cost.sum_ps, TARGETS[0])
-    if plain.density >= len(loads.densities):
-        return plain
-    even = _attempt(measure, loads, plain.density, even_senders=True)
+    even = _fill_up(measure, plain.density, plain.long.with_even_senders())
     is_lower = even.peak_bytes <= LOWER_PEAK * plain.peak_bytes
-    return even if is_lower and even.surplus <= SWAPPED_SURPLUS else plain
+    is_cheap = even.moved_bytes <= MORE_BYTES * plain.moved_bytes
+    return even if is_lower and is_cheap else plain
 
 
 def _sends_too_much(attempt: Attempt, problem: Problem) -> bool:
@@ -157,7 +156,8 @@ def _search_densities(measure: Measure) -> Attempt | None:
             nearest = found
         if nearest is None or nearest.surplus > NEAR_MISS:
             break
-        if nearest.surplus <= FEW_TASKS and nearest.ahead <= most_ahead:
+        few_tasks = nearest.surplus <= FEW_TASKS or nearest.task_share <= WORTH_A_SEARCH
+        if few_tasks and nearest.ahead <= most_ahead:
             break
     return nearest
 
@@ -184,11 +184,16 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> A
     return min(attempts, key=lambda attempt: attempt.quality, default=None)
 
 
-def _attempt(measure: Measure, loads: _Loads, index: int, *, even_senders: bool = False) -> Attempt:
+def _attempt(measure: Measure, loads: _Loads, index: int) -> Attempt:
     """Places all documents with one of the densities."""
-    grain = measure.problem.grain
-    dealt = _deal_long(loads, loads.densities[index], grain, even_senders=even_senders)
-    return measure(index, fill_up(loads.documents, dealt, grain))
+    return _fill_up(
+        measure, index, _deal_long(loads, loads.densities[index], measure.problem.grain)
+    )
+
+
+def _fill_up(measure: Measure, index: int, long: LongDocuments) -> Attempt:
+    """Fills up the workers with short documents."""
+    return measure(index, long, fill_up(long.documents, long.dealt(), measure.problem.grain))
 
 
 def _equal_weights(problem: Problem) -> CostFunction:
@@ -241,17 +246,14 @@ def _net_headroom(documents: DocumentLoads, capacity: Floats, density: float) ->
     return float(np.median(capacity)) - density * (float(documents.tokens.sum()) / len(capacity))
 
 
-def _deal_long(loads: _Loads, density: float, grain: Grain, *, even_senders: bool) -> DealtShards:
+def _deal_long(loads: _Loads, density: float, grain: Grain) -> LongDocuments:
     """Puts slices and medium documents on workers."""
     documents, capacity, _ = loads
     tokens = float(documents.tokens.sum()) / len(capacity)
     net_headroom = _net_headroom(documents, capacity, density)
     medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
-    dealt = DealtShards.none(capacity, tokens, short=~medium)
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)
-    worker, slices = deal_slices(slicer, slices, dealt, traffic_limit)
-    if even_senders:
-        worker = even_out_senders(worker, slices, len(capacity), tokens, traffic_limit)
-    dealt.put(worker, slices)
-    return dealt
+    none = DealtShards.none(capacity, tokens, short=~medium)
+    worker, slices = deal_slices(slicer, slices, none, traffic_limit)
+    return LongDocuments(documents, capacity, tokens, ~medium, worker, slices, traffic_limit)

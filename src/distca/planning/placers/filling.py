@@ -7,7 +7,7 @@ import heapq
 
 import numpy as np
 
-from distca.planning.placers.slices import DealtShards
+from distca.planning.placers.dealing import DealtShards
 from distca.planning.problem import DocumentLoads, Grain
 from distca.planning.spans import Floats, Ints, as_ints, cumulative, expand
 

@@ -32,6 +32,7 @@ class CuttableShards:
     masks: DocumentMasks
     cost: TaskCost
     grain: Grain
+    exact: float = 1.0  # see ``first_fitting``
 
     def take(self, rows: Ints) -> CuttableShards:
         """Returns some of the shards."""
@@ -128,6 +129,7 @@ class CuttableShards:
             stop_cut,
             self._load_of_square(known),
             1 - self._first,
+            self.exact,
         )
 
     def highest_stop(self, limit_cut: Ints, headroom: Ints) -> Ints:
@@ -141,6 +143,7 @@ class CuttableShards:
             limit_cut,
             self._load_of_square(self.pairs_per_load),
             limit_cut + self._first - 1,
+            self.exact,
         )
         return limit_cut - below
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from distca.planning.problem import Assignment, Problem
 from distca.planning.schedulers.ledger import MARGIN, Ledger
-from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.placed_shards import FEW_RANKS, PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
 from distca.planning.schedulers.surplus import (
@@ -46,8 +46,7 @@ SEARCH_ORDERS = (
     SearchOrder(senders_first=2.0, max_adopted=0.0),
     *(SearchOrder(senders_first=0.0, max_adopted=0.25, seed=seed) for seed in range(1, 5)),
 )
-# Up to so many ranks and shards all orders are tried; with more, differences average out.
-FEW_RANKS, FEW_SHARDS = 32, 16384
+FEW_SHARDS = 16384  # up to so many, and few ranks, all orders are tried
 
 
 def disaggregated(problem: Problem) -> Assignment:

@@ -55,11 +55,20 @@ class Loads:
         """Adds loads, which may be negative, and keeps the servers sorted."""
         change = np.zeros_like(self.per_rank)
         np.add.at(change, ranks, loads)
-        for rank in np.flatnonzero(change).tolist():
-            index = bisect.bisect_left(self.headrooms, (self._headroom[rank], rank))
-            if index < len(self.headrooms) and self.headrooms[index].server == rank:
-                del self.headrooms[index]
-            self._headroom[rank] -= int(change[rank])
-            if self._headroom[rank] > 0 and self.serves(rank):
-                bisect.insort(self.headrooms, Headroom(self._headroom[rank], rank))
-        self.per_rank += change
+        changed = np.flatnonzero(change)
+        for rank, load in zip(changed.tolist(), change[changed].tolist(), strict=True):
+            self._add(rank, load)
+
+    def move(self, load: int, source: int, target: int) -> None:
+        """Moves a load from one rank to another one."""
+        self._add(source, -load)
+        self._add(target, load)
+
+    def _add(self, rank: int, load: int) -> None:
+        index = bisect.bisect_left(self.headrooms, (self._headroom[rank], rank))
+        if index < len(self.headrooms) and self.headrooms[index].server == rank:
+            del self.headrooms[index]
+        self._headroom[rank] -= load
+        if self._headroom[rank] > 0 and self.serves(rank):
+            bisect.insort(self.headrooms, Headroom(self._headroom[rank], rank))
+        self.per_rank[rank] += load

@@ -16,6 +16,8 @@ from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
 MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
+FEW_RANKS = 32  # up to which single cuts matter; with more, differences average out
+EXACT = 0.95  # share of the searches for cuts that have to end at the best one, beyond so many
 KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
 
@@ -109,6 +111,7 @@ class PlacedShards:
             total_load=self.load[chosen],
             cost=self.cost,
             grain=self.problem.grain,
+            exact=EXACT if self.problem.devices.num_ranks > FEW_RANKS else 1.0,
         )
 
     def load_of(self, shard: Ints, start: Ints, stop: Ints) -> Ints:

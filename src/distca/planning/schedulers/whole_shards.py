@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.problem import DoesNotFitError
-from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.shedding import find_cut
@@ -60,7 +59,7 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
         has_headroom = above_bound or load <= loads.headroom(server)
         if has_headroom and memory_bytes <= ledger.free_bytes[server]:
-            ledger.move([(shard, [Piece(*shards.span(shard), server, load)])])
+            ledger.move_whole(shard, server)
             return True
     return False
 
@@ -85,13 +84,11 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
         gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
         before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
         gain -= shedding_bytes(after) - shedding_bytes(before)
+        if gain <= 0 or not _can_adopt(ledger, rank, load, max_adopted):
+            continue
         memory_bytes = shards.memory_bytes(shards.document[shard], shards.span(shard))
-        if (
-            gain > 0
-            and _can_adopt(ledger, rank, load, max_adopted)
-            and memory_bytes <= ledger.free_bytes[rank]
-        ):
-            ledger.move([(shard, [Piece(*shards.span(shard), rank, load)])])
+        if memory_bytes <= ledger.free_bytes[rank]:
+            ledger.move_whole(shard, rank)
 
 
 class _Move(NamedTuple):
