@@ -20,9 +20,9 @@ MODES: dict[str, dict[str, Any]] = {
 }
 # Attention has about the share of the time that it has in Llama-3-8B at 47K (CPU) or 29K tokens.
 CPU = {"hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 8, "head_dim": 64,
-       "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 1024}  # fmt: skip
+       "num_key_value_heads": 4, "vocab_size": 1024}  # fmt: skip
 GPU = {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 16, "head_dim": 128,
-       "num_key_value_heads": 4, "num_hidden_layers": 2, "vocab_size": 4096}  # fmt: skip
+       "num_key_value_heads": 4, "vocab_size": 4096}  # fmt: skip
 
 
 class Case(NamedTuple):
@@ -37,11 +37,12 @@ class Side(NamedTuple):
     attention: str
 
 
-def trainer_of(case: Case, side: Side, steps: int, device: torch.device) -> Any:
+def trainer_of(case: Case, side: Side, steps: int, layers: int, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     gpu = device.type == "cuda"
-    config = LlamaConfig(**GPU if gpu else CPU, max_position_embeddings=1 << 17, pad_token_id=0)
+    sizes = (GPU if gpu else CPU) | {"num_hidden_layers": layers}
+    config = LlamaConfig(**sizes, max_position_embeddings=1 << 17, pad_token_id=0)
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(

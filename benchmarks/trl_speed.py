@@ -59,6 +59,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--steps", type=int, default=8, help="updates of a side, after the warm-up")
     parser.add_argument("--context", type=int, default=0, help="2,048 with --cpu, else 16,384")
+    parser.add_argument("--layers", type=int, default=2, help="of the model")
     parser.add_argument("--own", nargs="+", default=[], help="TRL's side: attn_implementation")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="of SFT")
     parser.add_argument("--only", choices=("SFT", "GRPO"), help="one of the trainers")
@@ -121,7 +122,7 @@ def measure(
     steps = options.steps + WARM_UP
     trainers = {}
     for side in sides:
-        trainer = trainer_of(case, side, steps, device)
+        trainer = trainer_of(case, side, steps, options.layers, device)
         if side.attention in registered:
             registered[side.attention].adopt(trainer)
         trainers[side] = Updates(trainer, device)
@@ -205,9 +206,10 @@ def write(options: argparse.Namespace, rows: list[dict[str, Any]], device: torch
     lines = [
         "# TRL on uneven completions\n",
         f"`python benchmarks/trl_speed.py {' '.join(sys.argv[1:])}`, {date.today()}, {card},"
-        f" {options.ranks} ranks, {versions}. {options.steps} updates of each side, in turns,"
-        " without generation and optimizer. Tokens are those of TRL's rows without padding;"
-        " differences are the largest ones from TRL's first attention on the same documents.\n",
+        f" {options.ranks} ranks, {options.layers} layers, {versions}."
+        f" {options.steps} updates of each side, in turns, without generation and optimizer."
+        " Tokens are those of TRL's rows without padding; differences are the"
+        " largest ones from TRL's first attention on the same documents.\n",
         "| trainer | lengths | up to | prompt | mode | attention"
         + "".join(f" | {CLOCKS[clock]} | over TRL's fastest" for clock in clocks)
         + " | difference of losses | of gradient norms, relative |",
