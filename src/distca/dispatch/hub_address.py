@@ -8,6 +8,7 @@ import socket
 from typing import Any, NamedTuple
 
 from distca.dispatch.hub import Hub, encode
+from distca.dispatch.hub_connection import HubConnection
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 30.0
@@ -20,15 +21,15 @@ class HubAddress(NamedTuple):
     port: int
     token: str
 
-    def connect(self, *who: Any) -> socket.socket:
+    def connect(self, *who: Any) -> HubConnection:
         """Returns a connection to the hub. Raises OSError if nobody listens.
 
         who: a rank, or ``"candidate"`` and its wish.
         """
-        connection = socket.create_connection((self.host, self.port), _CONNECT_S)
-        connection.settimeout(None)
-        connection.sendall(encode(self.token, *who))
-        return connection
+        connected = socket.create_connection((self.host, self.port), _CONNECT_S)
+        connected.settimeout(None)
+        connected.sendall(encode(self.token, *who))
+        return HubConnection(connected)
 
 
 def start_hub(num_ranks: int, *, local: bool) -> tuple[Hub, HubAddress]:

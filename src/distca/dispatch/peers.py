@@ -16,7 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+from functools import partial
 from threading import Condition, Lock, Thread, Timer, current_thread
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -24,8 +24,9 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from distca.dispatch.announcements import Announcement, Announcements
-from distca.dispatch.hub import LINE_BYTES, LOST, Hub, encode, keep_alive, open_files
+from distca.dispatch.hub import LOST, Hub
 from distca.dispatch.hub_address import HubAddress, start_hub
+from distca.dispatch.hub_connection import HubConnection
 from distca.dispatch.transports.base import ExchangeError, Records
 
 _CLOSE_S = 1.0
@@ -79,7 +80,7 @@ class Peers:
         self,
         ranks: Sequence[int],
         hub: Hub | None,
-        connection: socket.socket | None,
+        connection: HubConnection | None,
         address: HubAddress | None = None,
     ) -> None:
         self.address = address
@@ -99,9 +100,9 @@ class Peers:
         self._members: Members | None = None
         self._closing = connection is None
         if connection is not None:
-            keep_alive(connection)
             atexit.register(self.close)
-            self._listener = Thread(target=self._listen, name="distca peers", daemon=True)
+            listen = partial(self._listen, connection)
+            self._listener = Thread(target=listen, name="distca peers", daemon=True)
             self._listener.start()
 
     @classmethod
@@ -250,9 +251,7 @@ class Peers:
         with self._changed:
             self._closing = True
         if self._connection is not None:
-            open_files.discard(self._connection.fileno())
-            with suppress(OSError):
-                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.drop()
 
     def _leave(self, *last_message: object) -> None:
         atexit.unregister(self.close)
@@ -265,56 +264,51 @@ class Peers:
                 lost.__traceback__ = lost.__cause__ = lost.__context__ = None
             self._send(*last_message)
         assert self._connection is not None
-        open_files.discard(self._connection.fileno())
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_WR)
+        self._connection.end_sending()
         if self._hub is not None:
             self._hub.wait()
         if self._listener is not current_thread():
-            self._listener.join(_CLOSE_S)  # the hub ends the connection in a moment
+            self._listener.join(_CLOSE_S)
         self._connection.close()
 
     def _send(self, *message: object) -> None:
         if self._connection is not None:
-            with suppress(OSError):  # the listening thread notices it
-                self._connection.sendall(encode(*message))
+            self._connection.send(*message)
 
-    def _listen(self) -> None:
-        assert self._connection is not None
-        with suppress(OSError), self._connection.makefile("rb") as lines:
-            while line := lines.readline(LINE_BYTES):
-                match json.loads(line):
-                    case ["same", last]:
-                        with self._changed:
-                            self._announcements.answer_through(last)
-                    case ["records", index, records, why]:
-                        answer = ExchangeError(why, records) if None in records else records
-                        with self._changed:
-                            self._announcements.answer(index, answer)
-                    case ["lost", rank, how]:
-                        self._lose(rank, how)
-                    case ["members", ranks, candidates, name]:
-                        left = [self._ranks[rank] for rank in ranks]
-                        with self._changed:
-                            self._members = Members(left, candidates, name)
-                            self._changed.notify_all()
-                    case ["candidate", number]:
-                        self.number = number
-                    case ["candidates", number]:
-                        self.num_candidates = number
-                    case ["cancelled", name, who]:
-                        known = who < len(self._ranks)
-                        self.cancelled.add((name, self._ranks[who] if known else -who))
-                    case ["ping"]:
-                        with self._changed:
-                            self._send("pong")
-                    case ["failed", rank, sentence]:
-                        timer = Timer(_TOGETHER_S, self._lose, (rank, f"it failed: {sentence}"))
-                        timer.daemon = True
-                        timer.start()
-                    case ["bye"]:
-                        self._end()
-                        return
+    def _listen(self, connection: HubConnection) -> None:
+        for message in connection.messages():
+            match message:
+                case ["same", last]:
+                    with self._changed:
+                        self._announcements.answer_through(last)
+                case ["records", index, records, why]:
+                    answer = ExchangeError(why, records) if None in records else records
+                    with self._changed:
+                        self._announcements.answer(index, answer)
+                case ["lost", rank, how]:
+                    self._lose(rank, how)
+                case ["members", ranks, candidates, name]:
+                    left = [self._ranks[rank] for rank in ranks]
+                    with self._changed:
+                        self._members = Members(left, candidates, name)
+                        self._changed.notify_all()
+                case ["candidate", number]:
+                    self.number = number
+                case ["candidates", number]:
+                    self.num_candidates = number
+                case ["cancelled", name, who]:
+                    known = who < len(self._ranks)
+                    self.cancelled.add((name, self._ranks[who] if known else -who))
+                case ["ping"]:
+                    with self._changed:
+                        self._send("pong")
+                case ["failed", rank, sentence]:
+                    timer = Timer(_TOGETHER_S, self._lose, (rank, f"it failed: {sentence}"))
+                    timer.daemon = True
+                    timer.start()
+                case ["bye"]:
+                    self._end()
+                    return
         self._lose(0, LOST)
 
     def _end(self) -> None:
