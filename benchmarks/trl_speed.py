@@ -63,6 +63,7 @@ def main() -> None:
     parser.add_argument("--own", nargs="+", default=[], help="TRL's side: attn_implementation")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=[*MODES], help="of SFT")
     parser.add_argument("--only", choices=("SFT", "GRPO"), help="one of the trainers")
+    parser.add_argument("--trace", action="store_true", help="then profile an update of each side")
     parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--share-gpu", action="store_true")
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -122,7 +123,7 @@ def measure(
     steps = options.steps + WARM_UP
     trainers = {}
     for side in sides:
-        trainer = trainer_of(case, side, steps, options.layers, device)
+        trainer = trainer_of(case, side, steps + options.trace, options.layers, device)
         if side.attention in registered:
             registered[side.attention].adopt(trainer)
         trainers[side] = Updates(trainer, device)
@@ -130,6 +131,9 @@ def measure(
     for _ in range(steps):
         for side in sides:
             updates[side].append(trainers[side].step())
+    if options.trace:
+        for side in sides:
+            trace(case, side, trainers[side], options.out)
     measured = {side: updates[side][WARM_UP:] for side in sides}
     rows = []
     for side in sides:
@@ -147,6 +151,20 @@ def measure(
             figures[f"over_fastest_{clock}"] = speeds[side] / max(speeds[one] for one in own)
         rows.append(case._asdict() | side._asdict() | figures)
     return rows
+
+
+def trace(case: Case, side: Side, updates: Updates, out: Path) -> None:
+    """Prints what takes longest in one more update of rank 0; writes a timeline for Perfetto."""
+    if dist.get_rank():
+        updates.step()
+        return
+    with torch.profiler.profile() as profiled:
+        updates.step()
+    out.mkdir(parents=True, exist_ok=True)
+    name = f"{case.trainer}-{case.lengths}-{case.prompt}-{side.mode}-{side.attention}"
+    profiled.export_chrome_trace(str(out / f"trace-{name}.json"))
+    for order in ("self_cpu_time_total", "self_device_time_total"):
+        print(name, profiled.key_averages().table(order, row_limit=25), sep="\n", flush=True)
 
 
 def speed(updates: list[Update], clock: str) -> float:
