@@ -51,7 +51,9 @@ def run(
 
 
 def metrics(out: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    """Returns the records so far; the last line may be in the middle of being written."""
+    lines = (out / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @pytest.mark.slow

@@ -205,12 +205,22 @@ def memory_bytes(plan: Plan, masks: Sequence[str], *, backward: bool = False) ->
 
 
 def work_of(plan: Plan, masks: Sequence[str], cost: str, *, backward: bool = False) -> list[int]:
-    """Returns the picoseconds of each rank's tasks on a device of speed 1."""
+    """Returns the picoseconds of each rank's tasks on a device of speed 1.
+
+    Each chunk of a task costs what a document of its own does.
+    """
     direction = cost_model(cost, plan.shape).of(backward=backward)
+    lengths = lengths_of(placed_rows(plan))
     work = [0] * plan.devices.num_ranks
     for task in read_tasks(plan, masks, backward=backward):
-        numbers = (task.stop - task.start, len(task.keys), task.pairs)
-        work[task.server] += int(direction.ps(*(np.asarray([number]) for number in numbers))[0])
+        seen, chunk = dense_mask(masks[task.document], lengths[task.document]), task.stop
+        if masks[task.document].startswith("chunk:"):
+            chunk = int(masks[task.document].removeprefix("chunk:"))
+        borders = [task.start, *range(task.start // chunk * chunk + chunk, task.stop, chunk)]
+        for start, stop in pairwise([*borders, task.stop]):
+            part = seen[start:stop]
+            numbers = (stop - start, int(part.any(axis=0).sum()), int(part.sum()))
+            work[task.server] += int(direction.ps(*(np.asarray([n]) for n in numbers))[0])
     return work
 
 

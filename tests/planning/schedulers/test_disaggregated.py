@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from planning.oracles import (
     backward_bytes,
     forward_bytes,
@@ -127,6 +127,17 @@ def test_every_query_is_computed_once_with_exactly_its_keys(batch: Batch) -> Non
         verify(plan)
 
 
+# A task of two chunks, each of which costs what a document of its own does.
+TWO_CHUNKS = Batch(
+    ranks=[
+        [1] * 5,
+        [{"document": 5, "start": 0, "stop": 1}, {"document": 5, "start": 1, "stop": 8}],
+    ],
+    options={"mask": "chunk:7", "cost": "analytic", "tolerance": 0.0, "tile": 1, "min_shard": 1},
+)
+
+
+@example(TWO_CHUNKS)
 @given(batches())
 def test_the_bound_is_kept_or_the_plan_says_why_not(batch: Batch) -> None:
     plan = planned(batch)
