@@ -65,7 +65,8 @@ class Death:
 class Plan:
     """When servers join and leave, which faults come, and how long one may be silent.
 
-    waits: the steps after which the run waits for candidates, and for how many.
+    waits: the steps after which the run waits until so many processes have come to join it, of
+        which some may have joined.
     leaves: servers that are asked to leave, and after which step.
     """
 
@@ -131,7 +132,9 @@ def run(
                 for record in steps_with_faults(trainer, parse_all(plan.faults)):
                     records.append(record)
                     peers = trainer.context.host.peers
-                    while rank == 0 and peers.num_candidates < plan.waits.get(record["step"], 0):
+                    joined = sum(len(one.get("joined_servers", ())) for one in records)
+                    missing = plan.waits.get(record["step"], 0) - joined
+                    while rank == 0 and peers.num_candidates < missing:
                         time.sleep(0.01)
                     if plan.leaves.get(rank) == record["step"]:
                         trainer.stop.request()

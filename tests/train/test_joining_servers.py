@@ -60,7 +60,7 @@ def test_faults_reach_servers_that_have_joined(
         "kill server 1 step 2 layer 0 forward",
         "kill new server 0 step 4 backward",
     )
-    plan = Plan(waits={0: 1, 2: 1}, faults=faults)
+    plan = Plan(waits={0: 1, 2: 2}, faults=faults)
     newcomers = Newcomer(wish=3, after=1), Newcomer(after=3)
     seen = run(tmp_path / "out", 2, newcomers=newcomers, plan=plan)
     assert check(seen, undisturbed) == [
@@ -99,8 +99,10 @@ def test_one_dies_while_another_joins(tmp_path: Path, undisturbed: list[dict[str
         newcomers=[Newcomer(after=1)],
         plan=plan,
     )
-    changes = check(seen, undisturbed)
-    assert changes == [("lost_servers", 3, 1), ("joined_servers", 4, 2)]
+    lost, joined = check(seen, undisturbed)
+    # The newcomer comes again, to the same change if it is quick enough.
+    assert lost in (("lost_servers", 3, 1), ("lost_servers", 3, 2))
+    assert joined == ("joined_servers", 4, 2)
 
 
 @pytest.mark.slow
