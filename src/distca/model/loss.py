@@ -48,8 +48,8 @@ def cross_entropy(
 class _CrossEntropy(torch.autograd.Function):
     """Reads and writes the logits of a chunk as rarely as possible: they are its largest tensors.
 
-    So each direction has one kernel of softmax on them, which computes in the wide type, and
-    whatever is the same for all logits of a token is applied to its hidden state instead.
+    So each direction has one softmax over them, computed in the wide type, and whatever is the same
+    for all logits of a token is applied to its hidden state instead.
     """
 
     @staticmethod
