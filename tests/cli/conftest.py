@@ -12,19 +12,26 @@ import pytest
 
 
 @pytest.fixture
-def as_rank(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Any]:
-    """``distca train`` in this process, as the only rank that torchrun has started."""
-    import torch
-    from cli.test_train import TINY
-
-    from distca.cli import main
-
+def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The environment of the only rank that torchrun has started."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     for name, value in world.items():
         monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def as_rank(
+    only_rank: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Iterator[Any]:
+    """``distca train`` in this process, as the only rank that torchrun has started."""
+    import torch
+    from cli.test_train import TINY
+
+    from distca.cli import main
+
     monkeypatch.setenv("COLUMNS", "100")
     handler = signal.getsignal(signal.SIGINT)
 

@@ -1,7 +1,6 @@
 """``distca profile`` as people and machines call it."""
 
 import json
-import socket
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,13 +124,8 @@ def test_several_ranks_are_started(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert command[-5:] == ["profile", "--model=150m", "--out=x.json", "--ranks=3", "--quick"]
 
 
-def test_a_rank_of_torchrun_measures(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
+@pytest.mark.usefixtures("only_rank")
+def test_a_rank_of_torchrun_measures(run: Any) -> None:
     run("profile", "--json")
     assert Profile.read("profile.json").missing == []
 

@@ -1,7 +1,6 @@
 """``distca selftest``: what it says where all is well, and where it is not."""
 
 import json
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,18 +33,13 @@ def test_two_ranks_pass(tmp_path: Path) -> None:
     assert not (tmp_path / "checkpoints").exists()
 
 
+@pytest.mark.usefixtures("only_rank")
 def test_what_is_not_exact_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In this process, as under torchrun, with a reference that is off by a thousandth."""
     right = selftest.dense
     monkeypatch.setattr(selftest, "dense", lambda *args: right(*args) * 1.001)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    world = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in world.items():
-        monkeypatch.setenv(name, value)
     with pytest.raises(SystemExit) as exited:
         main(["selftest", f"--out={tmp_path}"])
     said = capsys.readouterr().out
