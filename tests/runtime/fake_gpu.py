@@ -110,7 +110,12 @@ class FakeGpu:
         compile_library(DRIVER, folder / "libcuda.so.1")
         fake.set(PATH=f"{folder}{os.pathsep}{os.environ['PATH']}", LD_LIBRARY_PATH=str(folder))
         fake.set(FAKE_FREE_GIB="80", DISTCA_NCCL_LIBRARY=str(fake.nccl("2.30.7")))
-        for name in ("CUDA_MPS_PIPE_DIRECTORY", "CUDA_VISIBLE_DEVICES", "NCCL_MAX_CTAS"):
+        for name in (
+            "CUDA_MPS_PIPE_DIRECTORY",
+            "CUDA_VISIBLE_DEVICES",
+            "NCCL_MAX_CTAS",
+            "NCCL_CGA_CLUSTER_SIZE",
+        ):
             monkeypatch.delenv(name, raising=False)
         return fake
 

@@ -62,6 +62,7 @@ def test_ranks_get_all_that_sharing_takes(gpu: FakeGpu, tmp_path: Path) -> None:
         assert found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
         assert found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
         assert found["NCCL_MAX_CTAS"] == "8"
+        assert found["NCCL_CGA_CLUSTER_SIZE"] == "0"
         assert found["LD_PRELOAD"] == str(library)
         assert found["CUDA_MPS_LOG_DIRECTORY"] == str(logs / "mps")
         assert not Path(found["CUDA_MPS_PIPE_DIRECTORY"]).exists(), "removed at the end"
@@ -86,9 +87,10 @@ def test_ranks_in_turns_do_without_mps(gpu: FakeGpu, tmp_path: Path) -> None:
 
 
 def test_what_the_user_has_set_stays(gpu: FakeGpu, tmp_path: Path) -> None:
-    gpu.set(NCCL_MAX_CTAS="2", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100")
+    gpu.set(NCCL_MAX_CTAS="2", NCCL_CGA_CLUSTER_SIZE="2", CUDA_MPS_ACTIVE_THREAD_PERCENTAGE="100")
     with share_gpu(8, tmp_path) as shared:
         assert shared.variables["NCCL_MAX_CTAS"] == "2"
+        assert shared.variables["NCCL_CGA_CLUSTER_SIZE"] == "2"
         assert shared.variables["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "100"
 
 

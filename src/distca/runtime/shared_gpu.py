@@ -21,6 +21,7 @@ from distca.runtime.mps import CONTROL, mps, server_ids
 from distca.runtime.nccl import Nccl, find_nccl
 
 THREADS, MAX_CTAS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_MAX_CTAS"
+CLUSTER_SIZE = "NCCL_CGA_CLUSTER_SIZE"
 CTAS = 32  # of all ranks: they must find room on the GPU together, or they wait for each other
 READY_S = 30.0  # how long a server may need until processes can use it
 PROBE_S = 30.0  # how long one of them may take: a server that was left unusable does not answer
@@ -57,7 +58,8 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
         process that is killed in the middle of a kernel to all of its processes.
 
     Variables that are set already stay as they are: the share of the SMs, and the thread blocks
-    that NCCL may use. MPS writes to ``logs``. Raises ValueError if ranks cannot share the GPU.
+    that NCCL may use, and in clusters of how many. MPS writes to ``logs``. Raises ValueError if
+    ranks cannot share the GPU.
     """
     # Imports torch, which `distca --help` must not wait for.
     from distca.runtime.rank_device import MULTI_RANK, SHARE_GPU, rank_bytes
@@ -65,7 +67,9 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
     nccl = find_nccl()
     with mps(logs) if side_by_side else nullcontext(dict[str, str]()) as variables:
         variables |= {SHARE_GPU: "0", MULTI_RANK: "1"}
-        shares = {MAX_CTAS: max(CTAS // num_ranks, 1)}
+        # By default, thread blocks come in clusters of four, which need four free SMs that lie next
+        # to each other. Between those of other ranks that wait, they may never find them.
+        shares = {MAX_CTAS: max(CTAS // num_ranks, 1), CLUSTER_SIZE: 0}
         if side_by_side:
             shares[THREADS] = max(100 // num_ranks, 1)
         variables |= {name: os.environ.get(name, str(value)) for name, value in shares.items()}

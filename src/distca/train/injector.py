@@ -14,9 +14,8 @@ import errno
 import os
 import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from math import prod
 
@@ -40,6 +39,7 @@ from distca.train.faults import (
     Fault,
 )
 from distca.train.metrics import Record
+from distca.train.slowed import prepare, slowed
 from distca.train.trainer import Trainer
 
 
@@ -63,6 +63,8 @@ def steps_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> Iterator[Rec
     injector = Injector(mine, rank, TickSlots.of(planner), planner.ping_pong, log)
     if mine:
         injector.follow(trainer)
+    if any(fault.action == SLOW for fault in mine):
+        prepare(trainer.device)
     restarted = num_restarts() > 0
     for record in trainer.steps():
         if not rank and (restarted or "lost_servers" in record):
@@ -129,24 +131,16 @@ class Injector:
     def kernels(self, timed: AbstractContextManager[None], device: torch.device) -> Iterator[None]:
         """Implements ``Watch``: a kernel call of a slow rank takes longer.
 
-        The rank really waits, after the call has ended on its device. What its device had to do
-        before the call is not slowed.
+        What the device had to do before the call is not slowed.
         """
         slow = [fault for fault in self._pending if self._is_slow(fault)]
         for fault in slow:
             if fault not in self._begun:
                 self._begun.add(fault)
                 self._log.delivered(fault, self._rank, self._step)
-        with timed:
-            if not slow:
-                yield
-                return
-            _finish(device)
-            start = time.perf_counter()
+        speed = prod(fault.speed or 1.0 for fault in slow)
+        with timed, slowed(speed, device) if slow else nullcontext():
             yield
-            _finish(device)
-            speed = prod(fault.speed or 1.0 for fault in slow)
-            time.sleep((time.perf_counter() - start) * (1 / speed - 1))
 
     def _is_slow(self, fault: Fault) -> bool:
         return fault.action == SLOW and fault.steps.first <= self._step <= fault.steps.last
@@ -163,12 +157,6 @@ class Injector:
             self._pending.remove(fault)
             self._log.delivered(fault, self._rank, step, **where)
             strike(fault)
-
-
-def _finish(device: torch.device) -> None:
-    """Waits for the work that was launched on the current stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def strike(fault: Fault) -> None:
