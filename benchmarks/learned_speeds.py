@@ -39,7 +39,7 @@ if __name__ == "__main__":
             name="learned_speeds",
             title="Learned speeds of equal ranks",
             what="learned speeds",
-            settings=("parallel.learn_speed=true", "train.checkpoint_every=0"),
+            settings=("parallel.learn_speed=on", "train.checkpoint_every=0"),
             switched=switched,
             block=10,
             skipped=1,

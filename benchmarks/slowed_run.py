@@ -47,7 +47,7 @@ def train(options: argparse.Namespace, learns: bool, out: Path) -> list[dict[str
         f"train.steps={STEPS}",
         "train.checkpoint_every=0",
         "train.save_at_end=false",
-        f"parallel.learn_speed={str(learns).lower()}",
+        f"parallel.learn_speed={'on' if learns else 'off'}",
     )
     fault = f"slow rank {SLOW_RANK} x{SPEED} steps {SLOW.start}-{SLOW.stop - 1}"
     command = [

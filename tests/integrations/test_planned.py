@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 from threading import Event
 from typing import Any
 
@@ -26,10 +27,11 @@ from distca.integrations.shared.lengths import (
     starts_of_positions,
 )
 from distca.integrations.shared.planned import PlannedAttention
-from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
+from distca.integrations.shared.planned_batch import AttentionSpec, BatchPlans, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import documents_of, filler
 from distca.planning.masks import CAUSAL, Mask
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry
 
 
@@ -151,6 +153,16 @@ def test_only_a_batch_with_the_same_documents_gets_the_last_plans() -> None:
     second = attention.local([30, entry])
     assert second.lengths == (30, 5)
     assert second.plan(spec).placement.tokens.tolist() == [35]
+
+
+def test_plans_are_for_the_speeds_of_ranks_too() -> None:
+    ranks, options = ((300,), (20, 7)), PlanOptions.of(None, {"cost": "pairs"})
+    slower = replace(options, speed=(1.0, 0.5))
+    plans = BatchPlans(ranks, slower, "disaggregated")
+    assert plans.are_for([[300], [20, 7]], replace(options, speed=[1.0, 0.5]))
+    assert not plans.are_for([[300], [20, 8]], slower)
+    assert not plans.are_for(ranks, options)
+    assert not BatchPlans(ranks, options, "disaggregated").are_for(ranks, slower)
 
 
 def test_spans_that_change_in_place_are_planned_again() -> None:

@@ -69,7 +69,6 @@ def test_collectives_of_ranks_find_room_next_to_each_other(tmp_path: Path) -> No
         "data__tokenizer": '"ids:256"',
         "data__context": 16384,
         "train__tokens_per_step": 65536,
-        "parallel__learn_speed": "true",
     }
     fault = f"slow rank 2 x0.6 steps 2-{steps - 1}"
     ran = subprocess.run(

@@ -115,6 +115,16 @@ def test_a_rank_without_work_is_measured_again() -> None:
     assert speeds.speed == (1.0,) * 4
 
 
+def test_nothing_is_learnt_from_a_tiny_attention() -> None:
+    """The device waits for launches then, and a rank with less to do looks slower than it is."""
+    speeds = LearnedSpeeds(ONES)
+    for _ in range(WINDOW):
+        assert speeds.update(ONES, 1e-3 / SLOW) == (1.0,) * 4
+    learn(speeds, SLOW, 10)
+    for _ in range(WINDOW):
+        assert speeds.update(ONES, 1e-3 * ONES)[2] == 0.6
+
+
 def test_a_rank_that_stands_still_keeps_some_attention() -> None:
     assert learn(LearnedSpeeds(ONES), np.array([1, 1, 1e-9, 1]), 10) == [1.0, 1.0, 0.1, 1.0]
 

@@ -208,7 +208,7 @@ def test_a_slow_rank_gets_less_attention(world: World, tmp_path: Path) -> None:
         "train.steps": "10",
         "train.checkpoint_every": "0",
         "parallel.cost": '"pairs"',
-        "parallel.learn_speed": "true",
+        "parallel.learn_speed": "on",
     }
     text = "slow rank 2 x0.5 steps 2-9"
     chosen = settings(tmp_path / "slow", **changes)
@@ -216,7 +216,7 @@ def test_a_slow_rank_gets_less_attention(world: World, tmp_path: Path) -> None:
     assert slowed[1]["speeds"] == [1.0] * 4
     assert slowed[-1]["speeds"] == pytest.approx([1, 1, 0.5, 1], abs=0.1)
     assert [line["step"] for line in lines(tmp_path / "slow")] == [2]
-    others = settings(tmp_path / "other", **changes | {"parallel.learn_speed": "false"})
+    others = settings(tmp_path / "other", **changes | {"parallel.learn_speed": "off"})
     undisturbed = world(4).run(fit, others, ranks=4)[0]
     assert slowed[-1]["bytes"] != undisturbed[-1]["bytes"]  # another plan
     assert [record["loss"] for record in slowed] == pytest.approx(

@@ -111,7 +111,7 @@ def test_one_dies_while_another_joins(tmp_path: Path, undisturbed: list[dict[str
     [
         (1, ("parallel.ping_pong=true", "parallel.recompute=true", "train.eval_every=2")),
         (1, ("parallel.pp=2", "parallel.micro_batches=2")),
-        (1, ("parallel.learn_speed=true", "parallel.speed=[1,1,2]")),
+        (1, ("parallel.learn_speed=on", "parallel.speed=[1,1,2]")),
         (2, ("parallel.tp=2",)),
     ],
     ids=["ping-pong", "pp2", "speeds", "tp2"],

@@ -162,7 +162,7 @@ def test_one_of_two_fails_with_an_error(
     [
         (2, Death(2, "backward", 5), ("parallel.ping_pong=true", "parallel.recompute=true")),
         (2, Death(3, "forward", 5), ("parallel.pp=2", "parallel.micro_batches=2")),
-        (1, Death(2, "forward", 5), ("parallel.learn_speed=true", "parallel.speed=[1,1,2]")),
+        (1, Death(2, "forward", 5), ("parallel.learn_speed=on", "parallel.speed=[1,1,2]")),
     ],
     ids=["ping-pong", "pp2", "speeds"],
 )

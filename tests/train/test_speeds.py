@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from ranks import World
 from train.runs import fit, with_a_slow_rank
 from train.test_trainer import TINY
@@ -45,7 +46,7 @@ def test_a_slow_rank_gets_less_within_ten_steps_and_as_much_as_others_after(
         records: list[dict[str, Any]] = world(4).run(with_a_slow_rank, chosen, slow, ranks=4)[0]
         return records
 
-    without, learned = run(few, "false"), run(steps, "true")
+    without, learned = run(few, "off"), run(steps, "on")
     assert np.median(imbalance(without, slow[0], few)) > 1.3
     for start, stop in ((slow[0] + 10, slow[1]), (slow[1] + 10, steps)):
         assert np.median(imbalance(learned, start, stop)) <= 1.05
@@ -57,7 +58,7 @@ def test_a_slow_rank_gets_less_within_ten_steps_and_as_much_as_others_after(
 
 @pytest.mark.slow
 def test_a_slow_rank_is_compensated_for_its_other_work(world: World, tmp_path: Path) -> None:
-    steps = {"train.steps": "12", "parallel.learn_speed": "true"}
+    steps = {"train.steps": "12", "parallel.learn_speed": "on"}
     runs = []
     for compensates in ("false", "true"):
         changes = {**steps, "parallel.compensate": compensates}
@@ -74,7 +75,7 @@ def test_speeds_are_in_the_records_and_given_ones_are_the_start(
     world: World, tmp_path: Path
 ) -> None:
     changes = {"train.steps": "2", "parallel.speed": "[1.0, 0.5]"}
-    for learns in ("true", "false"):
+    for learns in ("on", "off"):
         chosen = settings(tmp_path / learns, **changes, **{"parallel.learn_speed": learns})
         records = world(2).run(fit, chosen, ranks=2)[0]
         assert [record["speeds"] for record in records] == [[1.0, 0.5]] * 2
@@ -86,28 +87,26 @@ def test_speeds_are_in_the_records_and_given_ones_are_the_start(
 
 
 @pytest.mark.parametrize(
-    ("setting", "learns"),
+    ("settings", "on_cpus", "on_gpus"),
     [
-        ("parallel.learn_speed=true", True),
-        ("parallel.learn_speed=false", False),
-        ("train.deterministic=true", False),
-        ('parallel.policy="greedy"', True),
+        ([], False, True),
+        (["parallel.learn_speed=on"], True, True),
+        (["parallel.compensate=true"], True, True),
+        (["parallel.learn_speed=off"], False, False),
+        (["parallel.learn_speed=on", "train.deterministic=true"], False, False),
+        (["parallel.learn_speed=on", 'parallel.policy="greedy"'], True, True),
+        (['parallel.policy="colocated"', 'parallel.placement="given"'], False, False),
     ],
 )
-def test_what_learns(setting: str, learns: bool) -> None:
-    config = Config.read(None, ["parallel.learn_speed=true", setting])
-    assert setup.learns_speed(config) == learns
+def test_what_learns(settings: list[str], on_cpus: bool, on_gpus: bool) -> None:
+    config = Config.read(None, settings)
+    found = [setup.learns_speed(config, torch.device(name)) for name in ("cpu", "cuda")]
+    assert found == [on_cpus, on_gpus]
 
 
-@pytest.mark.parametrize("setting", ["parallel.learn_speed=false", "parallel.servers=1"])
+@pytest.mark.parametrize("setting", ["parallel.learn_speed=off", "parallel.servers=1"])
 def test_compensation_that_cannot_be_is_refused(setting: str) -> None:
-    settings = ["parallel.learn_speed=true", "parallel.compensate=true"]
+    settings = ["parallel.learn_speed=on", "parallel.compensate=true"]
     assert Config.read(None, settings).parallel.compensate
     with pytest.raises(ValueError, match=r"^parallel.compensate = true with learn_speed = .* it"):
         Config.read(None, [*settings, setting])
-
-
-def test_colocated_runs_do_not_learn() -> None:
-    changes = ['parallel.policy="colocated"', 'parallel.placement="given"']
-    config = Config.read(None, ["parallel.learn_speed=true", *changes])
-    assert not setup.learns_speed(config)

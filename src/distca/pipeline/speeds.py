@@ -28,6 +28,7 @@ _ENOUGH = WINDOW // 2 + 1  # measurements without which a rank counts as the oth
 _EQUAL = 0.05  # speeds that are this close to the others' are equal to them
 _CHANGE = 0.03  # a speed stays as it is until the median is further away than this
 _DIGITS = 2  # of a speed
+_LEAST_S = 0.005  # of attention in an update, below which launches of kernels dominate
 _LIMITS = (0.1, 10.0)  # so that every rank gets enough attention to be measured
 _LEAST = 0.1  # of the attention that its speed allows, which a rank keeps for the same reason
 _STEP = 1.2  # factor between two values of the share of other work, so that plans do not flap
@@ -85,11 +86,14 @@ class LearnedSpeeds:
     ) -> tuple[float, ...]:
         """Returns the speeds after one more measurement of each rank, [ranks].
 
-        A rank that has computed nothing has 0 in both.
+        A rank that has computed nothing has 0 in both. Nothing is learnt from a tiny attention.
 
         other_s: seconds of other work of each rank, for which slow ranks are compensated; None if
             only attention counts.
         """
+        busy_s = measured_s[measured_s > 0]
+        if busy_s.size and np.median(busy_s) < _LEAST_S:
+            return self.speed
         relative = _relative(planned_s, measured_s, self._start)
         if not np.isnan(relative).all():
             self._window = np.concatenate([self._window[1:], relative[None]])

@@ -130,13 +130,15 @@ class ParallelSection:
         0.0, "Limit for one layer's q, k, v and o on a rank, for the planner; 0: none."
     )
     speed: tuple[float, ...] = key((), "Relative speed of each plan rank; empty: equal speeds.")
-    learn_speed: bool = key(
-        False, "Whether plans follow the measured speed of ranks; not with train.deterministic."
+    learn_speed: str = key(
+        "auto",
+        "Whether plans follow the measured speed of ranks: on, off or auto (on GPUs, and with"
+        " compensate); not with train.deterministic.",
     )
     compensate: bool = key(
         False,
-        "With learn_speed: whether a slow rank gets even less attention, for its slow linear"
-        " layers; without a pipeline and dedicated servers.",
+        "Whether a slow rank gets even less attention, for its slow linear layers; without a"
+        " pipeline and dedicated servers.",
     )
     ranks_per_node: int = key(0, "Plan ranks that share a node; 0: as the launcher says.")
 
@@ -268,11 +270,12 @@ class Config:
             raise ValueError(
                 f"from_step = {self.from_step} with resume = false: choose one of them"
             )
-        if p.compensate and (not p.learn_speed or p.pp > 1 or p.servers):
+        _one_of("parallel.learn_speed", p.learn_speed, ("auto", "on", "off"))
+        if p.compensate and (p.learn_speed == "off" or p.pp > 1 or p.servers):
             raise ValueError(
-                f"parallel.compensate = true with learn_speed = {str(p.learn_speed).lower()},"
-                f" pp = {p.pp} and servers = {p.servers}: it needs learn_speed = true, pp = 1 and"
-                " no servers, or leave it out"
+                f"parallel.compensate = true with learn_speed = {p.learn_speed!r}, pp = {p.pp} and"
+                f" servers = {p.servers}: it needs learned speeds, pp = 1 and no servers, or leave"
+                " it out"
             )
         _one_of("data.overlong", d.overlong, ("split", "drop"))
         _one_of("parallel.placement", p.placement, PLACEMENTS)

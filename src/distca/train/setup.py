@@ -213,15 +213,17 @@ def runner_options(config: Config, device: torch.device) -> dict[str, Any]:
     }
 
 
-def learns_speed(config: Config) -> bool:
+def learns_speed(config: Config, device: torch.device) -> bool:
     """Returns whether plans follow the measured speed of each rank.
 
     Plans that depend on times differ from run to run, and without disaggregation they cannot
-    give a rank less.
+    give a rank less. What a CPU rank measures depends on what else its cores do.
     """
     p = config.parallel
+    by_default = device.type == "cuda" or p.compensate
+    wanted = by_default if p.learn_speed == "auto" else p.learn_speed == "on"
     disaggregated = policy_of(p.policy, p.placement).disaggregated
-    return p.learn_speed and disaggregated and not config.train.deterministic
+    return wanted and disaggregated and not config.train.deterministic
 
 
 def _full_documents(config: Config) -> Ints:

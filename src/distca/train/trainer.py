@@ -118,7 +118,7 @@ class Trainer:
             context,
             own.planner,
             setup.runner_options(self.config, self.device),
-            learn_speed=setup.learns_speed(self.config),
+            learn_speed=setup.learns_speed(self.config, self.device),
             compensate=self.config.parallel.compensate,
             tell=self._tell_user,
         )

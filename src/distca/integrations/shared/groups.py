@@ -28,6 +28,11 @@ class PlanGroups:
     planning: DistributedTransport  # gathers documents, in a background thread
     ranks_per_node: int  # consecutive plan ranks that share a node
 
+    @property
+    def use_nccl(self) -> bool:
+        """Whether layers exchange over NCCL."""
+        return "nccl" in dist.get_backend(self.layers)
+
     @classmethod
     def make(
         cls, world: dist.ProcessGroup, group: dist.ProcessGroup | None, timeout: timedelta

@@ -64,8 +64,9 @@ class PlannedAttention:
     group: the ranks that share their attention; None is the whole world. Without
         ``torch.distributed``, or in a group of one rank, every batch is local.
     backend, deterministic: options of ``CoreAttention``.
-    learn_speed: whether plans give less to ranks whose measured attention is slow; not if
-        ``deterministic``, since such plans differ from run to run.
+    learn_speed: whether plans give less to ranks whose measured attention is slow; None where
+        ranks exchange over NCCL, since what CPUs measure depends on what else they do. Not if
+        ``deterministic``: such plans differ from run to run.
     latents: whether latents travel instead of keys and values (MLA), where that is fewer bytes and
         the trainer's layers tell them. Gradients of weights must then be summed over all ranks that
         share their attention, as data parallelism does.
@@ -87,7 +88,7 @@ class PlannedAttention:
         *,
         backend: str = "auto",
         deterministic: bool = False,
-        learn_speed: bool = False,
+        learn_speed: bool | None = None,
         latents: bool = True,
         policy: str = "distca",
         timeout_s: float = 600.0,
@@ -96,7 +97,8 @@ class PlannedAttention:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self._options, self._latents = PlanOptions.of(None, plan_options), latents
         self._scheduler = policy_of(policy).scheduler
-        self._learns = learn_speed and policy_of(policy).disaggregated and not deterministic
+        can_learn = policy_of(policy).disaggregated and not deterministic
+        self._learn_speed = learn_speed if can_learn else False
         self._speeds: LearnedSpeeds | None = None
         self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
         self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
@@ -239,7 +241,7 @@ class PlannedAttention:
         So have rows of one length, and a batch that goes through several models or iterations.
         """
         last = self._last.get(local)
-        if last is None or self._learns or last.ranks != tuple(map(tuple, ranks)):
+        if last is None or not last.are_for(ranks, options):
             # Copied, since a trainer may change its own records for the next batch.
             documents = tuple(tuple(map(deepcopy, of_rank)) for of_rank in ranks)
             last = BatchPlans(documents, options, "home" if local else self._scheduler)
@@ -277,7 +279,9 @@ class PlannedAttention:
         if self._speeds is None:  # refuses speeds that do not fit the ranks
             start = Devices.of(len(batches), speed=self._options.speed).speed
             self._speeds = LearnedSpeeds(start)
-        if not self._learns:
+        groups = self._groups
+        assert groups is not None, "several ranks have groups"
+        if not (groups.use_nccl if self._learn_speed is None else self._learn_speed):
             return self._options
         planned, measured = np.array([(one.planned_s, one.measured_s) for one in batches]).T
         return replace(self._options, speed=self._speeds.update(planned, measured))

@@ -1,5 +1,6 @@
 """The documents of a batch, and the plans for its attention layers."""
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from threading import Lock
@@ -63,6 +64,11 @@ class BatchPlans:
         self._made = dict[tuple[AttentionSpec, bool], Plan]()  # by what they depend on
         self._placement = Placement.from_ranks(numbered(self.ranks))
         self._two_way_masks = two_way_masks(self.ranks)
+
+    def are_for(self, ranks: Sequence[Sequence[Entry]], options: PlanOptions) -> bool:
+        """Returns whether these are the plans of a batch: only documents and speeds ever change."""
+        before, now = (() if one.speed is None else one.speed for one in (self._options, options))
+        return tuple(before) == tuple(now) and self.ranks == tuple(map(tuple, ranks))
 
     def plan(self, spec: AttentionSpec, figures: AttentionFigures | None) -> Plan:
         """Returns the plan for such layers, made at the first request from any thread."""
