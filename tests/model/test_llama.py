@@ -1,4 +1,5 @@
 from itertools import pairwise
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,10 +9,12 @@ from ranks import RankPool
 from torch import Tensor
 
 from distca.data.documents import IGNORE
+from distca.model import llama
 from distca.model.config import ModelConfig, RopeScaling
 from distca.model.initialize import initialize
 from distca.model.layers import frequencies, rotate
 from distca.model.llama import EMBEDDING, Arriving, Llama, plainly
+from distca.model.loss import cross_entropy
 from distca.pipeline.schedule import FORWARD
 from distca.pipeline.tick_program import TickProgram
 
@@ -37,10 +40,13 @@ def batch(seed: int = 0, *shape: int) -> tuple[Tensor, Tensor]:
     return tokens, labels
 
 
-def step(model: Llama, *halves: tuple[Tensor, Tensor]) -> tuple[float, dict[str, Tensor]]:
+def step(
+    model: Llama, *halves: tuple[Tensor, Tensor], recompute: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients of all halves, plainly."""
     arriving = [Arriving(t, positions_of(LENGTHS), labels=labels) for t, labels in halves]
-    leavings = model(arriving, plainly(attention(LENGTHS, model.config.mask_of)))
+    dispatch = plainly(attention(LENGTHS, model.config.mask_of))
+    leavings = model(arriving, dispatch, recompute=recompute)
     total = sum(leaving.loss.total for leaving in leavings)
     total.backward()
     return total.item(), bodies.gradients(model)
@@ -50,6 +56,16 @@ def assert_same_gradients(got: dict[str, Tensor], want: dict[str, Tensor]) -> No
     assert got.keys() == want.keys()
     for name, grad in want.items():
         assert (got[name] - grad).norm() <= 1e-5 * grad.norm() + 1e-7, name
+
+
+def test_recomputation_has_the_same_gradients_and_leaves_the_loss_out() -> None:
+    """The loss keeps no logits, so to compute it again would save nothing."""
+    loss, wanted = step(model_of(tiny()), batch())
+    with patch.object(llama, "cross_entropy", wraps=cross_entropy) as losses:
+        again, found = step(model_of(tiny()), batch(), recompute=True)
+    assert again == pytest.approx(loss)
+    assert_same_gradients(found, wanted)
+    assert losses.call_count == 1
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

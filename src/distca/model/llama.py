@@ -99,7 +99,8 @@ class Seam(nn.Module):
         """Runs all halves one after the other: combine, linear layers, dispatch.
 
         recompute: checkpoints the linear layers. Dispatch and combine stay outside of the
-            checkpointed region; inside, they would exchange again in the backward pass.
+            checkpointed region; inside, they would exchange again in the backward pass. So does the
+            head, whose loss keeps no logits anyway, and would compute them once more.
         """
         results = []
         for number, half in enumerate(halves):
@@ -109,6 +110,8 @@ class Seam(nn.Module):
                 leaving: Leaving = checkpoint(self.linear, half, attended, use_reentrant=False)
             else:
                 leaving = self.linear(half, attended)
+            if self.head is not None:
+                leaving = self.head(leaving.x, half.labels)
             if leaving.qkv is not None:
                 pending = dispatch(self.number, number, *leaving.qkv)
                 leaving = leaving._replace(attention=pending)
@@ -125,11 +128,7 @@ class Seam(nn.Module):
             x = self.embed(x)
         if self.after is not None:
             x = self.after(x, attended)
-        if self.before is not None:
-            return Leaving(x, qkv=self.before(x, half.positions))
-        if self.head is not None:
-            return cast(Leaving, self.head(x, half.labels))
-        return Leaving(x)
+        return Leaving(x, qkv=None if self.before is None else self.before(x, half.positions))
 
 
 class Llama(nn.Module):
