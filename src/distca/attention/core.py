@@ -241,14 +241,26 @@ class CoreAttention:
                     grad_mode=torch.is_grad_enabled(),
                     sinks=inputs.sinks is not None,
                 )
-            first_use = _first_use(plan, prepared.handshake)
-            wants = replace(first_use, wants_gradient=inputs.wants_gradient)
-            agreed = agree(self.transport, wants)
-            if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
-                agree(self.transport, _first_use(plan))
-            made[inputs.kind] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
+            wants_gradient = self._compare_first_use(inputs, plan, prepared.handshake)
+            made[inputs.kind] = _Ready(register(prepared), prepared, wants_gradient)
         ready = made[inputs.kind]
         return inputs.joining() if ready.wants_gradient else inputs, ready
+
+    def _compare_first_use(self, inputs: Inputs, plan: Plan, handshake: Handshake) -> bool:
+        """Compares the first use of a plan with other ranks; returns whether any wants a gradient.
+
+        The host does not wait for them where messages are compared late, unless it depends on their
+        answer: a rank without a gradient joins those that want one, and servers have to prepare.
+        """
+        first_use = replace(_first_use(plan, handshake), wants_gradient=inputs.wants_gradient)
+        knows = inputs.wants_gradient or not torch.is_grad_enabled()
+        all_attend = all(num_tokens(plan, rank) for rank in range(self.transport.num_ranks))
+        if knows and all_attend and self.transport.note(first_use.record, inputs.q.device):
+            return inputs.wants_gradient
+        agreed = agree(self.transport, first_use)
+        if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
+            agree(self.transport, _first_use(plan))
+        return agreed.common.wants_gradient
 
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""
