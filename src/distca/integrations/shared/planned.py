@@ -9,7 +9,8 @@ of them once per batch, and every rank makes the same plans from them.
     batch = attention.local(documents)          # of this rank only: nothing is exchanged
 
 ``submit`` gathers and plans in a background thread, in the order of its calls;
-``prefetch.prefetch`` calls it for the batches of a loader.
+``prefetch.prefetch`` calls it for the batches of a loader. An integration that knows when a forward
+pass has been launched defers this work until then, and calls ``start``. [Note: deferred work]
 
 Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 """
@@ -133,22 +134,38 @@ class PlannedAttention:
         assert batch is not None, "this rank is not done"
         return batch
 
-    def submit(self, documents: Documents, *, done: bool = False, error: str = "") -> BatchFuture:
+    def submit(
+        self,
+        documents: Documents,
+        *,
+        done: bool = False,
+        error: str = "",
+        deferred: bool = False,
+    ) -> BatchFuture:
         """Gathers a batch, and plans and prepares it for all layers so far, in the background.
 
         A rank that is ``done`` has no batch left, and takes part with filler documents until all
         ranks are done. Then the result is None on every rank.
+
+        deferred: whether to plan only at ``start``, or when it is waited for. The documents are
+            gathered at once: a rank may wait for that before the others call ``start``.
         """
-        groups = self._peers()
+        groups, submit = self._peers(), self._executor.submit
         if groups is None:
             work = partial(self._plan_local, tuple(documents), done, error)
         else:
             mine = RankBatch(tuple(documents), done, error, *self._attention_s())
-            work = partial(self._plan_shared, groups, mine)
-        return self._executor.submit(on_this_stream(work))
+            gathered = submit(partial(gather_or_raise, groups.planning, mine))
+            work = partial(self._plan_shared, groups, gathered)
+        return submit(on_this_stream(work), deferred=deferred)
+
+    def start(self) -> None:
+        """Begins to plan the next batch that was deferred."""
+        self._executor.start()
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
+        self._executor.start(future)
         with self._figures.timing("plan_wait_s"):
             try:
                 return future.result(_WARN_AFTER_S)
@@ -220,8 +237,10 @@ class PlannedAttention:
             raise ValueError(error)
         return None if done else self._prepared(self.local(documents))
 
-    def _plan_shared(self, groups: PlanGroups, mine: RankBatch) -> PlannedBatch | None:
-        batches = gather_or_raise(groups.planning, mine)
+    def _plan_shared(
+        self, groups: PlanGroups, gathered: Future[list[RankBatch]]
+    ) -> PlannedBatch | None:
+        batches = gathered.result()  # which is there, since the thread gathered it before
         if all(one.done for one in batches):
             return None
         options, ranks = self._learned(batches), [one.documents for one in batches]
@@ -250,6 +269,8 @@ class PlannedAttention:
         """Plans and prepares a batch for all layers so far."""
         for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
+            if not batch.is_local:  # cached by the plan: handshakes and figures need them
+                _ = planned.fingerprint, planned.traffic, planned.backward_traffic
             if core := self._cores.get((batch.is_local, scoring)):
                 # Nothing travels in local attention, so that it does not need latents.
                 tensors = spec.tensors.expanded if batch.is_local else spec.tensors
