@@ -31,7 +31,8 @@ class DaemonExecutor:
     thread that is inside a collective when the interpreter ends aborts the process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "distca") -> None:
+        self._name = name  # of the thread
         self._queue: SimpleQueue[_Submitted | None] = SimpleQueue()
         self._deferred: deque[_Submitted] = deque()
         self._lock = Lock()
@@ -63,7 +64,7 @@ class DaemonExecutor:
         for one in submitted:
             self._queue.put(one)
         if submitted and self._thread is None:
-            self._thread = Thread(target=self._run, name="distca", daemon=True)
+            self._thread = Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
             atexit.register(self.shutdown, _EXIT_TIMEOUT_S)
 
