@@ -211,18 +211,21 @@ def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None
     ],
     ids=["all want gradients", "one does not", "one has no tokens"],
 )
-def test_a_first_use_waits_only_for_answers_that_it_needs(
+def test_the_next_plan_waits_only_for_answers_that_it_needs(
     last: list[int], wanted: list[bool], answers: list[int]
 ) -> None:
     """A host that waits for other ranks no longer launches ahead of its device."""
+    before = three_ranks()
     plan = Batch([[301], [64, 7, 1], last], {"tile": 16, "min_shard": 16}).plan()
     tokens = Tokens(plan, torch.float64)
 
     def rank(transport: LocalTransport) -> tuple[list[Tensor], int]:
         late = Late(transport)
         attention = CoreAttention(transport=late, backend="reference", scale=SCALE)
+        attend(attention, before, Tokens(before, torch.float64))
+        assert late.answers == 1
         wants = [wanted[late.rank]] * 3
-        return attend(attention, plan, tokens, wanted=wants), late.answers
+        return attend(attention, plan, tokens, wanted=wants), late.answers - 1
 
     found, waited = zip(*LocalWorld(3).run(rank), strict=True)
     exact = tokens.expected()

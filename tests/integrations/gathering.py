@@ -82,6 +82,21 @@ def counting_traffic(group: dist.ProcessGroup) -> list[set[str]]:
     return found
 
 
+def at_home(group: dist.ProcessGroup) -> tuple[float, str]:
+    """Returns the error of batches that are not shared, and the sentence of one that is refused.
+
+    The ranks have different numbers of batches, so that none may wait for another.
+    """
+    attention, rank = PlannedAttention(policy="colocated", cost="pairs"), dist.get_rank(group)
+    batches = [attention.gather([30 + number, 7]) for number in range(1 + rank)]
+    assert all(batch.is_local for batch in batches)
+    try:
+        attention.gather([], f"rank {rank} cannot")
+    except ValueError as error:
+        return max(_error(attention, batch) for batch in batches), str(error)
+    return 0.0, "nothing"
+
+
 def on_another_device(group: dist.ProcessGroup) -> float:
     """Returns the error of this rank, if torch.set_default_device chose another device."""
     attention = PlannedAttention(cost="pairs")

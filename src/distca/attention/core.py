@@ -86,6 +86,7 @@ class CoreAttention:
         self._expansion_checked = False  # once, since it waits for the device
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
+        self._agreed: set[Handshake] = set()  # kinds of tensors on which the ranks have agreed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -249,17 +250,24 @@ class CoreAttention:
     def _compare_first_use(self, inputs: Inputs, plan: Plan, handshake: Handshake) -> bool:
         """Compares the first use of a plan with other ranks; returns whether any wants a gradient.
 
-        The host does not wait for them where messages are compared late, unless it depends on their
-        answer: a rank without a gradient joins those that want one, and servers have to prepare.
+        Where messages are compared late, the host does not wait for the others if they have once
+        agreed on such tensors, unless it depends on their answer: a rank without a gradient joins
+        those that want one, and servers have to prepare the plan.
         """
+        if self.transport.num_ranks == 1:
+            return inputs.wants_gradient
         first_use = replace(_first_use(plan, handshake), wants_gradient=inputs.wants_gradient)
-        knows = inputs.wants_gradient or not torch.is_grad_enabled()
-        all_attend = all(num_tokens(plan, rank) for rank in range(self.transport.num_ranks))
-        if knows and all_attend and self.transport.note(first_use.record, inputs.q.device):
+        known = handshake in self._agreed
+        needs_no_answer = inputs.wants_gradient or not torch.is_grad_enabled()
+        workers, tokens = plan.placement.num_workers, plan.placement.tokens
+        all_attend = workers == self.transport.num_ranks and bool(tokens.all())
+        late = known and needs_no_answer and all_attend
+        if late and self.transport.note(first_use.record, inputs.q.device):
             return inputs.wants_gradient
         agreed = agree(self.transport, first_use)
         if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
             agree(self.transport, _first_use(plan))
+        self._agreed.add(handshake)
         return agreed.common.wants_gradient
 
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:

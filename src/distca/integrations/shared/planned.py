@@ -97,7 +97,8 @@ class PlannedAttention:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self._options, self._latents = PlanOptions.of(None, plan_options), latents
         self._scheduler = policy_of(policy).scheduler
-        self._learns = learn_speed and policy_of(policy).disaggregated and not deterministic
+        self._shares = policy_of(policy).disaggregated
+        self._learns = learn_speed and self._shares and not deterministic
         self._speeds: LearnedSpeeds | None = None
         self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
         self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
@@ -126,9 +127,12 @@ class PlannedAttention:
         """Returns the batch of all ranks.
 
         Every rank of the group calls it at the same point with its own documents, in the order in
-        which they are packed; a rank may have none. An ``error`` on one rank is raised on all.
+        which they are packed; a rank may have none. An ``error`` on one rank is raised on all. A
+        policy that moves nothing returns the local batch: no rank waits for another.
         """
-        if self._peers() is None and not error:
+        if self._peers() is None or not self._shares:
+            if error:
+                raise ValueError(error)
             return self.local(documents)
         batch = self.wait(self.submit(documents, error=error))
         assert batch is not None, "this rank is not done"
