@@ -20,7 +20,7 @@ from distca.attention import op
 from distca.attention.core import CoreAttention
 from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import DisagreementError
-from distca.dispatch.transports.base import Wait
+from distca.dispatch.transports.base import Records, Wait
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
@@ -35,6 +35,22 @@ class Counting(LocalTransport):
     def start(self, *message: Any) -> Wait:
         self.exchanges += 1
         return super().start(*message)
+
+
+class Late(LocalTransport):
+    """Compares messages later, as on a GPU; counts the answers that its rank has waited for."""
+
+    def __init__(self, inner: LocalTransport) -> None:
+        super().__init__(inner.world, inner.rank)
+        self.answers = 0
+
+    def note(self, record: str, device: torch.device) -> bool:
+        super().announce(record)
+        return True
+
+    def announce(self, record: str) -> Callable[[], Records]:
+        self.answers += 1
+        return super().announce(record)
 
 
 def three_ranks(**options: object) -> Plan:
@@ -184,6 +200,40 @@ def test_frozen_inputs(wanted: list[tuple[bool, bool, bool]], face: str) -> None
         for grad, want in zip(exact[1:], wanted[number], strict=True):
             grad[tokens.rows(number)] *= want
     assert_exact(tokens.gathered(LocalWorld(3).run(rank)), exact, torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("last", "wanted", "answers"),
+    [
+        ([30], [True, True, True], [0, 0, 0]),
+        ([30], [True, False, True], [0, 1, 0]),  # it joins the backward exchange of the others
+        ([], [True, True, True], [1, 1, 1]),  # which might serve
+    ],
+    ids=["all want gradients", "one does not", "one has no tokens"],
+)
+def test_the_next_plan_waits_only_for_answers_that_it_needs(
+    last: list[int], wanted: list[bool], answers: list[int]
+) -> None:
+    """A host that waits for other ranks no longer launches ahead of its device."""
+    before = three_ranks()
+    plan = Batch([[301], [64, 7, 1], last], {"tile": 16, "min_shard": 16}).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> tuple[list[Tensor], int]:
+        late = Late(transport)
+        attention = CoreAttention(transport=late, backend="reference", scale=SCALE)
+        attend(attention, before, Tokens(before, torch.float64))
+        assert late.answers == 1
+        wants = [wanted[late.rank]] * 3
+        return attend(attention, plan, tokens, wanted=wants), late.answers - 1
+
+    found, waited = zip(*LocalWorld(3).run(rank), strict=True)
+    exact = tokens.expected()
+    for number in range(3):
+        for grad in exact[1:]:
+            grad[tokens.rows(number)] *= wanted[number]
+    assert_exact(tokens.gathered(list(found)), exact, torch.float64)
+    assert list(waited) == answers
 
 
 def test_servers_serve_layer_after_layer() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from threading import current_thread
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -14,6 +16,7 @@ from slow_rank import timed_attention
 from distca.dispatch.tensors import TensorSpec
 from distca.integrations.shared.planned import BatchFuture, PlannedAttention
 from distca.integrations.shared.planned_batch import AttentionSpec, PlannedBatch
+from distca.planning import plan
 from distca.planning.masks import CAUSAL, Mask
 
 
@@ -60,6 +63,38 @@ def preparing(group: dist.ProcessGroup) -> list[dict[str, int]]:
             assert _error(attention, attention.gather([[300 + number], [20, 7]][rank])) < 1e-5
             found.append(dict(counts))
     return found
+
+
+def counting_traffic(group: dist.ProcessGroup) -> list[set[str]]:
+    """Which threads add up the bytes that plans send, for each of three batches."""
+    attention, rank = PlannedAttention(cost="pairs"), dist.get_rank(group)
+    found: list[set[str]] = []
+    traffic = plan.traffic
+
+    def recorded(*args: Any, **options: Any) -> Any:
+        found[-1].add(current_thread().name)
+        return traffic(*args, **options)
+
+    with patch.object(plan, "traffic", recorded):
+        for number in range(3):
+            found.append(set())
+            _error(attention, attention.gather([[300 + number], [20, 7]][rank]))
+    return found
+
+
+def at_home(group: dist.ProcessGroup) -> tuple[float, str]:
+    """Returns the error of batches that are not shared, and the sentence of one that is refused.
+
+    The ranks have different numbers of batches, so that none may wait for another.
+    """
+    attention, rank = PlannedAttention(policy="colocated", cost="pairs"), dist.get_rank(group)
+    batches = [attention.gather([30 + number, 7]) for number in range(1 + rank)]
+    assert all(batch.is_local for batch in batches)
+    try:
+        attention.gather([], f"rank {rank} cannot")
+    except ValueError as error:
+        return max(_error(attention, batch) for batch in batches), str(error)
+    return 0.0, "nothing"
 
 
 def on_another_device(group: dist.ProcessGroup) -> float:

@@ -196,6 +196,19 @@ def test_layouts_are_made_with_the_plans(pair: RankPool) -> None:
         assert again == {}
 
 
+def test_figures_of_plans_are_added_up_with_the_plans(pair: RankPool) -> None:
+    """In the background too: the first layer has to wait for nothing but its kernels."""
+    for first, *others in pair.run(gathering.counting_traffic, ranks=2):
+        assert first == {"MainThread"}
+        assert others == [{"distca"}] * 2
+
+
+def test_ranks_that_share_nothing_do_not_wait_for_each_other(pair: RankPool) -> None:
+    for rank, (error, sentence) in enumerate(pair.run(gathering.at_home, ranks=2)):
+        assert error < 1e-5
+        assert sentence == f"rank {rank} cannot"
+
+
 def test_groups_that_are_parts_of_the_world(world: World) -> None:
     """One group has a rank without documents, and one has a single rank."""
     errors = world(4).run(gathering.in_parts, ranks=4)

@@ -1,4 +1,4 @@
-"""Batches that are planned again, after ranks are lost."""
+"""Batches that are planned ahead, and again after ranks are lost."""
 
 from __future__ import annotations
 
@@ -47,3 +47,19 @@ def test_no_batch_is_lost_or_loaded_twice() -> None:
     assert [one.prepared for one in taken] == [("before", 4), *[("after", 3)] * 5]
     assert [len(one.step.batch.documents[0]) for one in taken] == [101, 101, 102, 103, 104, 105]
     assert [one.loader_state["loaded"] for one in taken] == [1, 1, 2, 3, 4, 5]
+
+
+def test_batches_ahead_are_loaded_after_a_step_was_launched() -> None:
+    """Not while the main thread launches it, for which it needs the interpreter."""
+    options = PlanOptions(model=ModelShape("layer", heads=2, kv_heads=2, head_dim=16), cost="cpu")
+    planner = StepPlanner(MeshShape(dp=2), (Mask.parse("causal"),), options)
+    loader = CountingLoader()
+    batches = Prefetcher(loader, planner, lambda plan: None)  # type: ignore[arg-type, return-value]
+    loaded = []
+    for _ in range(3):
+        batches.next(planner)
+        loaded.append(loader.loaded)
+        batches.start()
+        batches.close()  # after the work that has started
+        loaded.append(loader.loaded)
+    assert loaded == [1, 3, 3, 4, 4, 5]

@@ -86,6 +86,7 @@ class CoreAttention:
         self._expansion_checked = False  # once, since it waits for the device
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
+        self._agreed: set[Handshake] = set()  # kinds of tensors on which the ranks have agreed
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(
@@ -241,14 +242,33 @@ class CoreAttention:
                     grad_mode=torch.is_grad_enabled(),
                     sinks=inputs.sinks is not None,
                 )
-            first_use = _first_use(plan, prepared.handshake)
-            wants = replace(first_use, wants_gradient=inputs.wants_gradient)
-            agreed = agree(self.transport, wants)
-            if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
-                agree(self.transport, _first_use(plan))
-            made[inputs.kind] = _Ready(register(prepared), prepared, agreed.common.wants_gradient)
+            wants_gradient = self._compare_first_use(inputs, plan, prepared.handshake)
+            made[inputs.kind] = _Ready(register(prepared), prepared, wants_gradient)
         ready = made[inputs.kind]
         return inputs.joining() if ready.wants_gradient else inputs, ready
+
+    def _compare_first_use(self, inputs: Inputs, plan: Plan, handshake: Handshake) -> bool:
+        """Compares the first use of a plan with other ranks; returns whether any wants a gradient.
+
+        Where messages are compared late, the host does not wait for the others if they have once
+        agreed on such tensors, unless it depends on their answer: a rank without a gradient joins
+        those that want one, and servers have to prepare the plan.
+        """
+        if self.transport.num_ranks == 1:
+            return inputs.wants_gradient
+        first_use = replace(_first_use(plan, handshake), wants_gradient=inputs.wants_gradient)
+        known = handshake in self._agreed
+        needs_no_answer = inputs.wants_gradient or not torch.is_grad_enabled()
+        workers, tokens = plan.placement.num_workers, plan.placement.tokens
+        all_attend = workers == self.transport.num_ranks and bool(tokens.all())
+        late = known and needs_no_answer and all_attend
+        if late and self.transport.note(first_use.record, inputs.q.device):
+            return inputs.wants_gradient
+        agreed = agree(self.transport, first_use)
+        if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
+            agree(self.transport, _first_use(plan))
+        self._agreed.add(handshake)
+        return agreed.common.wants_gradient
 
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""

@@ -1,15 +1,24 @@
-"""Work in a background thread, returned as futures."""
+"""Work in a background thread, returned as futures.
+
+[Note: deferred work] Python runs one thread at a time. Work of some milliseconds in the background,
+such as planning, delays the launches of the main thread by as long, and by more where the two take
+turns. At the beginning of a step nothing is launched yet, so that the device waits as well. So work
+may be deferred until ``start``, which is called when the main thread has launched a forward pass:
+then the device is busy, and the main thread soon waits for it.
+"""
 
 import atexit
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from queue import SimpleQueue
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeVar
 
 import torch
 
 Result = TypeVar("Result")
+_Submitted = tuple[Future[Any], Callable[[], Any]]
 _EXIT_TIMEOUT_S = 5.0
 
 
@@ -22,21 +31,45 @@ class DaemonExecutor:
     thread that is inside a collective when the interpreter ends aborts the process.
     """
 
-    def __init__(self) -> None:
-        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+    def __init__(self, name: str = "distca") -> None:
+        self._name = name  # of the thread
+        self._queue: SimpleQueue[_Submitted | None] = SimpleQueue()
+        self._deferred: deque[_Submitted] = deque()
+        self._lock = Lock()
         self._thread: Thread | None = None
 
-    def submit(self, work: Callable[[], Result]) -> Future[Result]:
-        if self._thread is None:
-            self._thread = Thread(target=self._run, name="distca", daemon=True)
-            self._thread.start()
-            atexit.register(self.shutdown, _EXIT_TIMEOUT_S)
+    def submit(self, work: Callable[[], Result], *, deferred: bool = False) -> Future[Result]:
+        """Runs work after all that was started before it.
+
+        deferred: whether it waits for ``start``. Other ranks must not wait for such work.
+        """
         future: Future[Result] = Future()
-        self._queue.put((future, work))
+        with self._lock:
+            if deferred:
+                self._deferred.append((future, work))
+            else:
+                self._put([(future, work)])
         return future
 
+    def start(self, last: Future[Any] | None = None) -> None:
+        """Starts the next deferred work, or all up to ``last`` if that is still deferred."""
+        with self._lock:
+            count = min(len(self._deferred), 1)
+            if last is not None:
+                futures = [future for future, _ in self._deferred]
+                count = futures.index(last) + 1 if last in futures else 0
+            self._put([self._deferred.popleft() for _ in range(count)])
+
+    def _put(self, submitted: Sequence[_Submitted]) -> None:
+        for one in submitted:
+            self._queue.put(one)
+        if submitted and self._thread is None:
+            self._thread = Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+            atexit.register(self.shutdown, _EXIT_TIMEOUT_S)
+
     def shutdown(self, timeout_s: float | None = None) -> None:
-        """Ends the thread after all submitted work, and waits for that up to ``timeout_s``."""
+        """Ends the thread after all started work, and waits for that up to ``timeout_s``."""
         if self._thread is not None:
             atexit.unregister(self.shutdown)
             self._queue.put(None)

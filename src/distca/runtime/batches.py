@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distca.data.documents import IGNORE, Batch
 from distca.data.loader import Loader
-from distca.dispatch.background import on_this_stream
+from distca.dispatch.background import DaemonExecutor, on_this_stream
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
 from distca.runtime.prepared import PreparedTicks
@@ -77,6 +77,8 @@ class Prefetched:
 class Prefetcher:
     """Loads, plans and prepares up to ``depth`` batches ahead, in order, in a background thread.
 
+    It begins with a batch at the next ``start``, or when it is needed. [Note: deferred work]
+
     prepare: makes this rank's layouts of a plan, such as ``StepRunner.prepare``.
     current: the batch that ``next`` has returned last.
     """
@@ -86,21 +88,26 @@ class Prefetcher:
     ) -> None:
         self._loader, self._prepare = loader, prepare
         self.current: Prefetched | None = None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="distca-plan")
+        self._thread = DaemonExecutor("distca-plan")
         self._queue = deque(self._submit(planner) for _ in range(depth))
 
     def next(self, planner: StepPlanner) -> Prefetched:
-        """Returns the next batch, and starts to load another one, which ``planner`` plans.
+        """Returns the next batch, and submits another one, which ``planner`` plans.
 
         So the planner of a step is chosen at the same point of the loop on every rank, ``depth``
         steps before it, however far the background thread is.
         """
-        start = time.perf_counter()
-        batch = self._queue.popleft().result()
+        start, planned = time.perf_counter(), self._queue.popleft()
+        self._thread.start(planned)
+        batch = planned.result()
         waited_s = time.perf_counter() - start
         self._queue.append(self._submit(planner))
         self.current = replace(batch, waited_s=waited_s)
         return self.current
+
+    def start(self) -> None:
+        """Begins with the batches ahead, when the caller has launched a step."""
+        self._thread.start(self._queue[-1])
 
     def plan_again(self, planner: StepPlanner, prepare: Prepare, *, repeats: bool = True) -> None:
         """Plans batches that are loaded for other ranks, with the same documents.
@@ -113,7 +120,7 @@ class Prefetcher:
         self._queue = deque(self._submit_again(before, planner) for before in self._queue)
 
     def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
+        self._thread.shutdown()
 
     def _submit(self, planner: StepPlanner) -> Future[Prefetched]:
         prepare = self._prepare
@@ -123,13 +130,13 @@ class Prefetcher:
                 pass  # prompts only, of which nothing can be learned
             return _plan(batch, self._loader.state(), planner, prepare)
 
-        return self._thread.submit(on_this_stream(load_and_plan))
+        return self._thread.submit(on_this_stream(load_and_plan), deferred=True)
 
     def _submit_again(self, before: Future[Prefetched], planner: StepPlanner) -> Future[Prefetched]:
         prepare = self._prepare
         # There is one thread, so the result of ``before`` is there when its turn comes.
         again = on_this_stream(lambda: _plan_again(before.result(), planner, prepare))
-        return self._thread.submit(again)
+        return self._thread.submit(again, deferred=True)
 
 
 def _plan_again(before: Prefetched, planner: StepPlanner, prepare: Prepare) -> Prefetched:

@@ -117,6 +117,11 @@ class RunRanks:
         assert self._batches.current is not None
         return self._batches.current
 
+    def plan_ahead(self) -> None:
+        """Begins to plan the batches ahead, when the current one has been launched."""
+        assert self._batches is not None
+        self._batches.start()
+
     def survive(self, during: str, work: Callable[[], Result]) -> Result:
         """Returns the result of work that all ranks do; repeats it without lost servers."""
         lost: list[PeerLostError] = []

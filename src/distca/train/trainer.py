@@ -319,7 +319,9 @@ class Trainer:
             self.before_step(step)
         fetched, norm = self.ranks.batch, 0.0
         try:
-            loss = float(self.runner.train(self.model, fetched.step, fetched.prepared))
+            launched = self.runner.train(self.model, fetched.step, fetched.prepared)
+            self.ranks.plan_ahead()
+            loss = float(launched)  # waits for the device
             if self.model is not None:
                 norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
             skip = self._host.any(not (math.isfinite(loss) and math.isfinite(norm)))

@@ -9,7 +9,8 @@ of them once per batch, and every rank makes the same plans from them.
     batch = attention.local(documents)          # of this rank only: nothing is exchanged
 
 ``submit`` gathers and plans in a background thread, in the order of its calls;
-``prefetch.prefetch`` calls it for the batches of a loader.
+``prefetch.prefetch`` calls it for the batches of a loader. An integration that knows when a forward
+pass has been launched defers this work until then, and calls ``start``. [Note: deferred work]
 
 Legend: T tokens of this rank, H heads, G key/value heads, D head size.
 """
@@ -97,8 +98,8 @@ class PlannedAttention:
         self._group, self._timeout = group, timedelta(seconds=timeout_s)
         self._options, self._latents = PlanOptions.of(None, plan_options), latents
         self._scheduler = policy_of(policy).scheduler
-        can_learn = policy_of(policy).disaggregated and not deterministic
-        self._learn_speed = learn_speed if can_learn else False
+        self._shares = policy_of(policy).disaggregated
+        self._learn_speed = learn_speed if self._shares and not deterministic else False
         self._speeds: LearnedSpeeds | None = None
         self._untaken: dict[str, float] = {}  # seconds that ``take_seconds`` has yet to return
         self._untold: dict[str, float] = {}  # seconds that this rank has yet to tell the others
@@ -127,30 +128,49 @@ class PlannedAttention:
         """Returns the batch of all ranks.
 
         Every rank of the group calls it at the same point with its own documents, in the order in
-        which they are packed; a rank may have none. An ``error`` on one rank is raised on all.
+        which they are packed; a rank may have none. An ``error`` on one rank is raised on all. A
+        policy that moves nothing returns the local batch: no rank waits for another.
         """
-        if self._peers() is None and not error:
+        if self._peers() is None or not self._shares:
+            if error:
+                raise ValueError(error)
             return self.local(documents)
         batch = self.wait(self.submit(documents, error=error))
         assert batch is not None, "this rank is not done"
         return batch
 
-    def submit(self, documents: Documents, *, done: bool = False, error: str = "") -> BatchFuture:
+    def submit(
+        self,
+        documents: Documents,
+        *,
+        done: bool = False,
+        error: str = "",
+        deferred: bool = False,
+    ) -> BatchFuture:
         """Gathers a batch, and plans and prepares it for all layers so far, in the background.
 
         A rank that is ``done`` has no batch left, and takes part with filler documents until all
         ranks are done. Then the result is None on every rank.
+
+        deferred: whether to plan only at ``start``, or when it is waited for. The documents are
+            gathered at once: a rank may wait for that before the others call ``start``.
         """
-        groups = self._peers()
+        groups, submit = self._peers(), self._executor.submit
         if groups is None:
             work = partial(self._plan_local, tuple(documents), done, error)
         else:
             mine = RankBatch(tuple(documents), done, error, *self._attention_s())
-            work = partial(self._plan_shared, groups, mine)
-        return self._executor.submit(on_this_stream(work))
+            gathered = submit(partial(gather_or_raise, groups.planning, mine))
+            work = partial(self._plan_shared, groups, gathered)
+        return submit(on_this_stream(work), deferred=deferred)
+
+    def start(self) -> None:
+        """Begins to plan the next batch that was deferred."""
+        self._executor.start()
 
     def wait(self, future: BatchFuture) -> PlannedBatch | None:
         """Returns the result of ``submit``, and logs a warning if it takes long."""
+        self._executor.start(future)
         with self._figures.timing("plan_wait_s"):
             try:
                 return future.result(_WARN_AFTER_S)
@@ -222,8 +242,10 @@ class PlannedAttention:
             raise ValueError(error)
         return None if done else self._prepared(self.local(documents))
 
-    def _plan_shared(self, groups: PlanGroups, mine: RankBatch) -> PlannedBatch | None:
-        batches = gather_or_raise(groups.planning, mine)
+    def _plan_shared(
+        self, groups: PlanGroups, gathered: Future[list[RankBatch]]
+    ) -> PlannedBatch | None:
+        batches = gathered.result()  # which is there, since the thread gathered it before
         if all(one.done for one in batches):
             return None
         options, ranks = self._learned(batches), [one.documents for one in batches]
@@ -252,6 +274,8 @@ class PlannedAttention:
         """Plans and prepares a batch for all layers so far."""
         for spec, scoring in list(self._layers):
             planned = batch.plan(spec)
+            if not batch.is_local:  # cached by the plan: handshakes and figures need them
+                _ = planned.fingerprint, planned.traffic, planned.backward_traffic
             if core := self._cores.get((batch.is_local, scoring)):
                 # Nothing travels in local attention, so that it does not need latents.
                 tensors = spec.tensors.expanded if batch.is_local else spec.tensors

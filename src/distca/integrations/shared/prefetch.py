@@ -24,6 +24,7 @@ def prefetch(
     attach: Callable[[Batch, BatchFuture], Batch],
     filler: Callable[[Batch | None], Batch],
     depth: int = 1,
+    deferred: bool = False,
 ) -> Iterator[Batch]:
     """Yields the batches of ``loader`` in their order, each with a future of its plans.
 
@@ -34,15 +35,16 @@ def prefetch(
     attach: returns the batch with its future, in the form in which the model looks for it.
     filler: returns a filler batch, given the last batch of this rank (None if it had none).
     depth: how many batches are read in advance; 0 if the caller reads in advance.
+    deferred: whether a batch is planned only after ``attention.start()``, or when it is needed.
     """
 
     def planned() -> Iterator[Batch]:
         last: Batch | None = None
         for last in loader:
             try:
-                future = attention.submit(documents_of(last))
+                future = attention.submit(documents_of(last), deferred=deferred)
             except ValueError as error:
-                future = attention.submit([], error=str(error))
+                future = attention.submit([], error=str(error), deferred=deferred)
             yield attach(last, future)
         fill = filler(last)
         documents = documents_of(fill)

@@ -70,7 +70,8 @@ def register(
     registered = Registered(name, PlannedAttention(group, **options))
     AttentionInterface.register(name, registered.attend)
     AttentionMaskInterface.register(name, registered.mask)
-    watch(name, separate_states)
+    # The next batches are planned while the device computes this one.
+    watch(name, separate_states, registered.attention.start)
     return registered
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -55,8 +55,14 @@ class CallInProgress:
 
 Calls = tuple[CallInProgress, ...]  # the outermost first
 
+
+class _Hooks(NamedTuple):
+    before: Callable[[nn.Module], None]
+    after: Callable[[], None]
+
+
 _CHOOSE = "get_correct_attn_implementation"  # a method of PreTrainedModel
-_names: dict[str, Callable[[nn.Module], None]] = {}  # attn_implementation: what prepares a model
+_names: dict[str, _Hooks] = {}  # by attn_implementation
 _calls: ContextVar[Calls] = ContextVar("distca_calls", default=())
 
 
@@ -73,12 +79,13 @@ def within(calls: Calls, function: Callable[..., Any], *args: Any) -> Any:
         _calls.reset(token)
 
 
-def watch(name: str, prepare: Callable[[nn.Module], None]) -> None:
+def watch(name: str, before: Callable[[nn.Module], None], after: Callable[[], None]) -> None:
     """Watches the models with ``attn_implementation=name``. [Note: watched models]
 
-    prepare: is given each model before it is called.
+    before: is given each model before it is called; not those inside another.
+    after: is called when such a call has launched everything.
     """
-    _names[name] = prepare
+    _names[name] = _Hooks(before, after)
     if PreTrainedModel.__call__ is not _watched_call:
         PreTrainedModel.__call__ = _watched_call
         choose = getattr(PreTrainedModel, _CHOOSE, None)
@@ -96,7 +103,8 @@ def watch(name: str, prepare: Callable[[nn.Module], None]) -> None:
 
 @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator, no-untyped-call]
 def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if self.config._attn_implementation not in _names:
+    hooks = _names.get(self.config._attn_implementation)
+    if hooks is None:
         return nn.Module.__call__(self, *args, **kwargs)
     outer, learns = _calls.get(), torch.is_grad_enabled()
     call = CallInProgress(
@@ -106,7 +114,7 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.pop(name, None)
     if not outer:
         refusals.refuse_arguments(call)
-        _names[self.config._attn_implementation](self)
+        hooks.before(self)
         latents.remember(self)
     elif isinstance(prepared := kwargs.get("attention_mask"), PreparedMask):
         # transformers recognizes prepared masks as tensors; without one it asks us for a mask.
@@ -116,6 +124,8 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
     result = within((*outer, call), run, *args)
     if call.prepared is not None and not call.took_prepared:
         refusals.refuse_own_mask(call)
+    if not outer:
+        hooks.after()
     if learns and not outer:
         refusals.check_use(call)
     return result

@@ -32,6 +32,7 @@ class PrefetchingLoader(DataLoader[Any]):
             attach=attach,
             filler=filler,
             depth=self._depth,
+            deferred=True,  # until a forward pass has been launched, see ``calls.watch``
         )
 
     def __len__(self) -> int:
