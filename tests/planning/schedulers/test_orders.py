@@ -83,6 +83,16 @@ def test_documents_that_span_ranks_do_too(lengths: list[int], cost: str) -> None
     assert found.quality == one_by_one(shards, expected_load).quality
 
 
+@pytest.mark.parametrize("cost", COSTS)
+def test_documents_with_a_prefix_do_too(cost: str) -> None:
+    continued: Entry = {"length": 700, "parent": 0, "prefix": 4096}
+    shards = placed([[4096, *([continued] * 8)], [continued] * 4, [30_000]], cost)
+    expected_load = int(shards.load.sum())
+    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    assert found.moved > 0
+    assert found.quality == one_by_one(shards, expected_load).quality
+
+
 def test_a_limit_on_the_peak_ends_the_search() -> None:
     shards = placed([[30_000], [700] * 4, [700] * 4], "pairs")
     load = int(shards.load.sum())
