@@ -30,6 +30,7 @@ from typing import Any
 os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
 
 import numpy as np
+from plan_few_ranks import few_ranks, few_ranks_report
 
 from distca.data.lengths import LengthDistribution, distribution, pretrain, prolong
 from distca.dispatch.layout import Layout
@@ -418,6 +419,7 @@ def report(results: dict[str, Any]) -> str:
             f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
         )
     lines += slowest_report(rows, results["steps"])
+    lines += few_ranks_report(results["few_ranks"])
     return "\n".join([*lines, *short_report(results["short"], results["short_run"])]) + "\n"
 
 
@@ -445,6 +447,7 @@ def main() -> None:
             "cases": [row for case in track(todo, "planning") for row in run_case(*case)],
             "seconds": growth(arguments.quick),
             "steps": steps(arguments.quick),
+            "few_ranks": few_ranks(arguments.quick),
         }
     results |= {"short_run": this_run(), "short": short(arguments.quick)}
     text = report(results)

@@ -6,7 +6,6 @@ are one call each, so a bound on calls is a bound on what is done for each docum
 
 import cProfile
 import pstats
-from collections.abc import Sequence
 from math import log2
 from typing import Any
 
@@ -20,8 +19,6 @@ from distca.planning.checks import verify
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
-from distca.planning.schedulers import disaggregated
-from distca.planning.schedulers.disaggregated import SearchOrder
 from distca.planning.spans import Ints
 
 COSTS = ("pairs", "analytic", "h200")
@@ -133,30 +130,6 @@ def test_small_batches_take_few_calls(ranks: Ranks, most: int, cost: str) -> Non
     plan, calls = planned(ranks, "given", cost)
     assert plan.imbalance <= 1.02
     assert calls <= most
-
-
-@pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        [[16384], *([[700] * 12] * 3)],
-        [
-            [4096, *([{"length": 700, "parent": 0, "prefix": 4096}] * 8)],
-            [{"length": 700, "parent": 0, "prefix": 4096}] * 4,
-        ],
-    ],
-    ids=["one surplus", "two ranks"],
-)
-def test_search_orders_that_are_left_out_are_equal_to_others(ranks: Ranks, cost: str) -> None:
-    def all_of_them(orders: Sequence[SearchOrder], _: object) -> list[SearchOrder]:
-        return list(orders)
-
-    plan, calls = planned(ranks, "given", cost)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(disaggregated, "_distinct", all_of_them)
-        slow, slow_calls = planned(ranks, "given", cost)
-    assert plan.fingerprint == slow.fingerprint
-    assert calls < slow_calls
 
 
 def _packed(lengths: Ints, workers: int) -> list[Ints]:

@@ -35,7 +35,9 @@ from distca.planning.policies import POLICIES, Policy
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
-PlanPool = Callable[[Tick, int, StageMasks], Plan]  # for one half
+# The placement of each stage's documents and the given one, as in ``Half``; None without any.
+StagePlacements = tuple[tuple[Placement, Placement] | None, ...]
+PlanPool = Callable[[Tick, StagePlacements, StageMasks], Plan]  # for one half
 
 
 @dataclass(frozen=True)
@@ -129,11 +131,12 @@ class StepPlanner:
         micro_batches = self._place(lengths, known)
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
-        plan_pool = cache(partial(_plan_pool, self, micro_batches))  # equal pools only once
+        plan_pool = cache(partial(_plan_pool, self))  # equal pools only once
+        slots = partial(_slots, self, micro_batches, plan_pool)
         return StepPlan(
             schedule=schedule,
             micro_batches=micro_batches,
-            slots=tuple(tuple(_slots(self, tick, plan_pool)) for tick in schedule.ticks),
+            slots=tuple(tuple(slots(tick)) for tick in schedule.ticks),
             stages=self.stages,
             first_trained_part=self.first_trained_part,
         )
@@ -145,20 +148,31 @@ class StepPlanner:
         if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
             pairs = lengths**2.0 - prefixes**2.0
             sets.sort(key=lambda members: float(np.sum(pairs[members])))
-        halves = [self._place_half(one, lengths[one], prefixes[one]) for one in sets]
+        place_half = cache(self._place_half)  # halves of equal documents only once
+        halves = [
+            Half(one, *place_half(tuple(lengths[one].tolist()), tuple(prefixes[one].tolist())))
+            for one in sets
+        ]
         return tuple(zip(*[iter(halves)] * num_halves, strict=True))
 
-    def _place_half(self, members: Ints, lengths: Ints, prefixes: Ints) -> Half:
-        """Places documents such that the tokens of every worker are a multiple of tp."""
+    def _place_half(
+        self, lengths: tuple[int, ...], prefixes: tuple[int, ...]
+    ) -> tuple[Placement, Placement]:
+        """Places documents such that the tokens of every worker are a multiple of tp.
+
+        Returns their placement, and the given one, as in ``Half``.
+        """
         p = self.parallel
-        given = pack_in_groups(lengths, p.dp, p.cp, multiple=p.tp, prefixes=prefixes)
+        given = pack_in_groups(
+            as_ints(lengths), p.dp, p.cp, multiple=p.tp, prefixes=as_ints(prefixes)
+        )
         if not self.policy.places_tokens:
-            return Half(members, placement=given, given=given)
+            return given, given
         placed = place(given, None, self._place_options, placer=self.policy.placer)
         placement = pad_to_multiple(placed, p.tp)
         # A plan compares placements of the same documents: new fillers are not in ``given``.
         has_new_fillers = placement.num_documents > given.num_documents
-        return Half(members, placement, placement if has_new_fillers else given)
+        return placement, placement if has_new_fillers else given
 
     @cached_property
     def _place_options(self) -> PlanOptions:
@@ -182,7 +196,9 @@ class StepPlanner:
         return stop - 1 - slot if slot < backward else None
 
 
-def _slots(planner: StepPlanner, tick: Tick, plan_pool: PlanPool) -> Iterator[Slot]:
+def _slots(
+    planner: StepPlanner, micro_batches: Sequence[Sequence[Half]], plan_pool: PlanPool, tick: Tick
+) -> Iterator[Slot]:
     """Yields the plans of each attention slot of a tick, one plan for each half.
 
     A tick ends with the first slot to which no stage brings a layer.
@@ -193,7 +209,21 @@ def _slots(planner: StepPlanner, tick: Tick, plan_pool: PlanPool) -> Iterator[Sl
         masks = _slot_masks(planner, tick, slot)
         if not any(masks):
             return
-        yield tuple(plan_pool(planned, half, masks) for half in range(1 + planner.ping_pong))
+        yield tuple(
+            plan_pool(planned, _stage_placements(micro_batches, tick, half, masks), masks)
+            for half in range(1 + planner.ping_pong)
+        )
+
+
+def _stage_placements(
+    micro_batches: Sequence[Sequence[Half]], tick: Tick, half: int, masks: StageMasks
+) -> StagePlacements:
+    """[stages] Returns how the documents of one half are placed in a tick."""
+    halves = [
+        micro_batches[micro_batch][half] if micro_batch is not None and mask is not None else None
+        for micro_batch, mask in zip(tick.micro_batches, masks, strict=True)
+    ]
+    return tuple(None if one is None else (one.placement, one.given) for one in halves)
 
 
 def _slot_masks(planner: StepPlanner, tick: Tick, slot: int) -> StageMasks:
@@ -209,26 +239,17 @@ def _slot_masks(planner: StepPlanner, tick: Tick, slot: int) -> StageMasks:
 
 
 def _plan_pool(
-    planner: StepPlanner,
-    micro_batches: Sequence[Sequence[Half]],
-    tick: Tick,
-    half: int,
-    masks: StageMasks,
+    planner: StepPlanner, tick: Tick, placements: StagePlacements, masks: StageMasks
 ) -> Plan:
     """Plans the attention of one half of all stages in a tick, whose layers have ``masks``.
 
     A stage without a mask has no documents in the pool, and its workers only serve.
     """
     workers = planner.parallel.workers_per_stage
-    halves = [
-        micro_batches[micro_batch][half] if micro_batch is not None and mask is not None else None
-        for micro_batch, mask in zip(tick.micro_batches, masks, strict=True)
-    ]
-    placed = [None if stage is None else stage.placement for stage in halves]
+    placed = [stage and stage[0] for stage in placements]
     given = None
     if planner.policy.places_tokens:
-        before = [None if stage is None else stage.given for stage in halves]
-        given = pool_placements(before, workers)
+        given = pool_placements([stage and stage[1] for stage in placements], workers)
     cost = planner.cost
     if planner.parallel.pp > 1:
         cost = cost.one_way(backward=tick.phase == BACKWARD)

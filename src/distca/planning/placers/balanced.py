@@ -22,11 +22,13 @@ at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.attempts import Attempt, Measure
@@ -36,7 +38,8 @@ from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import SliceLimits, Slicer
 from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
-from distca.planning.schedulers.disaggregated import SEARCH_ORDERS, schedule
+from distca.planning.schedulers.disaggregated import schedule
+from distca.planning.schedulers.orders import SEARCH_ORDERS, TooMuchTrafficError
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import Floats, Ints
 from distca.planning.traffic import traffic
@@ -58,6 +61,8 @@ SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
 MORE_BYTES = 1.75  # times those of the placement without swaps: tasks may have to move then
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
+
+_WORST = (True, np.inf, np.inf)
 
 
 def balanced_placement(problem: Problem) -> Placement:
@@ -84,7 +89,7 @@ def _even_placement(problem: Problem) -> Placement:
             return candidates[0]
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return min([*candidates, in_order], key=lambda candidate: _quality(candidate, problem))
+        return _best([*candidates, in_order], problem)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
@@ -94,7 +99,7 @@ def _even_placement(problem: Problem) -> Placement:
             candidates.append(over_all)
     if len(candidates) == 1:
         return candidates[0]
-    return min(candidates, key=lambda candidate: _quality(candidate, problem))
+    return _best(candidates, problem)
 
 
 def _search(problem: Problem) -> Attempt | None:
@@ -211,13 +216,28 @@ def _equal_weights(problem: Problem) -> CostFunction:
     return cost_ps
 
 
-def _quality(placement: Placement, problem: Problem) -> tuple[bool, float, float]:
-    """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic."""
+def _best(candidates: Sequence[Placement], problem: Problem) -> Placement:
+    """Returns the placement with the best quality after scheduling."""
+    best, least = candidates[0], _WORST
+    for candidate in candidates:
+        max_peak = UNLIMITED if least[0] else int(least[1])
+        quality = _quality(candidate, problem, max_peak)
+        if quality < least:
+            best, least = candidate, quality
+    return best
+
+
+def _quality(placement: Placement, problem: Problem, max_peak: int) -> tuple[bool, float, float]:
+    """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic.
+
+    max_peak: the peak traffic above which a placement is not scheduled to the end.
+    """
     problem = replace(problem, placement=placement)
+    shards = PlacedShards.of(problem, problem.cost.backward)
     try:
-        tasks = schedule(PlacedShards.of(problem, problem.cost.backward), SEARCH_ORDERS[:1])
-    except DoesNotFitError:
-        return True, np.inf, np.inf
+        tasks, _ = schedule(shards, SEARCH_ORDERS[:1], max_peak=max_peak)
+    except (DoesNotFitError, TooMuchTrafficError):
+        return _WORST
     devices = problem.devices
     load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
     missed = devices.imbalance(load) > 1.0 + problem.tolerance

@@ -1,5 +1,9 @@
 """The keys that ranks have while a schedule is made, so that none is sent twice to a server."""
 
+from __future__ import annotations
+
+from copy import copy
+
 import numpy as np
 
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards, joined
@@ -20,6 +24,12 @@ class HeldKeys:
             for rank, spans in shards.homes(document).items():
                 for span in spans:
                     self._take(document, rank, shards.keys_needed(document, span))
+
+    def copy(self) -> HeldKeys:
+        """Returns the same keys; lists of spans are replaced, never changed."""
+        other = copy(self)
+        other._held = {document: dict(held) for document, held in self._held.items()}
+        return other
 
     def holders(self, document: int) -> KeySpans:
         """Returns the ranks that have keys of a document, with those of its prefix."""

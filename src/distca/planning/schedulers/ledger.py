@@ -1,6 +1,9 @@
 """The state of one try of the scheduler: loads, traffic, memory, keys held, and the cuts so far."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -53,8 +56,22 @@ class Ledger:
         self.free_bytes = devices.memory_bytes - fetched * shape.kv_memory_bytes
         self.free_bytes[: placement.num_workers] -= placement.tokens * shape.token_bytes
         self._pieces: list[Ints] = []  # [4, pieces] of shards that were cut, as in ``Tasks.build``
-        self._server = placement.worker.copy()  # [shards] of those that were not cut
+        self.server = placement.worker.copy()  # [shards] of those that were not cut
         self._moved = np.zeros(len(placement.worker), bool)  # [shards] whole or in pieces
+
+    def copy(self) -> Ledger:
+        """Returns a ledger in the same state, which then changes on its own."""
+        other = copy(self)
+        other.keys, other.loads = self.keys.copy(), self.loads.copy()
+        other.sent, other.received = self.sent.copy(), self.received.copy()
+        other.free_bytes, other._pieces = self.free_bytes.copy(), list(self._pieces)
+        other.server, other._moved = self.server.copy(), self._moved.copy()
+        return other
+
+    @property
+    def moved(self) -> int:
+        """What orders are compared by: peak traffic x total traffic."""
+        return self.peak_traffic * self.total_traffic
 
     @property
     def peak_traffic(self) -> int:
@@ -213,7 +230,7 @@ class Ledger:
         self.free_bytes[server] -= shards.memory_bytes(document, queries)
         self._send_keys(shard, [Piece(*queries, server, load)], keeps_some=False)
         self.loads.move(load, home, server)
-        self._server[shard], self._moved[shard] = server, True
+        self.server[shard], self._moved[shard] = server, True
 
     def move_documents(self, documents: Ints, server: Ints) -> None:
         """Moves many shards at once that are whole documents, each to its server."""
@@ -224,7 +241,7 @@ class Ledger:
         np.subtract.at(self.free_bytes, server, self.memory_of_documents(documents))
         load = self.shards.load[documents]
         self.loads.add(np.concatenate([server, home]), np.concatenate([load, -load]))
-        self._server[documents], self._moved[documents] = server, True
+        self.server[documents], self._moved[documents] = server, True
 
     def memory_of_documents(self, documents: Ints) -> Ints:
         """[documents] Returns what shards that are whole documents take on another server."""
@@ -264,6 +281,6 @@ class Ledger:
         p = self.problem.placement
         pieces = np.concatenate([as_ints([[]] * 4), *self._pieces], axis=1)
         uncut = np.delete(np.arange(len(p.document)), pieces[0])
-        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self._server[uncut]])
+        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self.server[uncut]])
         rows = np.concatenate([whole, pieces], axis=1)
         return Tasks.build(p, self.problem.reach, rows)

@@ -1,6 +1,9 @@
 """The loads of ranks while a schedule is made, and which servers can take how much more."""
 
+from __future__ import annotations
+
 import bisect
+from copy import copy
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +28,13 @@ class Loads:
         self.per_rank, self._servers = per_rank, serving
         self._serving = frozenset(serving.tolist())
         self.set_capacity(capacity)
+
+    def copy(self) -> Loads:
+        """Returns the same loads, which then change on their own; capacities are replaced only."""
+        other = copy(self)
+        other.per_rank, other.headrooms = self.per_rank.copy(), list(self.headrooms)
+        other._headroom = list(self._headroom)
+        return other
 
     def set_capacity(self, capacity: Ints) -> None:
         """Changes what ranks may have, and with it the headroom of every server."""

@@ -89,6 +89,22 @@ class PlacedShards:
         long: Bools = self.problem.masks.is_causal & (placement.lengths >= many)
         return self.is_document & long[placement.document]
 
+    @cached_property
+    def least_piece(self) -> Ints:
+        """[shards] About the least load that can be cut off: that of the first or the last piece.
+
+        A whole shard that cannot be cut counts as a piece. With many ranks, some server has
+        headroom for any piece, and 0 stands for all.
+        """
+        if self.problem.devices.num_ranks > FEW_RANKS:
+            return np.zeros_like(self.load)
+        shards = self.cuttable(range(len(self.load)))
+        one, last = np.ones_like(shards.last_cut), shards.last_cut
+        first_piece = shards.load(shards.start, shards.position(one))
+        last_piece = shards.load(shards.position(last - 1), shards.stop)
+        least: Ints = np.minimum(first_piece, last_piece)[:, 0]
+        return least
+
     def span(self, shard: int) -> Span:
         placement = self.problem.placement
         return int(placement.start[shard]), int(placement.stop[shard])

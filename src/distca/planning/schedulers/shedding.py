@@ -7,7 +7,7 @@ next batch.
 """
 
 import bisect
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 
@@ -15,11 +15,11 @@ from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
 from distca.planning.schedulers.requests import merge
-from distca.planning.schedulers.short_documents import shed_documents
+from distca.planning.schedulers.server_sets import fewest_servers, server_sets
+from distca.planning.schedulers.short_documents import shed_document, shed_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
-NUM_HOLDERS = 3  # servers with keys of the document that are tried
 MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
@@ -32,22 +32,21 @@ Found = dict[int, list[tuple[Choices, int]]]  # rank -> choices that fit, and th
 Shedding = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions to ``evaluate``
 
 
-def shed(ledger: Ledger, batches: Iterable[list[int]]) -> Shedding:
-    """Moves the surplus of ranks, out of one of their heaviest shards if possible."""
-    waiting: dict[int, int] = {}  # rank -> servers beyond the fewest that it needs
-    for ranks in batches:
-        waiting |= dict.fromkeys(ranks, 0)
-        yield from _shed_once(ledger, waiting)
-        while len(waiting) >= len(ranks):
-            yield from _shed_once(ledger, waiting)
-    while waiting:
+def shed(ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int]) -> Shedding:
+    """Moves the surplus of ranks, out of one of their heaviest shards if possible.
+
+    waiting: rank -> servers beyond the fewest that it needs. A batch of ranks joins those of
+        earlier batches that still wait, and ends once fewer wait; without ranks, once none does.
+    """
+    waiting |= dict.fromkeys(ranks, 0)
+    while len(waiting) >= max(len(ranks), 1):
         yield from _shed_once(ledger, waiting)
 
 
 def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
     """Lets each of some ranks cut one shard; those that are done are removed from ``waiting``."""
     for rank in waiting:
-        while shed_documents(ledger, rank):
+        while shed_documents(ledger, rank) or shed_document(ledger, rank):
             pass
     _drop_done(ledger, waiting)
     requests, reserved = _requests(ledger, waiting)
@@ -65,7 +64,7 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
                 limit, waiting[rank] = max(limit, cut.peak), 0
                 break
         if not options:
-            waiting[rank] += 1
+            waiting[rank] = _next_spare(ledger, rank, waiting[rank])
             if waiting[rank] > MAX_SPARE:
                 stuck.append(rank)
     ledger.move(moves)
@@ -80,9 +79,12 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
 
 
 def _drop_done(ledger: Ledger, waiting: dict[int, int]) -> None:
-    """Removes the ranks that have no surplus any more, or nothing left to cut."""
+    """Removes the ranks that have no surplus any more, or nothing left that a server can take."""
+    headrooms, least_piece = ledger.loads.headrooms, ledger.shards.least_piece
+    most = headrooms[-1].load if headrooms else 0
     for rank in list(waiting):
-        if not ledger.loads.surplus(rank) or not len(ledger.uncut(rank)):
+        pieces = least_piece[ledger.uncut(rank)[:NUM_SHARDS]].tolist()
+        if not ledger.loads.surplus(rank) or min(pieces, default=most + 1) > most:
             del waiting[rank]
 
 
@@ -104,20 +106,39 @@ def _requests(
         if not documents.isdisjoint(shared):
             continue
         surplus = min(ledger.loads.surplus(rank), int(shards.load[heaviest[0]]))
-        fewest = _fewest(headrooms, surplus, spare=spare, without=reserved)
+        fewest = fewest_servers(headrooms, surplus, spare=spare, without=reserved)
         if not fewest and requests:
             break
-        requests[rank] = [
-            Request(shard, keep, servers)
-            for shard in heaviest
-            for keep in _loads_to_keep(ledger, shard)
-            for servers in _server_sets(
-                ledger, shard, int(shards.load[shard]) - keep, spare, reserved
-            )
-        ]
+        requests[rank] = _requests_of(ledger, heaviest, spare, reserved)
         documents |= shared
         reserved |= dict.fromkeys(_reserve(headrooms, surplus, fewest, reserved), rank)
     return requests, reserved
+
+
+def _requests_of(
+    ledger: Ledger, heaviest: Sequence[int], spare: int, reserved: dict[int, int]
+) -> list[Request]:
+    """Returns the requests of a rank for some servers beyond the fewest."""
+    return [
+        Request(shard, keep, servers)
+        for shard in heaviest
+        for keep in _loads_to_keep(ledger, shard)
+        for servers in server_sets(
+            ledger, shard, int(ledger.shards.load[shard]) - keep, spare, reserved
+        )
+    ]
+
+
+def _next_spare(ledger: Ledger, rank: int, spare: int) -> int:
+    """Returns how many servers more a rank asks for that found nothing.
+
+    More make no difference if there are no more, as is the case with few ranks.
+    """
+    heaviest = _shards_to_cut(ledger, rank)
+    asked = _requests_of(ledger, heaviest, spare, {})
+    spares = range(spare + 1, MAX_SPARE + 1)
+    others = (more for more in spares if _requests_of(ledger, heaviest, more, {}) != asked)
+    return next(others, MAX_SPARE + 1)
 
 
 def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
@@ -198,14 +219,15 @@ def _shed_some(ledger: Ledger, shard: int) -> bool:
 def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
     """Returns the cheapest cut that keeps the first possible load, for the fewest servers."""
     load = int(ledger.shards.load[shard])
-    tries = [(keep, spare) for keep in keeps for spare in range(MAX_SPARE + 1)]
-    requests = {
-        number: [
+    tries = [
+        [
             Request(shard, keep, servers)
-            for servers in _server_sets(ledger, shard, load - keep, spare, {})
+            for servers in server_sets(ledger, shard, load - keep, spare, {})
         ]
-        for number, (keep, spare) in enumerate(tries)
-    }
+        for keep in keeps
+        for spare in range(MAX_SPARE + 1)
+    ]
+    requests = {n: one for n, one in enumerate(tries) if not n or one != tries[n - 1]}
     limit = ledger.peak_traffic
     (found,) = evaluate([(ledger, requests)])
     for options in found.values():
@@ -214,58 +236,6 @@ def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
             cut = min(best, key=lambda option: option.score).cut()
             return _fit_remainder(ledger, cut, max(limit, cut.peak), set(), {})
     return None
-
-
-def _server_sets(
-    ledger: Ledger, shard: int, load: int, spare: int, reserved: dict[int, int]
-) -> list[list[Headroom]]:
-    """Returns sets of servers that can take a load together.
-
-    These are the largest headrooms, the same after a server that has keys of the document, and the
-    largest headrooms of the shard's node.
-    """
-    shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
-    sets = [_fewest(loads.headrooms, load, spare=spare, without=reserved)]
-    if not shards.is_document[shard]:
-        holders = [
-            Headroom(loads.headroom(server), server)
-            for server in ledger.keys.holders(shards.document[shard])
-            if server != home and loads.headroom(server) > 0 and loads.serves(server)
-        ]
-        for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
-            if holder.server not in reserved:
-                sets.append(_fewest(loads.headrooms, load, [holder], spare, reserved))
-    if shards.several_nodes:
-        near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
-        sets.append(_fewest(near, load, spare=spare, without=reserved))
-    return [one for index, one in enumerate(sets) if one and one not in sets[:index]]
-
-
-def _fewest(
-    headrooms: Sequence[Headroom],
-    load: int,
-    first: Sequence[Headroom] = (),
-    spare: int = 0,
-    without: Iterable[int] = (),
-) -> list[Headroom]:
-    """Returns ``first`` and the fewest of the largest headrooms that together hold a load.
-
-    If ``spare`` is 1, an eighth more are added, and one; if it is 2, half as many more, and two:
-    each piece may be smaller than its headroom. Returns an empty list if all of them do not hold
-    the load.
-    """
-    chosen = list(first)
-    total, skipped = sum(h.load for h in chosen), {h.server for h in chosen}.union(without)
-    wanted = 0  # once the load fits
-    for headroom in reversed(headrooms):
-        if total >= load:
-            wanted = wanted or len(chosen) + spare * (1 + spare * len(chosen) // 8)
-            if len(chosen) >= wanted:
-                break
-        if headroom.server not in skipped:
-            chosen.append(headroom)
-            total += headroom.load
-    return chosen if total >= load else []
 
 
 def _fit_remainder(

@@ -4,6 +4,8 @@ A group is a run of whole documents of one worker that one server takes. It is f
 sums, so the number of steps depends on the servers and not on the documents.
 """
 
+import bisect
+
 import numpy as np
 
 from distca.planning.schedulers.ledger import Ledger
@@ -43,6 +45,34 @@ def shed_documents(ledger: Ledger, rank: int) -> bool:
     server_of = np.repeat(as_ints([server for *_, server in servers]), np.diff(ends))
     ledger.move_documents(documents[:first], server_of)
     return first > 0
+
+
+def shed_document(ledger: Ledger, rank: int) -> bool:
+    """Moves the heaviest shard that is left if it is a document lighter than the surplus.
+
+    It goes to the smallest headroom that holds it without raising the peak traffic, to save large
+    ones, else to the largest. Returns whether it was moved. Cuts of such a document need not be
+    evaluated, since all of it leaves; but where there are several nodes, servers differ.
+    """
+    shards, headrooms = ledger.shards, ledger.loads.headrooms
+    uncut = ledger.uncut(rank)
+    if not len(uncut) or not headrooms or shards.several_nodes:
+        return False
+    shard, load = int(uncut[0]), int(shards.load[uncut[0]])
+    if load >= ledger.loads.surplus(rank) or not shards.is_document[shard]:
+        return False
+    shape, tokens = ledger.problem.shape, shards.span(shard)[1]
+    arriving = tokens * (shape.q_bytes + shape.kv_bytes)
+    largest = headrooms[-1].server
+    limit = max(
+        ledger.peak_traffic, ledger.received[largest] + arriving, ledger.sent[rank] + arriving
+    )
+    for _, server in headrooms[bisect.bisect_left(headrooms, (load, -1)) :]:
+        fits = ledger.free_bytes[server] >= tokens * shape.token_bytes
+        if fits and ledger.received[server] + arriving <= limit:
+            ledger.move_whole(shard, server)
+            return True
+    return False
 
 
 def deal_documents(ledger: Ledger, idle: Ints) -> None:

@@ -1,6 +1,6 @@
 """Which ranks have to shed, in which order, and what this will cost: estimates before any cut."""
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -11,34 +11,54 @@ from distca.planning.spans import Floats, Ints, as_ints, cumulative
 NUM_ROUNDS = 8  # docs/planning.md ("What was tried") has the figures for others
 
 
-def surplus_ranks(ledger: Ledger, senders_first: float, seed: int) -> Iterator[list[int]]:
-    """Yields the ranks with a surplus in the order in which they should shed it, in batches.
+class SurplusRanks:
+    """The ranks with a surplus, in the order in which they should shed it.
 
     Ranks that will send the most come first, while all headroom is left, because they determine the
     peak traffic. Then come those that are closest to needing one server more; they are sorted again
     as headroom shrinks.
-
-    senders_first: the share of the largest estimate of sent bytes from which a rank comes first.
-    seed: if above 0, the order is random instead, and ranks come one by one.
     """
-    ranks = workers_above_capacity(ledger)
-    if seed:
-        yield from ([rank] for rank in np.random.default_rng(seed).permutation(ranks).tolist())
-        return
-    size = max(len(ranks) // NUM_ROUNDS, 1)
-    estimate = _estimate_sent(ledger, ranks)
-    is_sender = estimate >= senders_first * estimate.max(initial=0.0)
-    senders = ranks[is_sender][np.argsort(-estimate[is_sender], kind="stable")].tolist()
-    yield from (senders[first : first + size] for first in range(0, len(senders), size))
-    others = ranks[~is_sender]
-    while len(others):
-        surplus = ledger.loads.above_capacity[others]
+
+    _first: list[int]  # those whose turn is known
+    _others: Ints
+
+    def __init__(self, ledger: Ledger, senders_first: float, seed: int) -> None:
+        """Divides the ranks into senders and others.
+
+        senders_first: the share of the largest estimate of sent bytes from which a rank comes
+            first.
+        seed: if above 0, the order is random instead.
+        """
+        ranks = workers_above_capacity(ledger)
+        self._size = max(len(ranks) // NUM_ROUNDS, 1)
+        self._first, self._others = ranks.tolist(), ranks[:0]
+        if len(ranks) <= 1:
+            return
+        if seed:
+            self._first = np.random.default_rng(seed).permutation(ranks).tolist()
+            return
+        estimate = _estimate_sent(ledger, ranks)
+        is_sender = estimate >= senders_first * estimate.max()
+        order = np.argsort(-estimate[is_sender], kind="stable")
+        self._first, self._others = ranks[is_sender][order].tolist(), ranks[~is_sender]
+
+    def next_batch(self, ledger: Ledger) -> list[int]:
+        """Returns the next ranks; none at the end."""
+        if self._first or not len(self._others):
+            return self._first[: self._size]
+        surplus = ledger.loads.above_capacity[self._others]
         filled = np.cumsum(_largest_first(ledger))
         num_servers = np.searchsorted(filled, surplus)
         slack = np.append(filled, np.iinfo(np.int64).max)[num_servers] - surplus
-        others = others[np.argsort(slack, kind="stable")]
-        yield others[:size].tolist()
-        others = np.sort(others[size:])
+        batch: list[int] = self._others[np.argsort(slack, kind="stable")[: self._size]].tolist()
+        return batch
+
+    def remove(self, batch: Sequence[int]) -> None:
+        """Removes ranks that have had their turn."""
+        if self._first:
+            self._first = self._first[len(batch) :]
+        else:
+            self._others = as_ints([rank for rank in self._others.tolist() if rank not in batch])
 
 
 def workers_above_capacity(ledger: Ledger) -> Ints:

@@ -1,0 +1,188 @@
+"""Search orders: choices that no rule settles for every batch, tried for batches of few ranks.
+
+With few ranks, most orders let the same ranks shed at first, and many do to the end. So orders
+share a *branch*, one ledger, until they differ; then the branch forks. The branch of the first
+order is followed to its end. The others then continue side by side, so that the cuts that they ask
+for are evaluated together. A branch ends as soon as it moves more than the best plan so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from contextlib import suppress
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.planning.schedulers.ledger import MARGIN, Ledger
+from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.repair import repair
+from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
+from distca.planning.schedulers.surplus import SurplusRanks
+from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
+from distca.planning.tasks import Tasks
+
+NUM_TRIES = 4  # estimates of the load after cutting
+
+
+class TooMuchTrafficError(Exception):
+    """Raised when a schedule would exceed a limit on the peak traffic."""
+
+
+class SearchOrder(NamedTuple):
+    """In which order ranks shed their surplus, and how many shards they adopt before."""
+
+    senders_first: float  # see ``surplus.SurplusRanks``
+    max_adopted: float  # see ``whole_shards.move_to_keys``
+    seed: int = 0  # above 0: ranks shed their surplus in a random order
+
+
+# The first is the best on average; each of the others is the best on some batches of few ranks.
+SEARCH_ORDERS = (
+    SearchOrder(senders_first=0.75, max_adopted=0.25),
+    SearchOrder(senders_first=2.0, max_adopted=0.25),  # no rank reaches 2.0: no senders first
+    SearchOrder(senders_first=0.75, max_adopted=0.0),
+    SearchOrder(senders_first=2.0, max_adopted=0.0),
+    *(SearchOrder(senders_first=0.0, max_adopted=0.25, seed=seed) for seed in range(1, 5)),
+)
+
+
+class Candidate(NamedTuple):
+    """The result of an order."""
+
+    order: SearchOrder
+    ledger: Ledger
+    repaired: Tasks | None  # if the ledger's own tasks had to be repaired
+    missed: float  # imbalance above the bound
+    moved: int  # peak traffic x total traffic
+
+    @property
+    def quality(self) -> tuple[float, int]:
+        return self.missed, self.moved
+
+    @property
+    def tasks(self) -> Tasks:
+        return self.ledger.tasks() if self.repaired is None else self.repaired
+
+
+Branch = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions, as ``shed`` does
+
+
+class OrderSearch:
+    """Carries out steps 2 to 5 of the scheduler in several orders."""
+
+    def __init__(self, shards: PlacedShards, max_peak: int) -> None:
+        """Branches end that let a rank send or receive more than ``max_peak``."""
+        self._shards, self._max_peak = shards, max_peak
+        self._forks: list[Branch] = []
+        self._best: Candidate | None = None
+
+    def run(self, orders: Sequence[SearchOrder], expected_load: int) -> Candidate:
+        """Returns the best result of all orders.
+
+        If the first order misses the bound or moves nothing, the others are no better. Raises
+        ``TooMuchTrafficError`` if the first one exceeds ``max_peak``.
+        """
+        self._follow([self._try(orders, expected_load)])
+        if self._best is None:
+            raise TooMuchTrafficError
+        if self._best.missed == 0.0 and self._best.moved > 0:
+            self._follow(self._take_forks(), with_forks=True)
+        return self._best
+
+    def _take_forks(self) -> list[Branch]:
+        forks, self._forks = self._forks, []
+        return forks
+
+    def _follow(self, branches: Sequence[Branch], *, with_forks: bool = False) -> None:
+        """Runs branches side by side to their ends, with or without what forks off them."""
+        answers: dict[Branch, Found | None] = dict.fromkeys(branches)
+        while answers:
+            questions = {}
+            for branch, answer in answers.items():
+                with suppress(StopIteration):
+                    questions[branch] = next(branch) if answer is None else branch.send(answer)
+            found = evaluate(list(questions.values()))
+            answers = dict(zip(questions, found, strict=True))
+            if with_forks:
+                answers |= dict.fromkeys(self._take_forks())
+
+    def _try(self, orders: Sequence[SearchOrder], expected_load: int, number: int = 0) -> Branch:
+        """Carries out steps 2 and 3, after which orders with another ``max_adopted`` may fork.
+
+        Cutting changes the total load, and with it the mean that the bound refers to. Capacities
+        rise with the load of the first try. If they are too high at its end, because the load is
+        lower than estimated, or fell again, the next try takes those of the load that the last one
+        arrived at.
+
+        number: how many tries came before.
+        """
+        start = Ledger(self._shards, expected_load, follows_load=number == 0)
+        empty_idle_workers(start)
+        groups: dict[bytes, tuple[Ledger, list[SearchOrder]]] = {}
+        for max_adopted in dict.fromkeys(order.max_adopted for order in orders):
+            ledger = start.copy()
+            move_to_keys(ledger, max_adopted)
+            _, members = groups.setdefault(ledger.server.tobytes(), (ledger, []))
+            members += [order for order in orders if order.max_adopted == max_adopted]
+        first, *others = (
+            self._shed(
+                ledger,
+                {},
+                {order: SurplusRanks(ledger, order.senders_first, order.seed) for order in members},
+                number,
+            )
+            for ledger, members in groups.values()
+        )
+        self._forks += others
+        yield from first
+
+    def _shed(
+        self,
+        ledger: Ledger,
+        waiting: dict[int, int],
+        orders: dict[SearchOrder, SurplusRanks],
+        number: int,
+    ) -> Branch:
+        """Carries out step 4 in the first of some orders; others fork where the next ranks differ.
+
+        waiting: see ``shed``.
+        """
+        next_ranks: tuple[int, ...] | None = None
+        while next_ranks != ():
+            groups: dict[tuple[int, ...], dict[SearchOrder, SurplusRanks]] = {}
+            for order, ranks in orders.items():
+                groups.setdefault(tuple(ranks.next_batch(ledger)), {})[order] = ranks
+            (next_ranks, orders), *others = groups.items()
+            self._forks += [
+                self._shed(ledger.copy(), dict(waiting), members, number) for _, members in others
+            ]
+            for ranks in orders.values():
+                ranks.remove(next_ranks)
+            if self._is_worse(ledger):
+                return
+            yield from shed(ledger, waiting, next_ranks)
+        yield from self._end(ledger, list(orders), number)
+
+    def _is_worse(self, ledger: Ledger) -> bool:
+        """Returns whether a branch moves as much as the best result already, or too much."""
+        best = self._best
+        beaten = best is not None and best.missed == 0.0 and ledger.moved >= best.moved
+        return beaten or ledger.peak_traffic > self._max_peak
+
+    def _end(self, ledger: Ledger, orders: Sequence[SearchOrder], number: int) -> Branch:
+        """Starts the next try, or carries out step 5 and keeps the result if it is the best."""
+        problem, loads = self._shards.problem, ledger.loads
+        bound = 1.0 + problem.tolerance
+        imbalance, tasks = problem.devices.imbalance(loads.per_rank), None
+        if imbalance > bound and number + 1 < NUM_TRIES and not np.any(loads.above_capacity > 0):
+            expected_load = int(int(loads.per_rank.sum()) * (1.0 - MARGIN))
+            yield from self._try(orders, expected_load, number + 1)
+            return
+        if self._is_worse(ledger):
+            return
+        if imbalance > bound:
+            tasks, imbalance = repair(problem, self._shards.cost, ledger.tasks())
+        result = Candidate(orders[0], ledger, tasks, max(imbalance - bound, 0.0), ledger.moved)
+        if self._best is None or result.quality < self._best.quality:
+            self._best = result

@@ -1,0 +1,147 @@
+"""Search orders that share branches, compared with orders that are tried one by one."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from distca.pipeline.mesh import MeshShape
+from distca.pipeline.step_planner import StepPlanner
+from distca.planning.api import place_and_plan
+from distca.planning.devices import UNLIMITED
+from distca.planning.masks import Mask
+from distca.planning.options import PlanOptions
+from distca.planning.placement import Entry, Placement
+from distca.planning.policies import policy_of
+from distca.planning.schedulers import shedding
+from distca.planning.schedulers.orders import (
+    SEARCH_ORDERS,
+    Candidate,
+    OrderSearch,
+    TooMuchTrafficError,
+)
+from distca.planning.schedulers.placed_shards import PlacedShards
+
+COSTS = ("pairs", "analytic", "h200")
+# Python files of up to 8,192 tokens, 32,768 tokens in all.
+FILES = (
+    [1024, 8192, 1233, 5568, 8192, 3108, 5451],
+    [7838, 2967, 8192, 8192, 5579],
+    [5452, 8192, 350, 1020, 8192, 8192, 1370],
+    [8192, 2908, 8192, 327, 255, 5134, 7760],
+    [8192, 8192, 8192, 4233, 3959],
+)
+
+
+def placed(ranks: list[list[Entry]], cost: str, **options: object) -> PlacedShards:
+    options_of = PlanOptions.of(None, {"model": "llama3-8b", "cost": cost, **options})
+    problem = options_of.problem(Placement.from_ranks(ranks))
+    return PlacedShards.of(problem, problem.cost.backward)
+
+
+def one_by_one(shards: PlacedShards, expected_load: int) -> Candidate:
+    """Tries every order from the start to its end."""
+    first, *others = (
+        OrderSearch(shards, UNLIMITED).run([order], expected_load) for order in SEARCH_ORDERS
+    )
+    if first.missed > 0.0 or first.moved == 0:
+        return first
+    return min([first, *others], key=lambda candidate: candidate.quality)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    ranks=st.lists(
+        st.lists(st.sampled_from([100, 700, 2000, 6000, 8192, 30_000]), max_size=5),
+        min_size=2,
+        max_size=8,
+    ).filter(any),
+    cost=st.sampled_from(COSTS),
+    servers=st.sampled_from([0, 0, 2]),
+)
+def test_shared_branches_lead_to_the_best_order(
+    ranks: list[list[Entry]], cost: str, servers: int
+) -> None:
+    shards = placed(ranks, cost, servers=servers)
+    expected_load = int(shards.load.sum())
+    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    best = one_by_one(shards, expected_load)
+    assert found.quality == best.quality
+    assert found.order == best.order
+    for one, other in zip(vars(found.tasks).values(), vars(best.tasks).values(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("lengths", FILES)
+def test_documents_that_span_ranks_do_too(lengths: list[int], cost: str) -> None:
+    placement = Placement.in_order(np.array(lengths), 4)
+    problem = PlanOptions(model="llama3-8b", cost=cost).problem(placement)
+    shards = PlacedShards.of(problem, problem.cost.backward)
+    expected_load = int(shards.load.sum())
+    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    assert found.quality == one_by_one(shards, expected_load).quality
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_documents_with_a_prefix_do_too(cost: str) -> None:
+    continued: Entry = {"length": 700, "parent": 0, "prefix": 4096}
+    shards = placed([[4096, *([continued] * 8)], [continued] * 4, [30_000]], cost)
+    expected_load = int(shards.load.sum())
+    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    assert found.moved > 0
+    assert found.quality == one_by_one(shards, expected_load).quality
+
+
+def test_a_limit_on_the_peak_ends_the_search() -> None:
+    shards = placed([[30_000], [700] * 4, [700] * 4], "pairs")
+    load = int(shards.load.sum())
+    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    assert OrderSearch(shards, peak).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic == peak
+    with pytest.raises(TooMuchTrafficError):
+        OrderSearch(shards, peak - 1).run(SEARCH_ORDERS[:1], load)
+
+
+class Count:
+    """Counts how often cuts are evaluated."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.evaluations, evaluate = 0, shedding.evaluate_requests
+
+        def counted(*args: object) -> object:
+            self.evaluations += 1
+            return evaluate(*args)  # type: ignore[arg-type]
+
+        patch.setattr(shedding, "evaluate_requests", counted)
+
+
+@pytest.mark.parametrize("cost", COSTS)
+@pytest.mark.parametrize("placement", ["given", "balanced"])
+def test_few_ranks_take_few_evaluations(
+    placement: str, cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for lengths in FILES:
+        with monkeypatch.context() as patch:
+            count = Count(patch)
+            given = Placement.in_order(np.array(lengths), 4)
+            place_and_plan(given, policy_of("distca", placement), model="llama3-8b", cost=cost)
+        assert count.evaluations <= 10 * 4
+
+
+@pytest.mark.parametrize("cost", COSTS)
+def test_steps_with_ping_pong_take_few_evaluations(
+    cost: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With eight orders one by one, these steps took up to 117 evaluations."""
+    planner = StepPlanner(
+        MeshShape(dp=4),
+        (Mask.parse("causal"),),
+        PlanOptions(model="llama3-8b", cost=cost),
+        policy=policy_of("distca", "balanced"),
+        ping_pong=True,
+    )
+    for lengths in FILES:
+        with monkeypatch.context() as patch:
+            count = Count(patch)
+            planner.plan(np.array(lengths))
+        assert count.evaluations <= 10 * 4
