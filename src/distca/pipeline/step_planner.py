@@ -24,19 +24,22 @@ from distca.pipeline.pool import pool_masks, pool_placements
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
 from distca.pipeline.step_plan import Half, Slot, StepPlan
-from distca.planning.api import place, plan
+from distca.planning.api import place_to_plan, plan
 from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
+from distca.planning.placers.candidates import Placed
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES, Policy
+from distca.planning.schedulers.disaggregated import BegunSchedule
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
 # The placement of each stage's documents and the given one, as in ``Half``; None without any.
 StagePlacements = tuple[tuple[Placement, Placement] | None, ...]
+Begun = dict[Placement, BegunSchedule]  # of placements that the placer has scheduled in part
 PlanPool = Callable[[Tick, StagePlacements, StageMasks], Plan]  # for one half
 
 
@@ -128,10 +131,10 @@ class StepPlanner:
         """
         lengths = as_ints(lengths)
         known = np.zeros_like(lengths) if prefixes is None else as_ints(prefixes)
-        micro_batches = self._place(lengths, known)
+        micro_batches, begun = self._place(lengths, known)
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
-        plan_pool = cache(partial(_plan_pool, self))  # equal pools only once
+        plan_pool = cache(partial(_plan_pool, self, begun))  # equal pools only once
         slots = partial(_slots, self, micro_batches, plan_pool)
         return StepPlan(
             schedule=schedule,
@@ -141,23 +144,28 @@ class StepPlanner:
             first_trained_part=self.first_trained_part,
         )
 
-    def _place(self, lengths: Ints, prefixes: Ints) -> tuple[tuple[Half, ...], ...]:
-        """[micro-batches, halves] Splits documents, and places them on the workers of a stage."""
+    def _place(self, lengths: Ints, prefixes: Ints) -> tuple[tuple[tuple[Half, ...], ...], Begun]:
+        """Splits documents, and places them on the workers of a stage.
+
+        Returns halves, [micro-batches, halves], and what the placer has scheduled of them.
+        """
         num_halves = 1 + self.ping_pong
         sets = split(lengths, self.micro_batches * num_halves, prefixes)
         if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
             pairs = lengths**2.0 - prefixes**2.0
             sets.sort(key=lambda members: float(np.sum(pairs[members])))
         place_half = cache(self._place_half)  # halves of equal documents only once
-        halves = [
-            Half(one, *place_half(tuple(lengths[one].tolist()), tuple(prefixes[one].tolist())))
-            for one in sets
-        ]
-        return tuple(zip(*[iter(halves)] * num_halves, strict=True))
+        halves, begun = [], {}
+        for one in sets:
+            placed, given = place_half(tuple(lengths[one].tolist()), tuple(prefixes[one].tolist()))
+            halves.append(Half(one, placed.placement, given))
+            if placed.begun is not None:
+                begun[placed.placement] = placed.begun
+        return tuple(zip(*[iter(halves)] * num_halves, strict=True)), begun
 
     def _place_half(
         self, lengths: tuple[int, ...], prefixes: tuple[int, ...]
-    ) -> tuple[Placement, Placement]:
+    ) -> tuple[Placed, Placement]:
         """Places documents such that the tokens of every worker are a multiple of tp.
 
         Returns their placement, and the given one, as in ``Half``.
@@ -167,12 +175,13 @@ class StepPlanner:
             as_ints(lengths), p.dp, p.cp, multiple=p.tp, prefixes=as_ints(prefixes)
         )
         if not self.policy.places_tokens:
-            return given, given
-        placed = place(given, None, self._place_options, placer=self.policy.placer)
-        placement = pad_to_multiple(placed, p.tp)
+            return Placed(given), given
+        placed = place_to_plan(given, self._place_options, self.policy.placer)
+        padded = pad_to_multiple(placed.placement, p.tp)
+        if padded is placed.placement:
+            return placed, given
         # A plan compares placements of the same documents: new fillers are not in ``given``.
-        has_new_fillers = placement.num_documents > given.num_documents
-        return placement, placement if has_new_fillers else given
+        return Placed(padded), padded
 
     @cached_property
     def _place_options(self) -> PlanOptions:
@@ -239,7 +248,11 @@ def _slot_masks(planner: StepPlanner, tick: Tick, slot: int) -> StageMasks:
 
 
 def _plan_pool(
-    planner: StepPlanner, tick: Tick, placements: StagePlacements, masks: StageMasks
+    planner: StepPlanner,
+    begun: Begun,
+    tick: Tick,
+    placements: StagePlacements,
+    masks: StageMasks,
 ) -> Plan:
     """Plans the attention of one half of all stages in a tick, whose layers have ``masks``.
 
@@ -253,8 +266,10 @@ def _plan_pool(
     cost = planner.cost
     if planner.parallel.pp > 1:
         cost = cost.one_way(backward=tick.phase == BACKWARD)
+    # Without a pipeline, the pool is placed like the half, and what was scheduled of it is used.
+    known = next((begun[one] for one in placed if one in begun), None)
     return plan(
-        pool_placements(placed, workers),
+        Placed(pool_placements(placed, workers), known),
         planner.plan_options,
         scheduler=planner.policy.scheduler,
         given=given,

@@ -19,6 +19,7 @@ from distca.planning.devices import Devices
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.placers.balanced import balanced_placement
+from distca.planning.placers.candidates import Placed
 from distca.planning.placers.dynamic_groups import dynamic_groups
 from distca.planning.placers.head_tail import packed_sequence_placement, per_document_placement
 from distca.planning.placers.karmarkar_karp import karmarkar_karp
@@ -35,7 +36,7 @@ from distca.schema import choose
 
 Ranks = Placement | Sequence[Iterable[Entry]]
 
-PLACERS: dict[str, Callable[[Problem], Placement]] = {
+PLACERS: dict[str, Callable[[Problem], Placement | Placed]] = {
     GIVEN: lambda problem: problem.placement,
     "balanced": balanced_placement,
     "head-tail": packed_sequence_placement,
@@ -73,7 +74,6 @@ def place(
         ``variable-length``, ``karmarkar-karp``, ``dynamic-groups``. ``given`` packs documents in
         order of arrival.
     """
-    choose_placement = choose(PLACERS, placer, "placer")
     if not isinstance(documents, Placement):
         if workers is None:
             raise ValueError("workers is missing: give the number of workers to place documents on")
@@ -81,7 +81,13 @@ def place(
     elif workers not in (None, documents.num_workers):
         given = documents
         documents = Placement.in_order(given.lengths, workers, given.prefixes, given.two_way)
-    problem = PlanOptions.of(options, changes).problem(documents)
+    return place_to_plan(documents, PlanOptions.of(options, changes), placer).placement
+
+
+def place_to_plan(documents: Placement, options: PlanOptions, placer: str) -> Placed:
+    """Does what ``place`` does, and returns for ``plan`` what the placer has scheduled already."""
+    choose_placement = choose(PLACERS, placer, "placer")
+    problem = options.problem(documents)
     check_representable(problem)
     check_prefixes(problem)
     documents.two_way.check_masks(problem.reach)
@@ -90,11 +96,12 @@ def place(
             f"placer {placer} does not know documents that continue others: use one of"
             f" {', '.join(WITH_PREFIXES)}"
         )
-    return choose_placement(problem)
+    placed = choose_placement(problem)
+    return placed if isinstance(placed, Placed) else Placed(placed)
 
 
 def plan(
-    placement: Ranks,
+    placement: Ranks | Placed,
     options: PlanOptions | None = None,
     *,
     scheduler: str = "distca",
@@ -110,7 +117,7 @@ def plan(
 
     placement: a Placement; or for each rank its documents, as lengths or as shards
         ``{"document": d, "start": s, "stop": e}`` of documents that span ranks, or as documents
-        with prefixes or two-way spans (``Placement.from_ranks``).
+        with prefixes or two-way spans (``Placement.from_ranks``); or a Placed.
     options, changes: a ``PlanOptions``, and options by name that replace its own.
     scheduler: ``distca``; or ``home``, ``all-gather`` or ``greedy``, as published policies do.
     given: the placement before ``place``, if there was one. The plan's ``imbalance_before`` then
@@ -118,14 +125,15 @@ def plan(
     """
     began = time.perf_counter()
     assign_tasks = choose(SCHEDULERS, scheduler, "scheduler")
-    if not isinstance(placement, Placement):
-        placement = Placement.from_ranks(placement)
+    placed = placement if isinstance(placement, Placed) else Placed(_placement(placement))
+    placement = placed.placement
     problem = PlanOptions.of(options, changes).problem(placement)
     check_representable(problem)
     check_prefixes(problem)
     placement.two_way.check_masks(problem.reach)
     check_own_memory(problem)
-    assignment = assign_tasks(problem)
+    is_ours = scheduler == "distca"
+    assignment = disaggregated(problem, placed.begun) if is_ours else assign_tasks(problem)
     check_memory(problem, assignment)
     forward_load_ps, backward_load_ps = loads = assignment.load_ps(problem)
     before = placement if given is None else given
@@ -146,9 +154,13 @@ def plan(
         bytes_lower_bound=traffic_lower_bound(
             problem, int(forward_load_ps.sum()), free_placement=before is not placement
         ),
-        shortfall=shortfall(problem, loads, bounded=scheduler == "distca"),
+        shortfall=shortfall(problem, loads, bounded=is_ours),
         plan_s=time.perf_counter() - began,
     )
+
+
+def _placement(ranks: Ranks) -> Placement:
+    return ranks if isinstance(ranks, Placement) else Placement.from_ranks(ranks)
 
 
 def _policy_name(scheduler: str, *, is_given: bool) -> str:
@@ -172,9 +184,9 @@ def place_and_plan(
 ) -> Plan:
     """Places the documents of ``ranks`` by a policy's placer, and plans them by its scheduler."""
     began = time.perf_counter()
-    given = ranks if isinstance(ranks, Placement) else Placement.from_ranks(ranks)
+    given = _placement(ranks)
     options = PlanOptions.of(options, changes)
     options = replace(options, cost=cost_model(options.cost, options.shape))  # read once
-    placement = place(given, None, options, placer=policy.placer)
-    planned = plan(placement, options, scheduler=policy.scheduler, given=given)
+    placed = place_to_plan(given, options, policy.placer)
+    planned = plan(placed, options, scheduler=policy.scheduler, given=given)
     return replace(planned, policy=policy.name, plan_s=time.perf_counter() - began)

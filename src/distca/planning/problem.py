@@ -1,6 +1,6 @@
 """The input of placers and schedulers, and the output of schedulers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 
 import numpy as np
@@ -127,6 +127,20 @@ class Problem:
 
     def document_loads(self, cost_ps: CostFunction) -> DocumentLoads:
         return DocumentLoads(self.masks, self.placement.prefixes.length, cost_ps)
+
+
+def same_fields(one: object, other: object) -> bool:
+    """Returns whether two records are equal in every field, and records and arrays in them too."""
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, np.ndarray):
+        return np.array_equal(one, other)  # type: ignore[arg-type]
+    if not is_dataclass(one):
+        return one == other
+    names = (field.name for field in fields(one))
+    return all(same_fields(getattr(one, name), getattr(other, name)) for name in names)
 
 
 @dataclass(frozen=True)

@@ -102,6 +102,20 @@ def test_a_limit_on_the_peak_ends_the_search() -> None:
         OrderSearch(shards, peak - 1).run(SEARCH_ORDERS[:1], load)
 
 
+def test_the_limit_on_the_peak_is_that_of_the_first_order() -> None:
+    """The peak of another order may be higher, if its total is lower."""
+    shards = placed([[], [100, 700], [], [2000, 6000], [100], [100, 8192, 100]], "pairs")
+    load = int(shards.load.sum())
+    best = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, load)
+    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    assert best.ledger.peak_traffic > peak
+    search = OrderSearch(shards, peak)
+    first = search.first(SEARCH_ORDERS, load)
+    assert (first.order, first.ledger.peak_traffic) == (SEARCH_ORDERS[0], peak)
+    for _ in range(2):  # the second time, there is nothing left to do
+        assert search.others(first).quality == best.quality
+
+
 class Count:
     """Counts how often cuts are evaluated."""
 

@@ -22,27 +22,22 @@ at m_r costs sum(m_r) - length keys. Cutting from the tail makes this sum small 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
-from distca.planning.devices import UNLIMITED
 from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.attempts import Attempt, Measure
+from distca.planning.placers.candidates import Placed, best_of
 from distca.planning.placers.dealing import DealtShards, LongDocuments, deal_slices
 from distca.planning.placers.filling import fill_up
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import SliceLimits, Slicer
-from distca.planning.problem import DocumentLoads, DoesNotFitError, Grain, Problem
-from distca.planning.schedulers.disaggregated import schedule
-from distca.planning.schedulers.orders import SEARCH_ORDERS, TooMuchTrafficError
-from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.problem import DocumentLoads, Grain, Problem
 from distca.planning.spans import Floats, Ints
-from distca.planning.traffic import traffic
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
 FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
@@ -62,15 +57,15 @@ LOWER_PEAK = 0.8  # share of the peak to which that must lower it
 MORE_BYTES = 1.75  # times those of the placement without swaps: tasks may have to move then
 FEW_DOCUMENTS = 64  # up to which other placements are tried as well
 
-_WORST = (True, np.inf, np.inf)
 
-
-def balanced_placement(problem: Problem) -> Placement:
+def balanced_placement(problem: Problem) -> Placed:
     """Places documents evenly, and what they send mostly inside nodes."""
-    return gather_in_nodes(_even_placement(problem), problem)
+    even = _even_placement(problem)
+    gathered = gather_in_nodes(even.placement, problem)
+    return even if gathered is even.placement else Placed(gathered)
 
 
-def _even_placement(problem: Problem) -> Placement:
+def _even_placement(problem: Problem) -> Placed:
     """Places the documents of a problem such that tokens per worker differ by one tile at most.
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
@@ -86,10 +81,10 @@ def _even_placement(problem: Problem) -> Placement:
     if nearest is not None:
         candidates = [_placement(nearest, problem)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
-            return candidates[0]
+            return Placed(candidates[0])
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return _best([*candidates, in_order], problem)
+        return best_of([*candidates, in_order], problem)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
@@ -98,8 +93,8 @@ def _even_placement(problem: Problem) -> Placement:
         if np.ptp(over_all.tokens) <= problem.grain.tile:
             candidates.append(over_all)
     if len(candidates) == 1:
-        return candidates[0]
-    return _best(candidates, problem)
+        return Placed(candidates[0])
+    return best_of(candidates, problem)
 
 
 def _search(problem: Problem) -> Attempt | None:
@@ -128,19 +123,49 @@ def _placement(attempt: Attempt, problem: Problem) -> Placement:
     return Placement.from_shards(of.lengths, attempt.table, of.num_workers, of.prefixes, of.two_way)
 
 
-class _Loads(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Loads:
     """What documents cost, what workers may take of it, and the densities to try."""
 
     documents: DocumentLoads
     capacity: Floats  # [workers]
-    densities: list[float]
 
     @classmethod
     def of(cls, problem: Problem, cost_ps: CostFunction, target: float) -> _Loads:
         documents = problem.document_loads(cost_ps)
         total, tolerance = int(documents.whole.sum()), target * problem.tolerance
         capacity = problem.devices.workers_only().capacity(total, tolerance).astype(np.float64)
-        return cls(documents, capacity, _densities(documents, capacity))
+        return cls(documents, capacity)
+
+    @cached_property
+    def tokens(self) -> float:
+        """Those of a worker."""
+        return float(self.documents.tokens.sum()) / len(self.capacity)
+
+    @cached_property
+    def _median_capacity(self) -> float:
+        return float(np.median(self.capacity))
+
+    def net_headroom(self, density: float) -> float:
+        """Returns what tokens of this density leave of the capacity of a worker."""
+        return self._median_capacity - density * self.tokens
+
+    @cached_property
+    def densities(self) -> list[float]:
+        """Guesses of the density in ascending order, which leave workers some net headroom.
+
+        With a small density, slices are large and few; but then the short documents must be that
+        light.
+        """
+        documents, density = self.documents, 0.0
+        # Which documents are short depends on the density: a fixed point after a few rounds.
+        for _ in range(4):
+            net_load = documents.whole - density * documents.tokens
+            short = net_load <= MEDIUM * self.net_headroom(density)
+            short_tokens = max(documents.tokens[short].sum(), 1)
+            density = float(documents.whole[short].sum() / short_tokens)
+        guesses = [FIRST_DENSITY * DENSITY_STEP**step * density for step in range(NUM_DENSITIES)]
+        return [guess for guess in guesses if self.net_headroom(guess) > 0 < guess]
 
 
 def _search_densities(measure: Measure) -> Attempt | None:
@@ -216,61 +241,10 @@ def _equal_weights(problem: Problem) -> CostFunction:
     return cost_ps
 
 
-def _best(candidates: Sequence[Placement], problem: Problem) -> Placement:
-    """Returns the placement with the best quality after scheduling."""
-    best, least = candidates[0], _WORST
-    for candidate in candidates:
-        max_peak = UNLIMITED if least[0] else int(least[1])
-        quality = _quality(candidate, problem, max_peak)
-        if quality < least:
-            best, least = candidate, quality
-    return best
-
-
-def _quality(placement: Placement, problem: Problem, max_peak: int) -> tuple[bool, float, float]:
-    """Returns, after scheduling: whether the bound is missed; peak traffic; total traffic.
-
-    max_peak: the peak traffic above which a placement is not scheduled to the end.
-    """
-    problem = replace(problem, placement=placement)
-    shards = PlacedShards.of(problem, problem.cost.backward)
-    try:
-        tasks, _ = schedule(shards, SEARCH_ORDERS[:1], max_peak=max_peak)
-    except (DoesNotFitError, TooMuchTrafficError):
-        return _WORST
-    devices = problem.devices
-    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
-    missed = devices.imbalance(load) > 1.0 + problem.tolerance
-    moved = traffic(tasks, placement, problem.shape, devices.node)
-    return missed, moved.worst, moved.total
-
-
-def _densities(documents: DocumentLoads, capacity: Floats) -> list[float]:
-    """Returns guesses of the density in ascending order, which leave workers some net headroom.
-
-    With a small density, slices are large and few; but then the short documents must be that light.
-    """
-    density = 0.0
-    # Which documents are short depends on the density: a fixed point after a few rounds.
-    for _ in range(4):
-        net_load = documents.whole - density * documents.tokens
-        short = net_load <= MEDIUM * _net_headroom(documents, capacity, density)
-        short_tokens = max(documents.tokens[short].sum(), 1)
-        density = float(documents.whole[short].sum() / short_tokens)
-    guesses = [FIRST_DENSITY * DENSITY_STEP**step * density for step in range(NUM_DENSITIES)]
-    return [guess for guess in guesses if _net_headroom(documents, capacity, guess) > 0 < guess]
-
-
-def _net_headroom(documents: DocumentLoads, capacity: Floats, density: float) -> float:
-    """Returns what tokens of this density leave of the capacity of a worker."""
-    return float(np.median(capacity)) - density * (float(documents.tokens.sum()) / len(capacity))
-
-
 def _deal_long(loads: _Loads, density: float, grain: Grain) -> LongDocuments:
     """Puts slices and medium documents on workers."""
-    documents, capacity, _ = loads
-    tokens = float(documents.tokens.sum()) / len(capacity)
-    net_headroom = _net_headroom(documents, capacity, density)
+    documents, capacity, tokens = loads.documents, loads.capacity, loads.tokens
+    net_headroom = loads.net_headroom(density)
     medium = documents.whole - density * documents.tokens > MEDIUM * net_headroom
     slicer, limits = Slicer(documents, density, grain), SliceLimits(net_headroom, tokens)
     slices, traffic_limit = slicer.cut_from_the_tail(np.flatnonzero(medium), limits)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
@@ -72,22 +73,34 @@ class OrderSearch:
     """Carries out steps 2 to 5 of the scheduler in several orders."""
 
     def __init__(self, shards: PlacedShards, max_peak: int) -> None:
-        """Branches end that let a rank send or receive more than ``max_peak``."""
+        """The first order ends if it lets a rank send or receive more than ``max_peak``."""
         self._shards, self._max_peak = shards, max_peak
         self._forks: list[Branch] = []
         self._best: Candidate | None = None
 
     def run(self, orders: Sequence[SearchOrder], expected_load: int) -> Candidate:
-        """Returns the best result of all orders.
+        """Returns the best result of all orders."""
+        return self.others(self.first(orders, expected_load))
 
-        If the first order misses the bound or moves nothing, the others are no better. Raises
-        ``TooMuchTrafficError`` if the first one exceeds ``max_peak``.
+    def first(self, orders: Sequence[SearchOrder], expected_load: int) -> Candidate:
+        """Returns the result of the first order; the others wait where they fork off it.
+
+        Raises ``TooMuchTrafficError`` if it exceeds ``max_peak``.
         """
         self._follow([self._try(orders, expected_load)])
         if self._best is None:
             raise TooMuchTrafficError
-        if self._best.missed == 0.0 and self._best.moved > 0:
+        return self._best
+
+    def others(self, first: Candidate) -> Candidate:
+        """Continues with the other orders, and returns the best result of all.
+
+        If the first order misses the bound or moves nothing, the others are no better.
+        """
+        self._max_peak = UNLIMITED
+        if first.missed == 0.0 and first.moved > 0:
             self._follow(self._take_forks(), with_forks=True)
+        assert self._best is not None
         return self._best
 
     def _take_forks(self) -> list[Branch]:
