@@ -248,7 +248,7 @@ def _fit_remainder(
     """
     shards, headrooms = ledger.shards, ledger.loads.headrooms
     piece, document, home = cut.pieces[-1], shards.document[cut.shard], shards.home[cut.shard]
-    if not shards.is_document[cut.shard] and ledger.keys.holders(document).get(piece.server):
+    if not shards.is_document[cut.shard] and ledger.keys.held(document, piece.server):
         return cut
     need, shape = shards.keys_needed(document, piece.span), ledger.problem.shape
     arriving = (piece.stop - piece.start) * shape.q_bytes + (need[1] - need[0]) * shape.kv_bytes
