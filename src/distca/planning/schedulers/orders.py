@@ -21,7 +21,7 @@ from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Question, Shedding, evaluate, shed
 from distca.planning.schedulers.surplus import SurplusRanks
-from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
+from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys, possible_moves
 from distca.planning.tasks import Tasks
 
 NUM_TRIES = 4  # estimates of the load after cutting
@@ -82,6 +82,7 @@ class OrderSearch:
         budget: see ``BUDGET``.
         """
         self._shards, self._max_peak, self._budget = shards, max_peak, budget
+        self._moves_to_keys = possible_moves(shards)
         self._forks: list[Branch] = []
         self._best: Candidate | None = None
 
@@ -140,7 +141,7 @@ class OrderSearch:
         groups: dict[bytes, tuple[Ledger, list[SearchOrder]]] = {}
         for max_adopted in dict.fromkeys(order.max_adopted for order in orders):
             ledger = start.copy()
-            move_to_keys(ledger, max_adopted)
+            move_to_keys(ledger, self._moves_to_keys, max_adopted)
             _, members = groups.setdefault(ledger.server.tobytes(), (ledger, []))
             members += [order for order in orders if order.max_adopted == max_adopted]
         first, *others = (

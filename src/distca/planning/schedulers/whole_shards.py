@@ -6,7 +6,7 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,18 +75,27 @@ def _servers(ledger: Ledger, document: int, *, above_bound: bool) -> Iterator[in
     yield from sorted(servers, key=lambda server: (-loads.headroom(server), server))
 
 
-def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
+class Move(NamedTuple):
+    """A whole shard to another owner of its document. Sorts by the bytes that it saves."""
+
+    saved_bytes: int
+    shard: int
+    rank: int
+
+
+def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> None:
     """Moves shards for which this saves bytes, those that save the most first.
 
     A move also changes how much its two ranks have to shed later. This counts as the bytes of the
     cheapest pieces of the added or removed surplus.
 
+    moves: see ``possible_moves``.
     max_adopted: the heaviest shard that may move to a rank without headroom for it, as a share of
     the rank's capacity. docs/planning.md has the figures for 0, 0.25 and 1.
     """
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
-    for move in sorted(_possible_moves(shards), reverse=True):
+    for move in moves:
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
         if move.saved_bytes <= 0 and not loads.surplus(home):
@@ -102,16 +111,11 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
             ledger.move_whole(shard, rank)
 
 
-class _Move(NamedTuple):
-    """A whole shard to another owner of its document. Sorts by the bytes that it saves."""
+def possible_moves(shards: PlacedShards) -> list[Move]:
+    """Returns a move for each shard that fetches keys, to the worker that holds most of them.
 
-    saved_bytes: int
-    shard: int
-    rank: int
-
-
-def _possible_moves(shards: PlacedShards) -> list[_Move]:
-    """Returns a move for each shard that fetches keys, to the worker that holds most of them."""
+    Those that save the most come first.
+    """
     problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
     serves = problem.devices.speed[placement.worker] > 0
     shard = np.flatnonzero((placement.start > 0) & serves)
@@ -139,7 +143,7 @@ def _possible_moves(shards: PlacedShards) -> list[_Move]:
     saved_keys = held - num_own[number]
     saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]
     columns = (column.tolist() for column in (saved, shard[number], worker))
-    return [_Move(*row) for row in zip(*columns, strict=True)]
+    return sorted((Move(*row) for row in zip(*columns, strict=True)), reverse=True)
 
 
 def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
