@@ -30,9 +30,9 @@ def empty_idle_workers(ledger: Ledger, max_peak: int) -> None:
     if not len(idle):
         return
     deal_documents(ledger, idle)
-    idle = ledger.unmoved(idle)
+    idle, serving = ledger.unmoved(idle), problem.devices.serving
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
-        if ledger.received[problem.devices.serving].max() > max_peak:
+        if ledger.received[serving].max() > max_peak:
             return
         if _move_whole(ledger, shard):
             continue
