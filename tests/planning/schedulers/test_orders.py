@@ -16,6 +16,7 @@ from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.policies import policy_of
 from distca.planning.schedulers import orders, shedding
+from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.orders import (
     SEARCH_ORDERS,
     Candidate,
@@ -103,6 +104,24 @@ def test_a_limit_on_the_peak_ends_the_search() -> None:
     assert OrderSearch(shards, peak).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic == peak
     with pytest.raises(TooMuchTrafficError):
         OrderSearch(shards, peak - 1).run(SEARCH_ORDERS[:1], load)
+
+
+def test_a_limit_on_the_peak_ends_before_all_idle_workers_are_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards = placed([[2000] * 6] * 4, "pairs", servers=2, workers_serve=False)
+    load, moved, move_whole = int(shards.load.sum()), [], Ledger.move_whole
+
+    def counted(self: Ledger, shard: int, server: int) -> None:
+        moved.append(shard)
+        move_whole(self, shard, server)
+
+    monkeypatch.setattr(Ledger, "move_whole", counted)
+    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    num_all = len(moved)
+    with pytest.raises(TooMuchTrafficError):
+        OrderSearch(shards, peak // 4).run(SEARCH_ORDERS[:1], load)
+    assert 0 < len(moved) - num_all <= num_all // 2
 
 
 class Work:
