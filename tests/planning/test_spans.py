@@ -13,6 +13,7 @@ from distca.planning.spans import (
     as_ints,
     cumulative,
     expand,
+    gaps,
     num_shared,
     overlaps,
     union,
@@ -104,6 +105,8 @@ def test_lists_of_spans_agree_with_arrays(rows: list[tuple[int, int, int]]) -> N
     for _, start, stop in rows:
         tokens = {token for low, high in spans for token in range(low, high)}
         assert num_shared(spans, (start, stop)) == len(tokens & set(range(start, stop)))
+        missing = [token for low, high in gaps(spans, (start, stop)) for token in range(low, high)]
+        assert missing == sorted(set(range(start, stop)) - tokens)
         spans = with_span(spans, (start, stop))
     joined = union(to_spans([(0, start, stop) for _, start, stop in rows]))
     assert spans == list(zip(joined.start.tolist(), joined.stop.tolist(), strict=True))

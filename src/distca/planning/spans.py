@@ -111,6 +111,20 @@ def num_shared(spans: Sequence[Span], other: Span) -> int:
     return sum(max(min(stop, other[1]) - max(start, other[0]), 0) for start, stop in spans)
 
 
+def gaps(spans: Sequence[Span], other: Span) -> list[Span]:
+    """Returns the parts of another span that disjoint spans, sorted, do not cover."""
+    position, stop = other
+    found = []
+    for low, high in spans:
+        if high > position:
+            if low >= stop:
+                break
+            if low > position:
+                found.append((position, low))
+            position = high
+    return [*found, (position, stop)] if position < stop else found
+
+
 def with_span(spans: Sequence[Span], other: Span) -> list[Span]:
     """Returns the union of disjoint spans and another span, sorted; touching spans are merged."""
     start, stop = other

@@ -1,5 +1,7 @@
 """Search orders that share branches, compared with orders that are tried one by one."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -13,7 +15,8 @@ from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.policies import policy_of
-from distca.planning.schedulers import shedding
+from distca.planning.schedulers import orders, shedding
+from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.orders import (
     SEARCH_ORDERS,
     Candidate,
@@ -21,6 +24,7 @@ from distca.planning.schedulers.orders import (
     TooMuchTrafficError,
 )
 from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.shedding import Found, Question
 
 COSTS = ("pairs", "analytic", "h200")
 # Python files of up to 8,192 tokens, 32,768 tokens in all.
@@ -64,7 +68,7 @@ def test_shared_branches_lead_to_the_best_order(
 ) -> None:
     shards = placed(ranks, cost, servers=servers)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
     best = one_by_one(shards, expected_load)
     assert found.quality == best.quality
     assert found.order == best.order
@@ -79,7 +83,7 @@ def test_documents_that_span_ranks_do_too(lengths: list[int], cost: str) -> None
     problem = PlanOptions(model="llama3-8b", cost=cost).problem(placement)
     shards = PlacedShards.of(problem, problem.cost.backward)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
     assert found.quality == one_by_one(shards, expected_load).quality
 
 
@@ -88,7 +92,7 @@ def test_documents_with_a_prefix_do_too(cost: str) -> None:
     continued: Entry = {"length": 700, "parent": 0, "prefix": 4096}
     shards = placed([[4096, *([continued] * 8)], [continued] * 4, [30_000]], cost)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
     assert found.moved > 0
     assert found.quality == one_by_one(shards, expected_load).quality
 
@@ -114,6 +118,69 @@ def test_the_limit_on_the_peak_is_that_of_the_first_order() -> None:
     assert (first.order, first.ledger.peak_traffic) == (SEARCH_ORDERS[0], peak)
     for _ in range(2):  # the second time, there is nothing left to do
         assert search.others(first).quality == best.quality
+
+
+def test_a_limit_on_the_peak_ends_before_all_idle_workers_are_empty(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shards = placed([[2000] * 6] * 4, "pairs", servers=2, workers_serve=False)
+    load, moved, move_whole = int(shards.load.sum()), [], Ledger.move_whole
+
+    def counted(self: Ledger, shard: int, server: int) -> None:
+        moved.append(shard)
+        move_whole(self, shard, server)
+
+    monkeypatch.setattr(Ledger, "move_whole", counted)
+    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    num_all = len(moved)
+    with pytest.raises(TooMuchTrafficError):
+        OrderSearch(shards, peak // 4).run(SEARCH_ORDERS[:1], load)
+    assert 0 < len(moved) - num_all <= num_all // 2
+
+
+class Work:
+    """Counts what ``orders`` evaluates, in requests."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.num_requests = 0
+
+        def counted(questions: Sequence[Question]) -> list[Found]:
+            self.num_requests += orders.EVALUATION if questions else 0
+            for _, wanted in questions:
+                self.num_requests += sum(map(len, wanted.values()))
+            return shedding.evaluate(questions)
+
+        patch.setattr(orders, "evaluate", counted)
+
+
+def work_of(shards: PlacedShards, num_orders: int) -> tuple[Candidate, int]:
+    """Returns the result of some orders, and the requests that were evaluated for it."""
+    with pytest.MonkeyPatch.context() as patch:
+        work = Work(patch)
+        search = OrderSearch(shards, UNLIMITED)
+        return search.run(SEARCH_ORDERS[:num_orders], int(shards.load.sum())), work.num_requests
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    lengths=st.lists(
+        st.sampled_from([100, 700, 2000, 6000, 8192, 30_000, 131_072]), min_size=8, max_size=64
+    ),
+    ranks=st.integers(5, 32),
+    cost=st.sampled_from(COSTS),
+    servers=st.sampled_from([0, 0, 2]),
+    mask=st.sampled_from(["causal", "window:512"]),
+)
+def test_other_orders_keep_a_budget(
+    lengths: list[int], ranks: int, cost: str, servers: int, mask: str
+) -> None:
+    options = PlanOptions(model="llama3-8b", cost=cost, servers=servers, mask=mask)
+    problem = options.problem(Placement.in_order(np.array(lengths), ranks))
+    shards = PlacedShards.of(problem, problem.cost.backward)
+    first, least = work_of(shards, 1)
+    best, work = work_of(shards, len(SEARCH_ORDERS))
+    assert work <= max(least, orders.BUDGET)
+    assert best.quality <= first.quality
 
 
 class Count:

@@ -12,7 +12,7 @@ from distca.planning.problem import Problem
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
-from distca.planning.schedulers.whole_shards import _possible_moves
+from distca.planning.schedulers.whole_shards import possible_moves
 from distca.planning.spans import num_shared
 
 
@@ -35,7 +35,7 @@ def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
 
 def check(problem: Problem) -> None:
     shards = PlacedShards.of(problem, problem.cost.backward)
-    found = [tuple(move) for move in _possible_moves(shards)]
+    found = [tuple(move) for move in possible_moves(shards)]
     assert len(found) == len(set(found))
     assert set(found) == one_by_one(shards)
     check_moves(shards, [(shard, rank) for _, shard, rank in found])

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from copy import copy
 
 import numpy as np
 
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards, joined
-from distca.planning.spans import Span, num_shared, with_span
+from distca.planning.spans import Ints, Span, gaps, num_shared, with_span
 
 
 class HeldKeys:
@@ -31,23 +32,31 @@ class HeldKeys:
         other._held = {document: dict(held) for document, held in self._held.items()}
         return other
 
-    def holders(self, document: int) -> KeySpans:
+    def holders(self, document: int) -> Collection[int]:
         """Returns the ranks that have keys of a document, with those of its prefix."""
         if not self._shards.problem.placement.prefixes.length[document]:
             return self._own(document)
+        return {
+            rank
+            for owner, part in self._shards.parts(document, self._shards.keys_of(document))
+            for rank, spans in self._own(owner).items()
+            if num_shared(spans, part)
+        }
+
+    def held(self, document: int, rank: int) -> Sequence[Span]:
+        """Returns the keys of a document that a rank has, with those of its prefix."""
+        if not self._shards.problem.placement.prefixes.length[document]:
+            return self._own(document).get(rank, ())
         parts = self._shards.parts(document, self._shards.keys_of(document))
-        return joined((self._own(owner), part) for owner, part in parts)
+        own = (({rank: self._own(owner).get(rank, [])}, part) for owner, part in parts)
+        return joined(own).get(rank, ())
 
-    def num_missing(self, document: int, rank: int, need: Span) -> int:
-        """Returns how many of the keys ``need`` a rank does not have."""
-        return need[1] - need[0] - num_shared(self.holders(document).get(rank, ()), need)
-
-    def add(self, document: int, rank: int, keys: Span) -> list[tuple[int, int]]:
-        """Adds keys to a rank; returns how many new ones each owner sends, (owner, number)."""
+    def add(self, document: int, rank: int, keys: Span) -> list[tuple[Ints, Ints]]:
+        """Adds keys to a rank; returns how many new ones owners send, [(owner, number)]."""
         return [
-            (owner, sum(num_shared(after, span) - num_shared(before, span) for span in spans))
-            for part, before, after in self._take(document, rank, keys)
-            for owner, spans in self._shards.homes(part).items()
+            self._shards.homes_of(owner, gap)
+            for owner, before, part in self._take(document, rank, keys)
+            for gap in gaps(before, part)
         ]
 
     def keep_own(self, document: int, rank: int) -> None:
@@ -63,19 +72,17 @@ class HeldKeys:
                 for rank, spans in homes.items():
                     for span in spans:
                         need = self._shards.keys_needed(document, span)
-                        (_, part), *_ = self._shards.parts(document, need)
+                        *_, (_, part) = self._shards.parts(document, need)
                         held[rank] = with_span(held[rank], part)
             self._held[document] = held
         return self._held[document]
 
-    def _take(
-        self, document: int, rank: int, keys: Span
-    ) -> list[tuple[int, list[Span], list[Span]]]:
-        """Adds keys to a rank; returns what it had and has then of each document they are of."""
+    def _take(self, document: int, rank: int, keys: Span) -> list[tuple[int, list[Span], Span]]:
+        """Adds keys to a rank; returns what it had of each document they are of, and the keys."""
         taken = []
         for owner, part in self._shards.parts(document, keys):
             held = self._own(owner)
             before = held.get(rank, [])
             held[rank] = with_span(before, part)
-            taken.append((owner, before, held[rank]))
+            taken.append((owner, before, part))
         return taken

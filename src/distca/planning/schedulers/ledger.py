@@ -13,7 +13,7 @@ from distca.planning.schedulers.held_keys import HeldKeys
 from distca.planning.schedulers.loads import Headroom, Loads
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.requests import HeldSpans, KeySources, Requests, Targets
-from distca.planning.spans import Floats, Ints, Span, as_ints, num_shared
+from distca.planning.spans import Floats, Ints, Span, as_ints
 from distca.planning.tasks import Tasks
 
 NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
@@ -156,7 +156,7 @@ class Ledger:
             for row, request in enumerate(wanted)
             if not self.shards.is_document[request.shard]
             for index, (_, server) in enumerate(request.servers)
-            for span in self.keys.holders(self.shards.document[request.shard]).get(server, ())
+            for span in self.keys.held(self.shards.document[request.shard], server)
         ]
         slot, row, start, stop = as_ints(held).reshape(-1, 4).T
         return HeldSpans(slot, row, start[:, None], stop[:, None])
@@ -212,9 +212,9 @@ class Ledger:
         document, kv_bytes = self.shards.document[shard], self.problem.shape.kv_bytes
         for piece in pieces:
             need = self.shards.keys_needed(document, piece.span)
-            for owner, num_keys in self.keys.add(document, piece.server, need):
-                self.sent[owner] += num_keys * kv_bytes
-                self.received[piece.server] += num_keys * kv_bytes
+            for owners, num_keys in self.keys.add(document, piece.server, need):
+                np.add.at(self.sent, owners, num_keys * kv_bytes)
+                self.received[piece.server] += int(num_keys.sum()) * kv_bytes
         if not keeps_some and len(self.shards.owners(document)) > 1:
             self._stop_fetching(shard)
 
@@ -263,13 +263,12 @@ class Ledger:
     def _stop_fetching(self, shard: int) -> None:
         """Removes the keys that home fetched for a shard of which it computes nothing any more."""
         home, document = self.shards.home[shard], self.shards.document[shard]
-        need = self.shards.keys_needed(document, self.shards.span(shard))
-        for owner, spans in self.shards.homes(document).items():
-            if owner != home:
-                num_keys, shape = num_shared(spans, need), self.problem.shape
-                self.sent[owner] -= num_keys * shape.kv_bytes
-                self.received[home] -= num_keys * shape.kv_bytes
-                self.free_bytes[home] += num_keys * shape.kv_memory_bytes
+        need, shape = self.shards.keys_needed(document, self.shards.span(shard)), self.problem.shape
+        owners, num_keys = self.shards.homes_of(document, need)
+        num_keys = num_keys * (owners != home)
+        np.subtract.at(self.sent, owners, num_keys * shape.kv_bytes)
+        self.received[home] -= int(num_keys.sum()) * shape.kv_bytes
+        self.free_bytes[home] += int(num_keys.sum()) * shape.kv_memory_bytes
         self.keys.keep_own(document, home)
 
     def _send(self, source: Ints, target: Ints, num_bytes: Ints) -> None:

@@ -3,12 +3,14 @@
 With few ranks, most orders let the same ranks shed at first, and many do to the end. So orders
 share a *branch*, one ledger, until they differ; then the branch forks. The branch of the first
 order is followed to its end. The others then continue side by side, so that the cuts that they ask
-for are evaluated together. A branch ends as soon as it moves more than the best plan so far.
+for are evaluated together. A branch ends as soon as it moves more than the best plan so far, and
+branches that have moved the most end where there are more than a budget allows. The budget is one
+of requests and not of seconds, since all ranks have to find the same plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -18,12 +20,14 @@ from distca.planning.devices import UNLIMITED
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
-from distca.planning.schedulers.shedding import Found, Wanted, evaluate, shed
+from distca.planning.schedulers.shedding import Found, Question, Shedding, evaluate, shed
 from distca.planning.schedulers.surplus import SurplusRanks
-from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys
+from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys, possible_moves
 from distca.planning.tasks import Tasks
 
 NUM_TRIES = 4  # estimates of the load after cutting
+BUDGET = 250  # requests that all orders may evaluate: about 0.06 s
+EVALUATION = 8  # requests that take as long as an evaluation does beside its requests
 
 
 class TooMuchTrafficError(Exception):
@@ -66,15 +70,21 @@ class Candidate(NamedTuple):
         return self.ledger.tasks() if self.repaired is None else self.repaired
 
 
-Branch = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions, as ``shed`` does
+Branch = Shedding[None]
 
 
 class OrderSearch:
     """Carries out steps 2 to 5 of the scheduler in several orders."""
 
-    def __init__(self, shards: PlacedShards, max_peak: int) -> None:
-        """The first order ends if it lets a rank send or receive more than ``max_peak``."""
-        self._shards, self._max_peak = shards, max_peak
+    def __init__(self, shards: PlacedShards, max_peak: int, budget: int = BUDGET) -> None:
+        """Prepares a search.
+
+        max_peak: the first order ends if it lets a rank send or receive more.
+        budget: see ``BUDGET``.
+        """
+        self._shards, self._max_peak, self._budget = shards, max_peak, budget
+        self._moves_to_keys = possible_moves(shards)
+        self._first_work: list[int] = []  # of each step of the first order
         self._forks: list[Branch] = []
         self._best: Candidate | None = None
 
@@ -87,7 +97,7 @@ class OrderSearch:
 
         Raises ``TooMuchTrafficError`` if it exceeds ``max_peak``.
         """
-        self._follow([self._try(orders, expected_load)])
+        self._first_work = self._follow_first(self._try(orders, expected_load))
         if self._best is None:
             raise TooMuchTrafficError
         return self._best
@@ -98,27 +108,37 @@ class OrderSearch:
         If the first order misses the bound or moves nothing, the others are no better.
         """
         self._max_peak = UNLIMITED
-        if first.missed == 0.0 and first.moved > 0:
-            self._follow(self._take_forks(), with_forks=True)
+        # The other direction will take about as much work as the first order.
+        budget = self._budget - 2 * sum(self._first_work)
+        if first.missed == 0.0 and first.moved > 0 and budget > 0:
+            self._follow_forks(budget, budget // max(len(self._first_work), 1))
         assert self._best is not None
         return self._best
+
+    def _follow_first(self, branch: Branch) -> list[int]:
+        """Runs a branch to its end without what forks off it; returns the work of each step."""
+        work = []
+        answers: dict[Branch, Found | None] = {branch: None}
+        while questions := _ask(answers):
+            work.append(_work(questions.values()))
+            answers = _answer(questions)
+        return work
+
+    def _follow_forks(self, budget: int, most: int) -> None:
+        """Runs what has forked off side by side, the branches that have moved the least first.
+
+        budget: the work of all steps.
+        most: that of one step, so that the budget lasts as long as the first order took.
+        """
+        answers: dict[Branch, Found | None] = dict.fromkeys(self._take_forks())
+        while answers:
+            questions = _least_moved(_ask(answers), min(most, budget))
+            budget -= _work(questions.values())
+            answers = _answer(questions) | dict.fromkeys(self._take_forks())
 
     def _take_forks(self) -> list[Branch]:
         forks, self._forks = self._forks, []
         return forks
-
-    def _follow(self, branches: Sequence[Branch], *, with_forks: bool = False) -> None:
-        """Runs branches side by side to their ends, with or without what forks off them."""
-        answers: dict[Branch, Found | None] = dict.fromkeys(branches)
-        while answers:
-            questions = {}
-            for branch, answer in answers.items():
-                with suppress(StopIteration):
-                    questions[branch] = next(branch) if answer is None else branch.send(answer)
-            found = evaluate(list(questions.values()))
-            answers = dict(zip(questions, found, strict=True))
-            if with_forks:
-                answers |= dict.fromkeys(self._take_forks())
 
     def _try(self, orders: Sequence[SearchOrder], expected_load: int, number: int = 0) -> Branch:
         """Carries out steps 2 and 3, after which orders with another ``max_adopted`` may fork.
@@ -131,11 +151,11 @@ class OrderSearch:
         number: how many tries came before.
         """
         start = Ledger(self._shards, expected_load, follows_load=number == 0)
-        empty_idle_workers(start)
+        empty_idle_workers(start, self._max_peak)
         groups: dict[bytes, tuple[Ledger, list[SearchOrder]]] = {}
         for max_adopted in dict.fromkeys(order.max_adopted for order in orders):
             ledger = start.copy()
-            move_to_keys(ledger, max_adopted)
+            move_to_keys(ledger, self._moves_to_keys, max_adopted)
             _, members = groups.setdefault(ledger.server.tobytes(), (ledger, []))
             members += [order for order in orders if order.max_adopted == max_adopted]
         first, *others = (
@@ -199,3 +219,31 @@ class OrderSearch:
         result = Candidate(orders[0], ledger, tasks, max(imbalance - bound, 0.0), ledger.moved)
         if self._best is None or result.quality < self._best.quality:
             self._best = result
+
+
+def _ask(answers: Mapping[Branch, Found | None]) -> dict[Branch, Question]:
+    """Continues branches with their answers; returns the next questions of those that go on."""
+    questions = {}
+    for branch, answer in answers.items():
+        with suppress(StopIteration):
+            questions[branch] = next(branch) if answer is None else branch.send(answer)
+    return questions
+
+
+def _answer(questions: Mapping[Branch, Question]) -> dict[Branch, Found | None]:
+    return dict(zip(questions, evaluate(list(questions.values())), strict=True))
+
+
+def _least_moved(questions: Mapping[Branch, Question], most: int) -> dict[Branch, Question]:
+    """Returns those that together take at most some work, of the branches that moved the least."""
+    chosen: dict[Branch, Question] = {}
+    for branch, question in sorted(questions.items(), key=lambda item: item[1][0].moved):
+        if _work([*chosen.values(), question]) <= most:
+            chosen[branch] = question
+    return chosen
+
+
+def _work(questions: Collection[Question]) -> int:
+    """Returns how many requests take as long as the questions."""
+    num_requests = sum(len(requests) for _, wanted in questions for requests in wanted.values())
+    return EVALUATION + num_requests if questions else 0

@@ -11,7 +11,7 @@ import numpy as np
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Ints, Span, as_ints, with_span
+from distca.planning.spans import Bools, Ints, Span, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -105,6 +105,13 @@ class PlacedShards:
         least: Ints = np.minimum(first_piece, last_piece)[:, 0]
         return least
 
+    @cached_property
+    def _first_row(self) -> list[int]:
+        placement = self.problem.placement
+        first = placement.spans.group.searchsorted(np.arange(len(placement.lengths) + 1))
+        rows: list[int] = first.tolist()
+        return rows
+
     def span(self, shard: int) -> Span:
         placement = self.problem.placement
         return int(placement.start[shard]), int(placement.stop[shard])
@@ -147,13 +154,26 @@ class PlacedShards:
         """Returns the workers on which the document's own tokens live, without its prefix."""
         if document not in self._homes:
             homes: KeySpans = {}
-            first, last = np.searchsorted(
-                self.problem.placement.spans.group, [document, document + 1]
-            )
-            for shard in self.problem.placement.by_document[first:last].tolist():
+            for shard in self.problem.placement.by_document[self._rows(document)].tolist():
                 homes.setdefault(self.home[shard], []).append(self.span(shard))
             self._homes[document] = homes
         return self._homes[document]
+
+    def homes_of(self, document: int, keys: Span) -> tuple[Ints, Ints]:
+        """Returns where some of the document's own tokens live: workers, and how many on each.
+
+        A worker with several shards of the document appears several times.
+        """
+        placement, (start, stop) = self.problem.placement, keys
+        rows, (_, low, high) = self._rows(document), placement.spans
+        first = rows.start + int(high[rows].searchsorted(start, side="right"))
+        last = rows.start + int(low[rows].searchsorted(stop))
+        worker = placement.worker[placement.by_document[first:last]]
+        return worker, np.minimum(high[first:last], stop) - np.maximum(low[first:last], start)
+
+    def _rows(self, document: int) -> slice:
+        """Returns where the document is in the order of ``Placement.by_document``."""
+        return slice(*self._first_row[document : document + 2])
 
     def keys_of(self, document: int) -> Span:
         """Returns all keys of a document, with those of its prefix."""
@@ -169,14 +189,14 @@ class PlacedShards:
         return self._owners[document]
 
     def parts(self, document: int, keys: Span) -> list[tuple[int, Span]]:
-        """Divides keys of a document by the document that has them: itself, or its ancestors."""
+        """Divides keys of a document by the document that has them, in order: ancestors first."""
         prefixes, (start, stop) = self.problem.placement.prefixes, keys
         found = []
         while start < (prefix := int(prefixes.length[document])):
             if stop > prefix:
                 found.append((document, (prefix, stop)))
             document, stop = int(prefixes.parent[document]), min(stop, prefix)
-        return [*found, (document, (start, stop))]
+        return [(document, (start, stop)), *reversed(found)]
 
     def memory_bytes(self, document: int, queries: Span) -> int:
         """Returns what queries take on another server: q, o, and a packed copy of their keys."""
@@ -186,12 +206,15 @@ class PlacedShards:
 
 
 def joined(parts: Iterable[tuple[KeySpans, Span]]) -> KeySpans:
-    """Returns what ranks have of each part, together."""
+    """Returns what ranks have of each part, together; parts are in order, as spans are."""
     result: KeySpans = {}
     for held, (low, high) in parts:
         for rank, spans in held.items():
             for start, stop in spans:
-                if max(start, low) < min(stop, high):
-                    part = max(start, low), min(stop, high)
-                    result[rank] = with_span(result.get(rank, ()), part)
+                start, stop = max(start, low), min(stop, high)
+                if start < stop:
+                    before = result.setdefault(rank, [])
+                    if before and before[-1][1] == start:
+                        start = before.pop()[0]
+                    before.append((start, stop))
     return result

@@ -8,6 +8,7 @@ next batch.
 
 import bisect
 from collections.abc import Generator, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -27,12 +28,14 @@ NUM_PARTIAL = 8  # how many of the largest headrooms are filled
 SHARES = (0.95, 0.85, 0.7, 0.5)
 
 
+T = TypeVar("T")
 Wanted = dict[int, list[Request]]  # rank -> its requests
 Found = dict[int, list[tuple[Choices, int]]]  # rank -> choices that fit, and their rows
-Shedding = Generator[tuple[Ledger, Wanted], Found, None]  # yields questions to ``evaluate``
+Question = tuple[Ledger, Wanted]
+Shedding = Generator[Question, Found, T]  # yields questions to ``evaluate``
 
 
-def shed(ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int]) -> Shedding:
+def shed(ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int]) -> Shedding[None]:
     """Moves the surplus of ranks, out of one of their heaviest shards if possible.
 
     waiting: rank -> servers beyond the fewest that it needs. A batch of ranks joins those of
@@ -43,7 +46,7 @@ def shed(ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int]) -> Shedd
         yield from _shed_once(ledger, waiting)
 
 
-def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
+def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding[None]:
     """Lets each of some ranks cut one shard; those that are done are removed from ``waiting``."""
     for rank in waiting:
         while shed_documents(ledger, rank) or shed_document(ledger, rank):
@@ -69,7 +72,7 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding:
                 stuck.append(rank)
     ledger.move(moves)
     for rank in stuck:
-        if _shed_some(ledger, int(ledger.uncut(rank)[0])):
+        if (yield from _shed_some(ledger, int(ledger.uncut(rank)[0]))):
             waiting[rank] = 0
         elif not moves:
             del waiting[rank]
@@ -171,7 +174,7 @@ def _reserve(
             return
 
 
-def evaluate(questions: Sequence[tuple[Ledger, Wanted]]) -> list[Found]:
+def evaluate(questions: Sequence[Question]) -> list[Found]:
     """Returns for each rank of each ledger the choices that fit."""
     found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
     for single in (True, False):  # a single piece has more candidates
@@ -206,18 +209,25 @@ def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
     return [keep, 0] if keep and fetches_keys and fits_whole else [keep]
 
 
-def _shed_some(ledger: Ledger, shard: int) -> bool:
+def _shed_some(ledger: Ledger, shard: int) -> Shedding[bool]:
     """Moves all of a shard, or as much of it as other servers have headroom for."""
     headroom = sum(headroom.load for headroom in ledger.loads.headrooms[-NUM_PARTIAL:])
     loads = (int(ledger.shards.load[shard] - share * headroom) for share in SHARES)
-    cut = find_cut(ledger, shard, [keep for keep in dict.fromkeys((0, *loads)) if keep >= 0])
+    keeps = [keep for keep in dict.fromkeys((0, *loads)) if keep >= 0]
+    cut = _first_cut(ledger, (yield ledger, _tries(ledger, shard, keeps)))
     if cut is not None:
         ledger.move([(shard, cut.pieces)])
     return cut is not None
 
 
-def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
-    """Returns the cheapest cut that keeps the first possible load, for the fewest servers."""
+def find_cut(ledger: Ledger, shard: int) -> Cut | None:
+    """Returns the cheapest cut of all of a shard, for the fewest servers."""
+    (found,) = evaluate([(ledger, _tries(ledger, shard, [0]))])
+    return _first_cut(ledger, found)
+
+
+def _tries(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Wanted:
+    """Returns requests to keep the first possible load, for the fewest servers, by number."""
     load = int(ledger.shards.load[shard])
     tries = [
         [
@@ -227,9 +237,12 @@ def find_cut(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Cut | None:
         for keep in keeps
         for spare in range(MAX_SPARE + 1)
     ]
-    requests = {n: one for n, one in enumerate(tries) if not n or one != tries[n - 1]}
+    return {n: one for n, one in enumerate(tries) if not n or one != tries[n - 1]}
+
+
+def _first_cut(ledger: Ledger, found: Found) -> Cut | None:
+    """Returns the cheapest cut of the first try that has any."""
     limit = ledger.peak_traffic
-    (found,) = evaluate([(ledger, requests)])
     for options in found.values():
         if options:
             best = [choices.best(row, limit) for choices, row in options]
@@ -248,7 +261,7 @@ def _fit_remainder(
     """
     shards, headrooms = ledger.shards, ledger.loads.headrooms
     piece, document, home = cut.pieces[-1], shards.document[cut.shard], shards.home[cut.shard]
-    if not shards.is_document[cut.shard] and ledger.keys.holders(document).get(piece.server):
+    if not shards.is_document[cut.shard] and ledger.keys.held(document, piece.server):
         return cut
     need, shape = shards.keys_needed(document, piece.span), ledger.problem.shape
     arriving = (piece.stop - piece.start) * shape.q_bytes + (need[1] - need[0]) * shape.kv_bytes

@@ -6,6 +6,7 @@
 """
 
 import math
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -18,21 +19,24 @@ from distca.planning.schedulers.short_documents import deal_documents
 from distca.planning.spans import Spans, overlaps
 
 
-def empty_idle_workers(ledger: Ledger) -> None:
+def empty_idle_workers(ledger: Ledger, max_peak: int) -> None:
     """Moves every shard of a worker of speed 0, the heaviest first.
 
-    A shard moves whole if a server has the headroom, else in pieces, else above the bound.
+    A shard moves whole if a server has the headroom, else in pieces, else above the bound. Ends
+    before all have moved if a server receives more than ``max_peak``.
     """
     shards, problem = ledger.shards, ledger.problem
     idle = np.flatnonzero(problem.devices.speed[problem.placement.worker] == 0)
     if not len(idle):
         return
     deal_documents(ledger, idle)
-    idle = ledger.unmoved(idle)
+    idle, serving = ledger.unmoved(idle), problem.devices.serving
     for shard in idle[np.argsort(-shards.load[idle], kind="stable")].tolist():
+        if ledger.received[serving].max() > max_peak:
+            return
         if _move_whole(ledger, shard):
             continue
-        cut = find_cut(ledger, shard, keeps=[0])
+        cut = find_cut(ledger, shard)
         if cut is not None:
             ledger.move([(shard, cut.pieces)])
         elif not _move_whole(ledger, shard, above_bound=True):
@@ -44,19 +48,15 @@ def empty_idle_workers(ledger: Ledger) -> None:
 
 
 def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> bool:
-    """Moves a whole shard to a server that has its keys, else to the one with most headroom.
+    """Moves a whole shard to the server with most headroom that has the memory for it.
 
-    above_bound: whether to consider all servers, with or without headroom.
+    above_bound: whether to consider all servers, with or without headroom; otherwise only the one
+        with most headroom, and those that have keys of the document.
     """
     shards, loads = ledger.shards, ledger.loads
     load, document = int(shards.load[shard]), shards.document[shard]
-    if above_bound:
-        servers = ledger.problem.devices.serving.tolist()
-    else:
-        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
-        servers += [headroom.server for headroom in loads.headrooms[-1:]]
     memory_bytes = shards.memory_bytes(document, shards.span(shard))
-    for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
+    for server in _servers(ledger, document, above_bound=above_bound):
         has_headroom = above_bound or load <= loads.headroom(server)
         if has_headroom and memory_bytes <= ledger.free_bytes[server]:
             ledger.move_whole(shard, server)
@@ -64,18 +64,38 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
     return False
 
 
-def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
+def _servers(ledger: Ledger, document: int, *, above_bound: bool) -> Iterator[int]:
+    """Yields the servers that ``_move_whole`` considers, those with most headroom first."""
+    loads = ledger.loads
+    if above_bound:
+        servers = ledger.problem.devices.serving.tolist()
+    else:
+        yield from (headroom.server for headroom in loads.headrooms[-1:])
+        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
+    yield from sorted(servers, key=lambda server: (-loads.headroom(server), server))
+
+
+class Move(NamedTuple):
+    """A whole shard to another owner of its document. Sorts by the bytes that it saves."""
+
+    saved_bytes: int
+    shard: int
+    rank: int
+
+
+def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> None:
     """Moves shards for which this saves bytes, those that save the most first.
 
     A move also changes how much its two ranks have to shed later. This counts as the bytes of the
     cheapest pieces of the added or removed surplus.
 
+    moves: see ``possible_moves``.
     max_adopted: the heaviest shard that may move to a rank without headroom for it, as a share of
     the rank's capacity. docs/planning.md has the figures for 0, 0.25 and 1.
     """
     shards, loads = ledger.shards, ledger.loads
     shedding_bytes = _SheddingBytes(ledger)
-    for move in sorted(_possible_moves(shards), reverse=True):
+    for move in moves:
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
         if move.saved_bytes <= 0 and not loads.surplus(home):
@@ -91,16 +111,11 @@ def move_to_keys(ledger: Ledger, max_adopted: float) -> None:
             ledger.move_whole(shard, rank)
 
 
-class _Move(NamedTuple):
-    """A whole shard to another owner of its document. Sorts by the bytes that it saves."""
+def possible_moves(shards: PlacedShards) -> list[Move]:
+    """Returns a move for each shard that fetches keys, to the worker that holds most of them.
 
-    saved_bytes: int
-    shard: int
-    rank: int
-
-
-def _possible_moves(shards: PlacedShards) -> list[_Move]:
-    """Returns a move for each shard that fetches keys, to the worker that holds most of them."""
+    Those that save the most come first.
+    """
     problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
     serves = problem.devices.speed[placement.worker] > 0
     shard = np.flatnonzero((placement.start > 0) & serves)
@@ -128,7 +143,7 @@ def _possible_moves(shards: PlacedShards) -> list[_Move]:
     saved_keys = held - num_own[number]
     saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]
     columns = (column.tolist() for column in (saved, shard[number], worker))
-    return [_Move(*row) for row in zip(*columns, strict=True)]
+    return sorted((Move(*row) for row in zip(*columns, strict=True)), reverse=True)
 
 
 def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
