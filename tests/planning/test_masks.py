@@ -7,8 +7,10 @@ from hypothesis import strategies as st
 from planning.oracles import dense_mask
 from strategies import MASKS
 
+from distca.planning.document_masks import DocumentMasks
 from distca.planning.masks import Mask, first_key, last_key, pairs, reach_of
 from distca.planning.spans import as_ints
+from distca.planning.two_way import TwoWaySpans
 
 
 @given(
@@ -27,6 +29,11 @@ def test_pairs_and_keys_are_those_of_the_dense_mask(
     reach = reach_of(mask, 1)
     assert pairs(a, b, n, reach).tolist() == [seen.sum()]
     keys = range(int(first_key(a, reach)[0]), int(last_key(b, n, reach)[0]))
+    assert list(keys) == needed
+    documents = DocumentMasks(n, reach, TwoWaySpans.none())
+    zero = as_ints([0])
+    assert documents.pairs(zero, a, b).tolist() == [seen.sum()]
+    keys = range(int(documents.first_key(zero, a)[0]), int(documents.last_key(zero, b)[0]))
     assert list(keys) == needed
 
 

@@ -25,10 +25,15 @@ class DocumentMasks:
 
     def first_key(self, document: Ints, start: Ints) -> Ints:
         """Returns the first key that queries from ``start`` on need."""
+        if self.all_windows:  # which takes a third of the time, as do the two below
+            first: Ints = np.maximum(start - self.reach[document] + 1, 0)
+            return first
         return masks.first_key(start, self.reach[document])
 
     def last_key(self, document: Ints, stop: Ints) -> Ints:
         """Returns one past the last key that queries before ``stop`` need."""
+        if self.all_windows:
+            return stop
         last = masks.last_key(stop, self.lengths[document], self.reach[document])
         if self.two_way.exist:
             last = np.maximum(last, self.two_way.last_key(document, stop))
@@ -44,6 +49,8 @@ class DocumentMasks:
 
     def pairs(self, document: Ints, start: Ints, stop: Ints) -> Ints:
         """Returns the query-key pairs of queries [start, stop)."""
+        if self.all_windows:
+            return masks.window_pairs(start, stop, self.reach[document])
         pairs = masks.pairs(start, stop, self.lengths[document], self.reach[document])
         if self.two_way.exist:
             before = self.two_way.pairs_before
@@ -93,6 +100,12 @@ class DocumentMasks:
     @cached_property
     def all_causal(self) -> bool:
         return bool(self.is_causal.all())
+
+    @cached_property
+    def all_windows(self) -> bool:
+        """Whether all masks are windows; a causal mask is one that is longer than any document."""
+        windows = (self.reach > 0) & (self.reach <= masks.CAUSAL)
+        return bool(np.all(windows)) and not self.two_way.exist
 
     @cached_property
     def _any_chunks(self) -> bool:

@@ -79,6 +79,11 @@ def pairs(start: Ints, stop: Ints, length: Ints, reach: Ints) -> Ints:
     return np.where(reach == FULL, (stop - start) * length, seen)
 
 
+def window_pairs(start: Ints, stop: Ints, reach: Ints) -> Ints:
+    """Returns the pairs of queries [start, stop) under windows and causal masks."""
+    return _seen_in_window(stop, reach) - _seen_in_window(start, reach)
+
+
 def document_pairs(lengths: Ints, mask: str | Mask) -> int:
     """Returns the query-key pairs of whole documents."""
     reach = reach_of(mask, len(lengths))
@@ -128,15 +133,18 @@ def chunk_start(position: Ints, reach: Ints) -> Ints:
 
 
 def _seen_before(position: Ints, reach: Ints) -> Ints:
-    """Returns the pairs of all queries before ``position``: a triangle, then a band.
-
-    Chunks have a triangle each.
-    """
-    triangle = np.minimum(position, reach)
-    seen: Ints = triangle * (triangle + 1) // 2 + (position - triangle) * reach
+    """Returns the pairs of all queries before ``position``. Chunks have a triangle each."""
+    seen = _seen_in_window(position, reach)
     if not np.any(reach < 0):
         return seen
     size = np.maximum(-reach, 1)
     chunks, rest = np.divmod(position, size)
     chunked = chunks * (size * (size + 1) // 2) + rest * (rest + 1) // 2
     return np.where(reach < 0, chunked, seen)
+
+
+def _seen_in_window(position: Ints, reach: Ints) -> Ints:
+    """Returns the same for a window: a triangle, then a band."""
+    triangle = np.minimum(position, reach)
+    seen: Ints = triangle * (triangle + 1) // 2 + (position - triangle) * reach
+    return seen

@@ -18,12 +18,13 @@ def first_fitting(
     slope: Floats,
     origin: Ints,
     exact: float = 1.0,
+    linear_from: Floats | None = None,
 ) -> Ints:
     """Returns the smallest index in [0, last] that fits, for each search.
 
     An index fits if its excess is at most 0. If no index before ``last`` fits, ``last`` is
     returned, whether or not it fits. Loads of causal attention grow with the square of positions,
-    so the secant is drawn through squares of positions.
+    so the secant is drawn through squares of positions; see ``square``.
 
     excess: maps indices [...] to excesses. That of a search must not rise with the index.
     guess: [...] where to start; any values are allowed.
@@ -33,6 +34,7 @@ def first_fitting(
     origin: the index of position 0. Indices before it count backwards from there.
     exact: the share of searches after which all end. The others return the smallest index that they
         have found to fit, or ``last``.
+    linear_from: the distance from the origin beyond which loads grow linearly; None: nowhere.
     """
     low, high = np.zeros_like(last), last  # the result is in [low, high]
     index, previous, before = guess, None, None
@@ -47,11 +49,34 @@ def first_fitting(
         low = np.where(fits, low, np.minimum(index + 1, high))
         if np.count_nonzero(low == high) >= num_exact:
             break
-        square = (index - origin) * np.abs(index - origin)
+        place = square(index - origin, linear_from)
         if before is not None and previous is not None:
-            fallen = (before - here) / np.where(square == previous, 1, square - previous)
+            fallen = (before - here) / np.where(place == previous, 1, place - previous)
             slope = np.where(fallen > 0, fallen, slope)
-        before, previous = here, square
-        square = square + here / np.maximum(slope, LEAST_SLOPE)
-        index = origin + np.ceil(np.copysign(np.sqrt(np.abs(square)), square)).astype(np.int64)
+        before, previous = here, place
+        place = place + here / np.maximum(slope, LEAST_SLOPE)
+        index = origin + np.ceil(root(place, linear_from)).astype(np.int64)
     return high
+
+
+def square(distance: Ints, linear_from: Floats | None) -> Ints | Floats:
+    """Returns squares of distances, which beyond ``linear_from`` continue along their tangent.
+
+    Such are the loads of a window: every query sees more keys than the one before, until all see
+    equally many. Those of negative distances are negative.
+    """
+    if linear_from is None:
+        return distance * np.abs(distance)
+    size = np.abs(distance)
+    curved = np.minimum(size, linear_from)
+    return np.copysign(curved * (2.0 * size - curved), distance)
+
+
+def root(place: Floats, linear_from: Floats | None) -> Floats:
+    """Returns the distances that have these squares."""
+    size = np.abs(place)
+    distance = np.sqrt(size)
+    if linear_from is not None:
+        line = (size / linear_from + linear_from) / 2.0
+        distance = np.where(distance > linear_from, line, distance)
+    return np.copysign(distance, place)

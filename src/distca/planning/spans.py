@@ -4,6 +4,7 @@ Arrays serve whole batches at once. Lists serve the scheduler, which keeps a few
 document and rank and changes one of them at a time.
 """
 
+import bisect
 from collections.abc import Sequence
 from typing import NamedTuple, TypeVar
 
@@ -125,13 +126,12 @@ def gaps(spans: Sequence[Span], other: Span) -> list[Span]:
     return [*found, (position, stop)] if position < stop else found
 
 
-def with_span(spans: Sequence[Span], other: Span) -> list[Span]:
-    """Returns the union of disjoint spans and another span, sorted; touching spans are merged."""
+def with_span(spans: list[Span], other: Span) -> list[Span]:
+    """Returns the union of disjoint spans, sorted, and another span; touching spans are merged."""
     start, stop = other
-    apart = []
-    for low, high in spans:
-        if high < start or low > stop:
-            apart.append((low, high))
-        else:
-            start, stop = min(start, low), max(stop, high)
-    return sorted([*apart, (start, stop)])
+    first, last = bisect.bisect_left(spans, (start,)), bisect.bisect_left(spans, (stop + 1,))
+    if first and spans[first - 1][1] >= start:
+        first -= 1
+    if first < last:  # the spans that it meets
+        start, stop = min(start, spans[first][0]), max(stop, spans[last - 1][1])
+    return [*spans[:first], (start, stop), *spans[last:]]

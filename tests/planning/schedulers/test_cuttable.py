@@ -13,10 +13,11 @@ from distca.planning.spans import as_ints
 from distca.planning.two_way import TwoWaySpans
 
 LENGTH = 300
+MASKS = ("window:1", "window:7", "window:120", "chunk:37", "band:9", "causal", "two-way spans")
 
 
 @pytest.mark.parametrize("cost", COSTS)
-@pytest.mark.parametrize("mask", ["window:1", "window:7", "chunk:37", "causal", "two-way spans"])
+@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("grain", [Grain(1, 1), Grain(16, 1), Grain(16, 35), Grain(512, 512)])
 def test_searches_find_the_largest_piece_that_fits(cost: str, mask: str, grain: Grain) -> None:
     start = as_ints([[0], [101], [290]])

@@ -15,9 +15,10 @@ import numpy as np
 
 from distca.planning.costs.base import TaskCost
 from distca.planning.document_masks import DocumentMasks
+from distca.planning.masks import CAUSAL
 from distca.planning.models import ModelShape
 from distca.planning.problem import Grain
-from distca.planning.search import first_fitting
+from distca.planning.search import first_fitting, root, square
 from distca.planning.spans import Bools, Floats, Ints
 
 
@@ -122,7 +123,9 @@ class CuttableShards:
         stop = self.position(stop_cut)
         known = self.pairs_per_load if pairs_per_load is None else pairs_per_load
         pairs = np.maximum(headroom, 0) * known
-        guess = np.sqrt(np.maximum(stop.astype(np.float64) ** 2 - 2.0 * pairs, 0.0))
+        guess = root(
+            np.maximum(square(stop, self._linear_from) - 2.0 * pairs, 0.0), self._linear_from
+        )
         return first_fitting(
             lambda cut: self.load(self._position_before_last(cut), stop) - headroom,
             self.nearest_cut(guess),
@@ -130,13 +133,14 @@ class CuttableShards:
             self._load_of_square(known),
             1 - self._first,
             self.exact,
+            self._linear_from_cut,
         )
 
     def highest_stop(self, limit_cut: Ints, headroom: Ints) -> Ints:
         """Returns the last cut, at most ``limit_cut``, up to which the first queries fit."""
         headroom = np.maximum(headroom, 0)
         pairs = headroom * self.pairs_per_load
-        guess = np.sqrt(self.start.astype(np.float64) ** 2 + 2.0 * pairs)
+        guess = root(square(self.start, self._linear_from) + 2.0 * pairs, self._linear_from)
         below = first_fitting(
             lambda below: self.load(self.start, self.position(limit_cut - below)) - headroom,
             limit_cut - self.nearest_cut(guess),
@@ -144,6 +148,7 @@ class CuttableShards:
             self._load_of_square(self.pairs_per_load),
             limit_cut + self._first - 1,
             self.exact,
+            self._linear_from_cut,
         )
         return limit_cut - below
 
@@ -157,7 +162,8 @@ class CuttableShards:
         kv x stop + (q + o) x (stop - start) is smallest at start / stop = (q + o) / (kv + q + o).
         """
         ratio = shape.qo_bytes / (shape.qo_bytes + shape.kv_bytes)
-        pairs = np.maximum(load, 0) * self.pairs_per_load
+        causal_pairs = (square(self.stop, None) - square(self.start, None)) / 2
+        pairs = np.maximum(load, 0) * (causal_pairs / np.maximum(self.total_load, 1))
         return np.sqrt(2.0 * pairs / (1.0 - ratio * ratio))
 
     @cached_property
@@ -165,17 +171,32 @@ class CuttableShards:
         return self.masks.is_causal[self.document]
 
     @cached_property
+    def _linear_from(self) -> Floats | None:
+        """The position from which the load grows linearly; None if all shards are causal.
+
+        That of a window is its size. Under other masks the load is linear from the start, about.
+        """
+        if self.all_causal:
+            return None
+        reach = self.masks.reach[self.document]
+        is_window = (reach > 0) & (reach <= CAUSAL)
+        return np.where(self.is_causal, CAUSAL, np.where(is_window, reach, 1)).astype(np.float64)
+
+    @cached_property
+    def _linear_from_cut(self) -> Floats | None:
+        return None if self._linear_from is None else self._linear_from / self.grain.spacing
+
+    @cached_property
     def pairs_per_load(self) -> Floats:
-        """Causal pairs, on average, for each picosecond."""
-        return _pairs(self.start, self.stop) / np.maximum(self.total_load, 1)
+        """Pairs, on average, for each picosecond."""
+        return self._pairs(self.start, self.stop) / np.maximum(self.total_load, 1)
 
     def pairs_for(self, load: Ints, start_cut: Ints, stop_cut: Ints) -> Floats:
         """Returns the same for pieces of a load."""
-        pairs = _pairs(self.position(start_cut), self.position(stop_cut))
+        pairs = self._pairs(self.position(start_cut), self.position(stop_cut))
         return pairs / np.maximum(load, 1)
 
-
-def _pairs(start: Ints, stop: Ints) -> Floats:
-    """Returns about how many causal pairs queries [start, stop) have."""
-    first, last = start.astype(np.float64), stop.astype(np.float64)
-    return (last**2 - first**2) / 2
+    def _pairs(self, start: Ints, stop: Ints) -> Floats:
+        """Returns about how many pairs queries [start, stop) have, up to a factor."""
+        squares = square(stop, self._linear_from) - square(start, self._linear_from)
+        return squares / 2

@@ -11,7 +11,7 @@ import numpy as np
 from distca.planning.costs.base import TaskCost
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Ints, Span, as_ints
+from distca.planning.spans import Bools, Ints, Span, Spans, as_ints, union
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -40,6 +40,8 @@ class PlacedShards:
     _first: list[int]  # [workers + 1] the first shard of each worker
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
+    _held: dict[int, KeySpans] = field(default_factory=dict)
+    _parts: dict[int, list[tuple[int, Span]]] = field(default_factory=dict)
     _heaviest_first: dict[int, Ints] = field(default_factory=dict)  # of each worker
 
     @classmethod
@@ -159,6 +161,33 @@ class PlacedShards:
             self._homes[document] = homes
         return self._homes[document]
 
+    def held_at_home(self, document: int) -> KeySpans:
+        """Returns who has the document's own keys before anything moves: their own, or fetched.
+
+        Workers fetch the keys that their shards need, and those of a prefix for continuations.
+        """
+        if document not in self._held:
+            (group, start, stop), workers = self._keys_at_home, self.problem.placement.num_workers
+            rows = slice(*group.searchsorted([document * workers, (document + 1) * workers]))
+            held: KeySpans = {}
+            columns = (column[rows].tolist() for column in (group, start, stop))
+            for one, low, high in zip(*columns, strict=True):
+                held.setdefault(one % workers, []).append((low, high))
+            self._held[document] = held or self.homes(document)  # a whole document fetches none
+        return self._held[document]
+
+    @cached_property
+    def _keys_at_home(self) -> Spans:
+        """The keys of shards that are not whole documents; groups are (document, worker)."""
+        placement, masks = self.problem.placement, self.problem.masks
+        shard = np.flatnonzero(~self.is_document)
+        document = placement.document[shard]
+        first = masks.first_key(document, placement.start[shard])
+        last = masks.last_key(document, placement.stop[shard])
+        number, keys = placement.prefixes.owned(Spans(document, first, last))
+        group = keys.group * placement.num_workers + placement.worker[shard[number]]
+        return union(Spans(group, keys.start, keys.stop))
+
     def homes_of(self, document: int, keys: Span) -> tuple[Ints, Ints]:
         """Returns where some of the document's own tokens live: workers, and how many on each.
 
@@ -175,28 +204,37 @@ class PlacedShards:
         """Returns where the document is in the order of ``Placement.by_document``."""
         return slice(*self._first_row[document : document + 2])
 
-    def keys_of(self, document: int) -> Span:
-        """Returns all keys of a document, with those of its prefix."""
-        return 0, int(self.problem.placement.lengths[document])
-
     def owners(self, document: int) -> KeySpans:
         """Returns the workers on which the document's tokens and those of its prefix live."""
-        if not self.problem.placement.prefixes.length[document]:
+        parts = self.all_parts(document)
+        if len(parts) == 1:
             return self.homes(document)
         if document not in self._owners:
-            parts = self.parts(document, self.keys_of(document))
             self._owners[document] = joined((self.homes(owner), part) for owner, part in parts)
         return self._owners[document]
 
+    def all_parts(self, document: int) -> list[tuple[int, Span]]:
+        """Divides all keys of a document as ``parts`` does; without a prefix there is one part."""
+        if document not in self._parts:
+            keys = 0, int(self.problem.placement.lengths[document])
+            self._parts[document] = self.parts(document, keys)
+        return self._parts[document]
+
     def parts(self, document: int, keys: Span) -> list[tuple[int, Span]]:
         """Divides keys of a document by the document that has them, in order: ancestors first."""
-        prefixes, (start, stop) = self.problem.placement.prefixes, keys
+        (length, parent), (start, stop) = self._prefixes, keys
         found = []
-        while start < (prefix := int(prefixes.length[document])):
+        while start < (prefix := length[document]):
             if stop > prefix:
                 found.append((document, (prefix, stop)))
-            document, stop = int(prefixes.parent[document]), min(stop, prefix)
+            document, stop = parent[document], min(stop, prefix)
         return [(document, (start, stop)), *reversed(found)]
+
+    @cached_property
+    def _prefixes(self) -> tuple[list[int], list[int]]:
+        """[documents] The length of each prefix, and the parent."""
+        prefixes = self.problem.placement.prefixes
+        return prefixes.length.tolist(), prefixes.parent.tolist()
 
     def memory_bytes(self, document: int, queries: Span) -> int:
         """Returns what queries take on another server: q, o, and a packed copy of their keys."""
