@@ -70,8 +70,8 @@ def _even_placement(problem: Problem) -> Placed:
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
     part, the scheduler has to move tasks as well. With few documents, the best of several
-    placements for the scheduler is returned then: the one found, documents in order, and each
-    document dealt over all workers.
+    placements for the scheduler is returned then: the one found, documents in order, or, where
+    these do not suffice, each document dealt over all workers.
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
     prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
@@ -88,13 +88,16 @@ def _even_placement(problem: Problem) -> Placed:
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
-    if few:
-        over_all = deal_each_document(in_order, in_order.num_workers)
-        if np.ptp(over_all.tokens) <= problem.grain.tile:
-            candidates.append(over_all)
-    if len(candidates) == 1:
+    dealt = _deal_over_all(in_order, problem) if few else None
+    if len(candidates) == 1 and dealt is None:
         return Placed(candidates[0])
-    return best_of(candidates, problem)
+    return best_of(candidates, problem, fallback=dealt)
+
+
+def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
+    """Deals each document over all workers; returns None if their tokens are not equal then."""
+    dealt = deal_each_document(in_order, in_order.num_workers)
+    return dealt if np.ptp(dealt.tokens) <= problem.grain.tile else None
 
 
 def _search(problem: Problem) -> Attempt | None:

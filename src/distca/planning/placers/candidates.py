@@ -12,9 +12,11 @@ from distca.planning.placement import Placement
 from distca.planning.problem import DoesNotFitError, Problem
 from distca.planning.schedulers.disaggregated import BegunSchedule, begin_backward
 from distca.planning.schedulers.orders import TooMuchTrafficError
+from distca.planning.tasks import Tasks
 from distca.planning.traffic import traffic
 
-_WORST = (True, np.inf, np.inf)
+_Quality = tuple[bool, float, float]  # whether the bound is missed; peak and total traffic
+_WORST: _Quality = (True, np.inf, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,9 +31,24 @@ class Placed:
     begun: BegunSchedule | None = None
 
 
-def best_of(candidates: Sequence[Placement], problem: Problem) -> Placed:
-    """Returns the placement with the best quality after scheduling."""
-    best, least = Placed(candidates[0]), _WORST
+def best_of(
+    candidates: Sequence[Placement], problem: Problem, fallback: Placement | None = None
+) -> Placed:
+    """Returns the placement with the best quality after scheduling.
+
+    fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
+        meets the bound, or if its workers serve and fetch less than the peak of the best candidate.
+    """
+    best, least = _best_of(candidates, problem, Placed(candidates[0]), _WORST)
+    if fallback is not None and (least[0] or _fetched_bytes(fallback, problem) < least[1]):
+        best, _ = _best_of([fallback], problem, best, least)
+    return best
+
+
+def _best_of(
+    candidates: Sequence[Placement], problem: Problem, best: Placed, least: _Quality
+) -> tuple[Placed, _Quality]:
+    """Returns the best of some candidates and the best so far, with its quality."""
     for candidate in candidates:
         max_peak = UNLIMITED if least[0] else int(least[1])
         try:
@@ -41,11 +58,25 @@ def best_of(candidates: Sequence[Placement], problem: Problem) -> Placed:
         quality = _quality(begun)
         if quality < least:
             best, least = Placed(candidate, begun), quality
-    return best
+    return best, least
 
 
-def _quality(begun: BegunSchedule) -> tuple[bool, float, float]:
-    """Returns, with the first search order: whether the bound is missed; peak and total traffic."""
+def _fetched_bytes(placement: Placement, problem: Problem) -> float:
+    """Returns what a worker fetches on average if no task moves, with keys of two shards twice.
+
+    Where documents are dealt head-tail, this is about the peak: a worker has one shard that needs
+    few keys, and one that needs many. The worker with the last tokens needs no key twice. If a
+    worker does not serve, its tasks have to move, and nothing is known.
+    """
+    if not problem.devices.speed[: placement.num_workers].all():
+        return np.inf
+    keys = Tasks.at_home(placement, problem.reach).keys
+    fetched = int(keys.sum() - placement.tokens.sum())
+    return fetched * problem.shape.kv_bytes / placement.num_workers
+
+
+def _quality(begun: BegunSchedule) -> _Quality:
+    """Returns the quality with the first search order."""
     problem, tasks = begun.shards.problem, begun.first.tasks
     placement, devices = problem.placement, problem.devices
     load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
