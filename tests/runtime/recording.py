@@ -97,7 +97,7 @@ def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> N
         if torch._C._current_graph_task_id() == -1:  # else it is recomputed in a backward pass
             half = int(torch.equal(arriving.positions, positions[1]))
             events.append(("linear", half))
-            end = leaving.loss.total if leaving.qkv is None else leaving.qkv.q
+            end = leaving.x if leaving.qkv is None else leaving.qkv.q
             end.register_hook(lambda _: events.append(("linear", half)))
         return leaving
 
