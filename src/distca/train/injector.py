@@ -47,24 +47,32 @@ def fit_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> list[Record]:
     """Trains as ``Trainer.fit`` does, with faults. Raises ValueError for one that cannot come."""
     with together(trainer.context.world_group):
         check_faults(faults, trainer.ranks.planner, trainer.config.train)
+        prepare_faults(faults, trainer.device)
     trainer.faults = [str(fault) for fault in faults]
     with trainer.stop.on_sigterm():
         taken = list(steps_with_faults(trainer, faults))
     return [] if trainer.context.rank else taken
 
 
+def prepare_faults(faults: Sequence[Fault], device: torch.device) -> None:
+    """Loads what faults need, at a point where no rank waits for another on its device.
+
+    Raises ValueError for a fault that is not possible there.
+    """
+    if any(fault.action == SLOW for fault in faults):
+        prepare(device)
+
+
 def steps_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> Iterator[Record]:
     """Trains as ``Trainer.steps`` does, with the faults of this rank that have not come yet.
 
-    A server that has joined a run later calls it too.
+    A server that has joined a run later calls it too, after ``prepare_faults``.
     """
     rank, planner, log = trainer.context.rank, trainer.ranks.planner, FaultLog(trainer.folder)
     mine = [one for one in log.missing(faults) if one.rank(trainer.own.parallel) == rank]
     injector = Injector(mine, rank, TickSlots.of(planner), planner.ping_pong, log)
     if mine:
         injector.follow(trainer)
-    if any(fault.action == SLOW for fault in mine):
-        prepare(trainer.device)
     restarted = num_restarts() > 0
     for record in trainer.steps():
         if not rank and (restarted or "lost_servers" in record):

@@ -16,7 +16,7 @@ from distca.runtime.rank_device import local_device
 from distca.train import agreement, setup
 from distca.train.config import Config
 from distca.train.faults import parse_all
-from distca.train.injector import steps_with_faults
+from distca.train.injector import prepare_faults, steps_with_faults
 from distca.train.stop import StopRequest
 from distca.train.trainer import Trainer
 
@@ -35,6 +35,8 @@ def serve(run: Run, *, wish: int | None = None, tell: Callable[[str], None]) -> 
     options = replace(own.planner.options, ranks_per_node=description.ranks_per_node)
     own = replace(own, planner=replace(own.planner, options=options))
     _check(setup.facts_of(config, own, device), run)
+    faults = parse_all(description.faults)
+    prepare_faults(faults, device)
     stop = StopRequest()
     with stop.on_sigterm():
         tell("waiting for a place in the run")
@@ -44,7 +46,7 @@ def serve(run: Run, *, wish: int | None = None, tell: Callable[[str], None]) -> 
             return
         trainer = Trainer.of_new_server(config, own, joined, stop)
         tell(f"serves as rank {joined.context.rank} from step {trainer.first_step} on")
-        for _ in steps_with_faults(trainer, parse_all(description.faults)):
+        for _ in steps_with_faults(trainer, faults):
             pass
     if not trainer.is_needed:
         tell("left the run, since a server of another tp index is lost")

@@ -32,7 +32,7 @@ def slowed(speed: float, device: torch.device) -> Iterator[None]:
 
 
 def prepare(device: torch.device) -> None:
-    """Loads the kernels of ``slowed``, before other ranks wait for this one.
+    """Loads the kernels of ``slowed``: in the middle of a step, that may wait for other ranks.
 
     Raises ValueError if there are none for this device.
     """
