@@ -45,6 +45,21 @@ def backend(request: pytest.FixtureRequest) -> str:
     return chosen.name
 
 
+def test_calls_of_short_tasks_compile_nothing_of_their_own(backend: str) -> None:
+    if backend != "fa4":
+        pytest.skip("its kernels are not compiled at first use")
+    from flash_attn.cute import interface
+
+    caches = [interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache]
+    known = []
+    for lengths in ([1500, 70], [70, 1], [130], [600, 400]):
+        plan = plan_of([[*lengths]])
+        tokens = Tokens(plan, torch.bfloat16, HEADS)
+        on_all_ranks(plan, tokens, backend, "steps", "cuda")
+        known.append([len(cache.cache) for cache in caches])
+    assert known == known[:1] * len(known)
+
+
 def plan_of(documents: list[list[Entry]], **options: object) -> Plan:
     return Batch(documents).plan(cost="pairs", **options)
 

@@ -34,7 +34,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 def test_people_see_lines_and_tables(run: Any) -> None:
     out, err = run("profile")
     assert err == ""
-    assert "figure 11/11  held out, 4 of 4" in out
+    assert "figure 11/12  held out, 4 of 4" in out
     for words in ("forward,", "backward,", "GFLOP/s", "linear", "copy", "of 4 held-out calls"):
         assert words in out
     assert "distca plan ... --cost profile.json" in out
@@ -75,11 +75,11 @@ def test_it_goes_on_and_then_has_all(run: Any, monkeypatch: pytest.MonkeyPatch) 
     assert err == "stopped: the same command continues with what is in profile.json\n"
     assert len(Profile.read("profile.json").missing) == 2
     out, _ = run("profile")
-    assert "profile.json holds 3 of 11 figures already" in out
-    assert " 4/11  " in out
+    assert "profile.json holds 3 of 12 figures already" in out
+    assert " 4/12  " in out
     out, _ = run("profile")
     assert "profile.json holds all figures already" in out
-    assert "/11" not in out
+    assert "/12" not in out
 
 
 def test_another_setting_is_refused(run: Any) -> None:

@@ -20,6 +20,7 @@ TINY = Scope(
     exchange_bytes=(1000, 4000),
     rounds=1,
     round_s=0.0,
+    sustained_s=0.0,
     held_out=3,
     mixed=1,
 )

@@ -19,17 +19,18 @@ def test_every_figure_is_measured() -> None:
     bench = tiny()
     seen = list(measure(bench, blank(bench, "tiny")))
     done = seen[-1][1]
-    assert len({what for what, _ in seen}) == len(seen) == 5 + 2 + 4
+    assert len({what for what, _ in seen}) == len(seen) == 5 + 2 + 4 + 1
     assert (done.missing, missing_figures(bench, done)) == ([], [])
     assert done.forward_tflops[1][0] is None  # fewer keys than queries
     assert done.linear_tflops
     assert done.copy_bytes_per_s
+    assert done.sustained
     assert done.exchange == ()
     assert done.errors("forward")
     assert (done.backend, done.dtype, done.ranks, done.heads) == ("sdpa", "float32", 1, 8)
 
 
-@pytest.mark.parametrize("stop", [0, 1, 4, 6, 8, 10])
+@pytest.mark.parametrize("stop", [0, 1, 4, 6, 8, 11])
 def test_an_interrupted_run_goes_on(stop: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second measures what the first did not, and leaves the rest as it is."""
     calls: list[tuple[list[int], list[int]]] = []
@@ -45,7 +46,7 @@ def test_an_interrupted_run_goes_on(stop: int, monkeypatch: pytest.MonkeyPatch) 
     begun = Profile.from_json(seen[-1].to_json())
     begun.check_continues(blank(bench, "tiny"))
     left = list(measure(bench, begun))
-    assert len(left) == 11 - stop
+    assert len(left) == 12 - stop
     assert len(calls) == 9
     done = left[-1][1]
     assert done.missing == []
@@ -62,6 +63,13 @@ def test_a_rate_is_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     flops = 4 * (16 * 17 // 2) * 4 * MODEL.heads * MODEL.head_dim  # four tasks of 16 rows
     assert profile.forward_tflops[0][0] == pytest.approx(flops / 1e-3 / 1e12, rel=1e-3)
     assert profile.backward_tflops[0][0] == pytest.approx(2.5 * flops / 5e-3 / 1e12, rel=1e-3)
+
+
+def test_whole_layers_are_compared_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four parts of 1 s each, which take 5 s one after the other."""
+    seconds = iter([1.0, 1.0, 1.0, 1.0, 5.0])
+    monkeypatch.setattr("distca.measure.bench.Bench._seconds", lambda *_: next(seconds))
+    assert tiny().sustained() == pytest.approx(0.8)
 
 
 @pytest.mark.parametrize("quick", [False, True])

@@ -1,8 +1,8 @@
 """A device with a model's sizes and a backend, on which the parts of a training step are timed.
 
-These are fused attention calls, the linear part of a layer, a copy and an exchange. The data is
-random, and figures are medians after a warm-up. Ranks that measure together take the mean of their
-figures, so that all continue with the same ones.
+These are fused attention calls, the linear part of a layer, whole layers, a copy and an exchange.
+The data is random, and figures are medians after a warm-up. Ranks that measure together take the
+mean of their figures, so that all continue with the same ones.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import as_ints
 from distca.runtime.rank_device import rank_bytes, shares_gpu
 
-MOST_CALLS = 50  # in one round
+MOST_CALLS = 200  # in one round
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Scope:
     exchange_bytes: tuple[int, ...]
     rounds: int  # repetitions, of which the median counts
     round_s: float  # short work is repeated until a round takes this long
+    sustained_s: float  # whole layers are repeated this long, in which the clock settles
     held_out: int = 12  # held-out calls with tasks of one shape
     mixed: int = 4  # held-out calls with documents and shards
 
@@ -65,6 +66,7 @@ class Scope:
                 exchange_bytes=_powers(17, 23, 3),
                 rounds=5,
                 round_s=0.01,
+                sustained_s=0.1,
             )
         else:
             # Keys, values and their gradients, which kernels widen or compute for all heads.
@@ -83,6 +85,7 @@ class Scope:
                 rounds=3,
                 # Ranks that share a GPU share its power: its clock has to settle under all of them.
                 round_s=0.2 if shares_gpu() else 0.02,
+                sustained_s=2.0,
             )
         return replace(scope, rounds=3, held_out=6, mixed=2) if quick else scope
 
@@ -90,6 +93,13 @@ class Scope:
 class Seconds(NamedTuple):
     forward: float
     backward: float
+
+
+class Work(NamedTuple):
+    """What is timed: two functions without arguments."""
+
+    forward: Callable[[], object]
+    backward: Callable[[], object]
 
 
 class Bench:
@@ -118,6 +128,30 @@ class Bench:
 
     def attention(self, queries: Sequence[int], keys: Sequence[int]) -> Seconds:
         """Measures one fused call of causal tasks (queries[i], keys[i])."""
+        return Seconds(*map(self._seconds, self._attention_work(queries, keys)))
+
+    def linear(self) -> Seconds:
+        """Measures a layer without its attention: products, norms and rotation."""
+        return Seconds(*map(self._seconds, self._linear_work()))
+
+    def sustained(self) -> float:
+        """Measures the speed of whole layers, relative to that of their parts alone.
+
+        A part that is measured alone runs at the clock that suits it. In training, matrix products
+        bring the device to its limit of power, and attention begins at the clock that they leave.
+        """
+        tokens = [self.scope.linear_tokens]
+        linear, attention = self._linear_work(), self._attention_work(tokens, tokens)
+        layer = linear.forward, attention.forward, attention.backward, linear.backward
+        alone = sum(map(self._seconds, layer))
+
+        def whole() -> None:
+            for part in layer:
+                part()
+
+        return alone / self._seconds(whole, self.scope.sustained_s)
+
+    def _attention_work(self, queries: Sequence[int], keys: Sequence[int]) -> Work:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # shapes differ, so cached memory is of little use
         model, backend, scale = self.model, self.backend, self.model.head_dim**-0.5
@@ -130,13 +164,12 @@ class Bench:
         q, grad = (draw(sum(queries), model.heads) for _ in range(2))
         k, v = (draw(sum(keys), model.kv_heads) for _ in range(2))
         saved = Saved(q, k, v, *backend.forward(q, k, v, call, scale))
-        return Seconds(
-            self._seconds(lambda: backend.forward(q, k, v, call, scale)),
-            self._seconds(lambda: backend.backward(grad, saved, call, scale)),
+        return Work(
+            lambda: backend.forward(q, k, v, call, scale),
+            lambda: backend.backward(grad, saved, call, scale),
         )
 
-    def linear(self) -> Seconds:
-        """Measures a layer without its attention: products, norms and rotation."""
+    def _linear_work(self) -> Work:
         model, tokens = self.model, self.scope.linear_tokens
         with self.device:
             before, after = Before(model).to(self.dtype), After(model).to(self.dtype)
@@ -153,10 +186,7 @@ class Bench:
         outputs = forward()
         grads = [torch.randn_like(output) for output in outputs]
         leaves = [x, attended, *before.parameters(), *after.parameters()]
-        return Seconds(
-            self._seconds(forward),
-            self._seconds(lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True)),
-        )
+        return Work(forward, lambda: torch.autograd.grad(outputs, leaves, grads, retain_graph=True))
 
     def copy(self) -> float:
         """Measures a copy inside the device's memory."""
@@ -175,9 +205,11 @@ class Bench:
             times.append(self._round(lambda: dist.all_to_all_single(received, sent), 1))
         return self._mean(median(times[self.scope.rounds :]))
 
-    def _seconds(self, work: Callable[[], object]) -> float:
+    def _seconds(self, work: Callable[[], object], round_s: float | None = None) -> float:
+        """Returns the seconds of one call; rounds take ``round_s``, or as long as usual."""
         self._round(work, 1)  # compiles kernels and allocates memory
-        calls = round(self.scope.round_s / max(self._round(work, 1), 1e-6))
+        round_s = self.scope.round_s if round_s is None else round_s
+        calls = round(round_s / max(self._round(work, 1), 1e-6))
         calls = min(max(calls, 1), MOST_CALLS)
         return self._mean(median(self._round(work, calls) for _ in range(self.scope.rounds)))
 

@@ -85,6 +85,8 @@ def missing_figures(bench: Bench, profile: Profile) -> list[Figure]:
     calls = held_out_calls(bench.scope)
     for number, call in list(enumerate(calls, start=1))[len(profile.held_out) :]:
         found.append((f"held out, {number} of {len(calls)}", partial(_held_out, bench, call)))
+    if profile.sustained is None:  # the last, since held-out calls are measured alone as well
+        found.append(("whole layers", partial(_sustained, bench)))
     return found
 
 
@@ -102,6 +104,10 @@ def _linear(bench: Bench, profile: Profile) -> Profile:
     # Backward has twice as many FLOPs as forward.
     flops = 3 * bench.scope.linear_tokens * bench.model.shape.linear_flops_per_token
     return replace(profile, linear_tflops=_short(flops / sum(bench.linear()) / 1e12))
+
+
+def _sustained(bench: Bench, profile: Profile) -> Profile:
+    return replace(profile, sustained=_short(bench.sustained()))
 
 
 def _copy(bench: Bench, profile: Profile) -> Profile:

@@ -31,6 +31,7 @@ def profile_facts(record: Record) -> dict[str, str]:
     }
     unit, scale = _unit([[record["linear_tflops"]]])
     facts["linear"] = f"{_three_digits(record['linear_tflops'] * scale)} {unit}"
+    facts["whole layers"] = f"{record['sustained']:.3f} of the speed of their parts alone"
     facts["copy"] = f"{units.size(record['copy_bytes_per_s'])}/s read and written"
     for one in record["exchange"] or ():
         speed = f"{units.size(one['bytes_per_s'])}/s sent by each rank"

@@ -6,12 +6,13 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from attention.oracle import Case, inputs_of
 
 from distca.attention.backends import Traits, choose, fa4, flash
-from distca.attention.backends.base import Saved
+from distca.attention.backends.base import PackedCall, Saved
 from distca.attention.backends.choice import backends
 from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import CAUSAL, FULL, Mask
@@ -119,6 +120,17 @@ def test_fa4_refuses_what_it_cannot_import_or_call(monkeypatch: pytest.MonkeyPat
         assert "lacks causal, cu_seqlens_k" in (refusal_with(old) or "")
     finally:
         fa4._load.cache_clear()
+
+
+@pytest.mark.parametrize("mask", [Mask(CAUSAL), Mask(FULL), Mask(64)])
+def test_calls_of_short_tasks_ask_fa4_for_the_kernels_of_long_ones(mask: Mask) -> None:
+    """Where the longest task fits into a tile, it would compile others."""
+    short, long = (
+        fa4._arguments(PackedCall.of(mask, offsets, offsets, "cpu"))
+        for offsets in (np.array([0, 100, 170]), np.array([0, 100, 4000]))
+    )
+    assert short["max_seqlen_q"] == short["max_seqlen_k"] == 512
+    assert long["max_seqlen_q"] == long["max_seqlen_k"] == 3900
 
 
 def test_the_operators_of_this_torch_are_the_ones_flash_calls() -> None:

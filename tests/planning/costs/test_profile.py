@@ -11,7 +11,7 @@ import pytest
 from distca.planning.api import plan
 from distca.planning.costs.choice import cost_model
 from distca.planning.costs.profile import HeldOut, MeasuredExchange, Profile
-from distca.planning.costs.table import Table
+from distca.planning.costs.table import Table, table_cost
 from distca.planning.models import model_shape
 
 LLAMA = model_shape("llama3-8b")
@@ -35,6 +35,7 @@ WHOLE = Profile(
     date="2026-11-16",
     versions={"torch": "2.13"},
     linear_tflops=55.5,
+    sustained=0.75,
     copy_bytes_per_s=1e10,
     exchange=(MeasuredExchange(1000, 1e9), MeasuredExchange(2000, 1.5e9)),
     held_out=(CALL, replace(CALL, repeat=1, forward_s=1.1e-3), replace(CALL, forward_s=2.2e-3)),
@@ -103,6 +104,7 @@ def test_only_the_same_setting_is_gone_on_with() -> None:
         ({"tile": 0}, "a tile has one row or more"),
         ({"tile": "big"}, "not usable"),
         ({"linear_tflops": -1.0}, "linear_tflops = -1.0: it must be finite and above zero"),
+        ({"sustained": 0.0}, "sustained = 0.0: it must be finite and above zero"),
         ({"copy_bytes_per_s": float("nan")}, "copy_bytes_per_s = nan: it must be finite"),
         ({"queries": [64.5, 256]}, "queries = 64.5: it must be a whole number"),
         ({"queries": 64}, "not usable"),
@@ -126,10 +128,18 @@ def test_the_planner_takes_its_linear_rate_and_its_tile(tmp_path: Path) -> None:
     WHOLE.write(path)
     model = cost_model(str(path), LLAMA)
     assert isinstance(model.forward, Table)
-    assert (model.linear_tflops, model.forward.tile) == (55.5, 64)
+    assert (model.linear_tflops, model.forward.tile) == (0.75 * 55.5, 64)
     assert cost_model("h200-flash", LLAMA).linear_tflops > 100
     one, whole = (model.forward.ps(*np.array([[n], [n], [n * (n + 1) // 2]])) for n in (1, 64))
     assert one > 0.7 * whole  # part of a tile takes nearly as long as all of it
+
+
+def test_parts_of_whole_layers_take_longer_than_parts_alone() -> None:
+    task = np.array([[64], [1024], [64 * 1024 - 64 * 63 // 2]])
+    whole, alone = (table_cost(replace(WHOLE, sustained=one), LLAMA) for one in (0.75, None))
+    for direction in ("forward", "backward"):
+        there, here = (getattr(cost, direction).ps(*task) for cost in (whole, alone))
+        assert there == pytest.approx(here / 0.75)
 
 
 def test_a_plan_names_it(tmp_path: Path) -> None:

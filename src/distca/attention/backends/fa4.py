@@ -28,6 +28,9 @@ from distca.attention.backends.base import (
 
 _one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"
+# Calls whose longest task fits into one tile have kernels of their own, which would be compiled in
+# the middle of a run. A larger bound, of two of the largest tiles, gives all calls the same ones.
+_LEAST_ROWS = 512
 _LATENT_SIZES = (192, 128)  # of queries and keys, and of values, as in DeepSeek-V2 and V3
 _SHARED = (
     "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k", "softmax_scale",
@@ -98,8 +101,8 @@ def _arguments(call: PackedCall) -> dict[str, Any]:
     return {
         "cu_seqlens_q": call.q_offsets,
         "cu_seqlens_k": call.kv_offsets,
-        "max_seqlen_q": call.max_queries,
-        "max_seqlen_k": call.max_keys,
+        "max_seqlen_q": max(call.max_queries, _LEAST_ROWS),
+        "max_seqlen_k": max(call.max_keys, _LEAST_ROWS),
         "causal": (left, right) == (-1, 0),
         "window_size_left": None if left < 0 else left,
         "window_size_right": None if left < 0 else right,

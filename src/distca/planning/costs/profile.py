@@ -89,6 +89,7 @@ class Profile:
     date: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
     linear_tflops: float | None = None  # linear layers, forward and backward
+    sustained: float | None = None  # speed of whole layers over that of their parts alone
     copy_bytes_per_s: float | None = None  # copies on the device; each byte is read and written
     exchange: tuple[MeasuredExchange, ...] = ()  # empty if one rank measured alone
     held_out: tuple[HeldOut, ...] = ()
@@ -109,7 +110,7 @@ class Profile:
                 )
             if any(rate is not None and not _is_rate(rate) for row in rates for rate in row):
                 raise ValueError("rates must be finite and above zero")
-        for what in ("linear_tflops", "copy_bytes_per_s"):
+        for what in ("linear_tflops", "sustained", "copy_bytes_per_s"):
             rate = getattr(self, what)
             if rate is not None and not _is_rate(rate):
                 raise ValueError(f"{what} = {rate}: it must be finite and above zero")

@@ -58,15 +58,18 @@ class Table:
 
 
 def table_cost(profile: Profile, shape: ModelShape) -> CostModel:
-    """Returns the costs of a profile; its rates are assumed to hold for the heads of ``shape``."""
+    """Returns the costs of a profile; its rates are assumed to hold for the heads of ``shape``.
+
+    Rates are those of parts measured alone, and costs those of parts of whole layers.
+    """
+    sustained = profile.sustained or 1.0
+    flops_per_pair = shape.flops_per_pair / sustained
     try:
         return CostModel(
             name=profile.name,
-            forward=_table(profile, profile.forward_tflops, shape.flops_per_pair),
-            backward=_table(
-                profile, profile.backward_tflops, BACKWARD_FLOPS * shape.flops_per_pair
-            ),
-            linear_tflops=profile.linear_tflops or LINEAR_TFLOPS,
+            forward=_table(profile, profile.forward_tflops, flops_per_pair),
+            backward=_table(profile, profile.backward_tflops, BACKWARD_FLOPS * flops_per_pair),
+            linear_tflops=(profile.linear_tflops or LINEAR_TFLOPS) * sustained,
         )
     except ValueError as error:
         raise ValueError(f"the profile is not usable: {error}") from None
