@@ -26,6 +26,7 @@ from distca.planning.policies import policy_of
 from distca.runtime.batches import Step
 from distca.runtime.mesh import RankContext
 from distca.runtime.parallelize import Precision, parallelize
+from distca.runtime.prepared import PreparedTicks
 from distca.runtime.step import StepRunner
 from distca.train.config import TrainSection
 from distca.train.optimizer import adamw, clip
@@ -140,9 +141,10 @@ def planners(
 class PlannedStep:
     side: PlannedSide
     step: Step
+    prepared: PreparedTicks  # as in training, where it is made with the plan in the background
 
     def run(self) -> Tensor:
-        return self.side.runner.train(self.side.model, self.step)
+        return self.side.runner.train(self.side.model, self.step, self.prepared)
 
 
 class PlannedSide(Side):
@@ -170,7 +172,7 @@ class PlannedSide(Side):
     def prepare(self, batch: Batch) -> PlannedStep:
         step = self.plan(batch)
         self.runner.warm_up(self.model, step.plan)
-        return PlannedStep(self, step)
+        return PlannedStep(self, step, self.runner.prepare(step.plan))
 
     def plan(self, batch: Batch) -> Step:
         for planner in self.choices[:-1]:

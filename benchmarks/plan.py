@@ -1,8 +1,9 @@
 """Plans compared with the published head-tail greedy: imbalance, bytes, busiest rank, seconds.
 
-    python benchmarks/plan.py            all cases, about ten minutes on one core
-    python benchmarks/plan.py --quick    a few of them
-    python benchmarks/plan.py --short    short documents only; the other results are kept
+    python benchmarks/plan.py                  all cases, about ten minutes on one core
+    python benchmarks/plan.py --jobs 4         the same on four cores, each with one thread
+    python benchmarks/plan.py --quick          a few of them
+    python benchmarks/plan.py --only short     one part; the other results are kept
 
 Writes benchmarks/results/plan.md and plan.json. Every case is one global batch of documents in
 order of arrival, K tokens per rank, with the bytes of Llama-3-8B. Documents are packed in two ways.
@@ -19,20 +20,25 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from itertools import product
-from math import log2
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
 
 import numpy as np
-from plan_few_ranks import few_ranks, few_ranks_report
+from plan_common import MODEL, Row, ended, fastest
+from plan_few_ranks import few_ranks, few_ranks_cases, few_ranks_report
+from plan_random import random_batch, random_cases, random_report
+from plan_short import short, short_cases, short_report
+from rich.progress import track
 
-from distca.data.lengths import LengthDistribution, distribution, pretrain, prolong
+from distca.data.lengths import distribution
 from distca.dispatch.layout import Layout
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
@@ -45,31 +51,11 @@ from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
 
 RESULTS = Path(__file__).parent / "results"
-MODEL = "llama3-8b"
+DATA = ("pretrain", "prolong")
 CONTEXTS = (65536, 131072, 524288)
 SERVERS = (8, 16, 32, 64, 128, 256, 512)
 SEEDS = (0, 1, 2)
-BEST_OF = 3  # runs, of which the fastest counts
-# Lengths of the first and of the second half of the ranks.
-SHORT = {
-    "chat": ("lognormal:150:0.8",) * 2,
-    "SFT": ("lognormal:600:1.0",) * 2,
-    "RL": ("lognormal:3000:0.7",) * 2,
-    "64s and 20s": ("fixed:64", "fixed:20"),
-    "chat and SFT": ("lognormal:150:0.8", "lognormal:600:1.0"),
-    "chat and pretrain": ("lognormal:150:0.8", "pretrain"),
-}
-SHORT_SERVERS, SHORT_TOKENS = (8, 64, 512), (32768, 131072)
 GROWTH = (64, 128, 256, 512, 1024, 2048, 4096)
-
-
-def ended(placement: Placement) -> Placement:
-    """Every shard becomes a document of its own."""
-    size = placement.stop - placement.start
-    order = np.arange(len(size), dtype=np.int64)
-    return Placement(
-        size, order, np.zeros_like(size), size, placement.worker, placement.num_workers
-    )
 
 
 PACKINGS: dict[str, Callable[[Placement], Placement]] = {
@@ -78,12 +64,9 @@ PACKINGS: dict[str, Callable[[Placement], Placement]] = {
 }
 
 
-def cases(quick: bool) -> Iterator[tuple[LengthDistribution, int, int]]:
-    for draw in (pretrain, prolong):
-        for context in CONTEXTS[1:2] if quick else CONTEXTS:
-            for servers in (8, 64) if quick else SERVERS:
-                for seed in SEEDS[:1] if quick else SEEDS:
-                    yield draw(context), servers, seed
+def cases(quick: bool) -> list[tuple[str, int, int, int]]:
+    servers, seeds = ((8, 64), SEEDS[:1]) if quick else (SERVERS, SEEDS)
+    return [*product(DATA, CONTEXTS[1:2] if quick else CONTEXTS, servers, seeds)]
 
 
 def checked(
@@ -120,14 +103,15 @@ def tiles_kept(result: Plan, given: Placement, tile: int = 128) -> bool:
     return True
 
 
-def run_case(lengths: LengthDistribution, servers: int, seed: int) -> Iterator[dict[str, Any]]:
-    in_order = Placement.in_order(lengths.batch(lengths.context * servers, seed), servers)
+def run_case(data: str, context: int, servers: int, seed: int) -> Iterator[Row]:
+    lengths = distribution(data, context)
+    in_order = Placement.in_order(lengths.batch(context * servers, seed), servers)
     for packing, pack in PACKINGS.items():
         given = pack(in_order)
         greedy = checked(given, policy="greedy", cost="pairs", tolerance=0.01)
-        row: dict[str, Any] = {
-            "data": lengths.name,
-            "context": lengths.context,
+        row: Row = {
+            "data": data,
+            "context": context,
             "servers": servers,
             "seed": seed,
             "packing": packing,
@@ -155,66 +139,53 @@ def run_case(lengths: LengthDistribution, servers: int, seed: int) -> Iterator[d
         yield row
 
 
-def growth(quick: bool) -> list[dict[str, Any]]:
-    """Planning time from 64 to 4,096 servers; the best of three, since machines are noisy."""
-    rows = []
-    wanted = [(131072, pretrain, n) for n in (GROWTH[:3] if quick else GROWTH)]
-    wanted += [(131072, prolong, 256), (524288, prolong, 512)]
-    for context, draw, servers in wanted:
-        lengths = draw(context).batch(context * servers, 0)
-        given = ended(Placement.in_order(lengths, servers))
-        row: dict[str, Any] = {"data": draw(context).name, "context": context, "servers": servers}
-        row["documents"] = given.num_documents
-        for name, cost, placement in (
-            ("given_pairs_s", "pairs", "given"),
-            ("given_analytic_s", "analytic", "given"),
-            ("balanced_pairs_s", "pairs", "balanced"),
-        ):
-            policy = policy_of("distca", placement)
-            times, layouts = [], []
-            for _ in range(BEST_OF):
-                began = time.process_time()
-                made = place_and_plan(given, policy, model=MODEL, cost=cost)
-                middle = time.process_time()
-                Layout.of(made, 0)
-                times.append(middle - began)
-                layouts.append(time.process_time() - middle)
-            row[name] = min(times)
-            row[name.replace("_s", "_layout_s")] = min(layouts)
-        rows.append(row)
-    return rows
+def growth_cases(quick: bool) -> list[tuple[str, int, int]]:
+    """From 64 to 4,096 servers."""
+    wanted = [("pretrain", 131072, n) for n in (GROWTH[:3] if quick else GROWTH)]
+    return [*wanted, ("prolong", 131072, 256), ("prolong", 524288, 512)]
 
 
-def steps(quick: bool) -> list[dict[str, Any]]:
-    """Seconds of one core for a whole training step: balanced placement, two halves, 512 ranks."""
-    rows = []
-    ranks = 64 if quick else 512
-    for draw, context, cost in product((pretrain, prolong), CONTEXTS, ("pairs", "h200")):
-        planner = StepPlanner(
-            MeshShape(dp=ranks),
-            (Mask.parse("causal"),),
-            PlanOptions(model=MODEL, cost=cost),
-            policy=policy_of("distca", "balanced"),
-            ping_pong=True,
-        )
-        lengths = draw(context).batch(context * ranks, 0)
-        began = time.process_time()
-        halves = planner.plan(lengths).slots[0][0]
-        rows.append(
-            {
-                "data": draw(context).name,
-                "context": context,
-                "servers": ranks,
-                "cost": cost,
-                "documents": len(lengths),
-                "imbalance": max(half.imbalance for half in halves),
-                "seconds": time.process_time() - began,
-            }
-        )
-    return rows
+def growth(data: str, context: int, servers: int) -> Iterator[Row]:
+    lengths = distribution(data, context).batch(context * servers, 0)
+    given = ended(Placement.in_order(lengths, servers))
+    row: Row = {"data": data, "context": context, "servers": servers}
+    row["documents"] = given.num_documents
+    for cost, placement in (("pairs", "given"), ("analytic", "given"), ("pairs", "balanced")):
+        policy = policy_of("distca", placement)
+        made, seconds = fastest(partial(place_and_plan, given, policy, model=MODEL, cost=cost))
+        row[f"{placement}_{cost}_s"] = seconds
+        row[f"{placement}_{cost}_layout_s"] = fastest(partial(Layout.of, made, 0))[1]
+    yield row
 
 
-def slowest_report(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[str]:
+def step_cases(quick: bool) -> list[tuple[str, int, str, int]]:
+    return [*product(DATA, CONTEXTS, ("pairs", "h200"), (64,) if quick else (512,))]
+
+
+def steps(data: str, context: int, cost: str, ranks: int) -> Iterator[Row]:
+    """A whole training step: balanced placement, two halves."""
+    planner = StepPlanner(
+        MeshShape(dp=ranks),
+        (Mask.parse("causal"),),
+        PlanOptions(model=MODEL, cost=cost),
+        policy=policy_of("distca", "balanced"),
+        ping_pong=True,
+    )
+    lengths = distribution(data, context).batch(context * ranks, 0)
+    began = time.process_time()
+    halves = planner.plan(lengths).slots[0][0]
+    yield {
+        "data": data,
+        "context": context,
+        "servers": ranks,
+        "cost": cost,
+        "documents": len(lengths),
+        "imbalance": max(half.imbalance for half in halves),
+        "seconds": time.process_time() - began,
+    }
+
+
+def slowest_report(rows: list[Row], steps: list[Row]) -> list[str]:
     """The slowest batches of all, and steps with ping-pong."""
     lines = ["", "## Slowest plans (cost pairs, all batches; one core)", ""]
     lines += ["| packing | placement | slowest | seconds |", "|---|---|---|---|"]
@@ -235,89 +206,6 @@ def slowest_report(rows: list[dict[str, Any]], steps: list[dict[str, Any]]) -> l
     return lines
 
 
-def allowed_s(documents: int, servers: int) -> float:
-    return 0.1 + 1e-6 * documents * log2(servers)
-
-
-def short(quick: bool) -> list[dict[str, Any]]:
-    """Batches of short documents: bound, bytes, and seconds of one core against those allowed."""
-    rows = []
-    for name, spec in SHORT.items():
-        for servers in SHORT_SERVERS[:1] if quick else SHORT_SERVERS:
-            for tokens in SHORT_TOKENS:
-                halves = [
-                    ended(
-                        Placement.in_order(
-                            distribution(one, tokens).batch(tokens * servers // 2, seed),
-                            servers // 2,
-                        )
-                    )
-                    for seed, one in enumerate(spec)
-                ]
-                lengths = np.concatenate([half.lengths for half in halves])
-                worker = np.concatenate([halves[0].worker, halves[1].worker + servers // 2])
-                number = np.arange(len(lengths))
-                given = Placement(lengths, number, number * 0, lengths, worker, servers)
-                for placement, cost in product(
-                    ("given", "balanced"), ("pairs", "analytic", "h200")
-                ):
-                    taken = np.inf
-                    for _ in range(BEST_OF):
-                        began = time.process_time()
-                        made = place_and_plan(
-                            given, policy_of("distca", placement), model=MODEL, cost=cost
-                        )
-                        taken = min(taken, time.process_time() - began)
-                    verify(made)
-                    rows.append(
-                        {
-                            "data": name,
-                            "tokens": tokens,
-                            "servers": servers,
-                            "documents": len(lengths),
-                            "placement": placement,
-                            "cost": cost,
-                            "imbalance_before": made.imbalance_before,
-                            "imbalance": made.imbalance,
-                            "megabytes": made.traffic.total / servers / 1e6,
-                            "seconds": taken,
-                            "allowed_s": allowed_s(len(lengths), servers),
-                        }
-                    )
-    return rows
-
-
-def short_report(rows: list[dict[str, Any]], run: str) -> list[str]:
-    """One line for each batch and placement; seconds and imbalance are the largest of all costs."""
-    lines = [
-        "",
-        "## Short documents (largest of the costs pairs, analytic, h200; best of three; one core)",
-        "",
-        run,
-        "",
-        "| data | tokens a rank | servers | documents | placement | imbalance before | imbalance"
-        " | MB a rank | seconds | allowed |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    keys = dict.fromkeys((r["data"], r["tokens"], r["servers"], r["placement"]) for r in rows)
-    for data, tokens, servers, placement in keys:
-        part = [
-            r
-            for r in rows
-            if (r["data"], r["tokens"], r["servers"], r["placement"])
-            == (data, tokens, servers, placement)
-        ]
-        largest = {name: max(r[name] for r in part) for name in part[0] if name != "cost"}
-        late = " **above**" if largest["seconds"] > largest["allowed_s"] else ""
-        lines.append(
-            f"| {data} | {tokens // 1024}K | {servers} | {largest['documents']} | {placement}"
-            f" | {largest['imbalance_before']:.2f} | {largest['imbalance']:.4f}"
-            f" | {largest['megabytes']:.1f} | {largest['seconds']:.3f}{late}"
-            f" | {largest['allowed_s']:.3f} |"
-        )
-    return lines
-
-
 def geometric_mean(values: list[float]) -> float:
     """A ratio below 0.01 (a balanced placement that cuts no document moves nothing) counts 0.01."""
     return float(np.exp(np.mean(np.log(np.maximum(values, 0.01)))))
@@ -332,11 +220,11 @@ def this_run() -> str:
 
 
 def report(results: dict[str, Any]) -> str:
-    rows, times = results["cases"], results["seconds"]
+    rows, times = results["cases"]["rows"], results["seconds"]["rows"]
     lines = [
         "# Plans against the head-tail greedy",
         "",
-        results["run"],
+        results["cases"]["run"],
         "",
         f"{len(rows) // 2} batches: pretrain and prolong, contexts"
         f" {', '.join(f'{context // 1024}K' for context in sorted({r['context'] for r in rows}))},"
@@ -418,9 +306,37 @@ def report(results: dict[str, Any]) -> str:
             f" | {t['given_pairs_s']:.3f} | {t['given_analytic_s']:.3f}"
             f" | {t['balanced_pairs_s']:.3f} | {t['given_pairs_layout_s']:.3f} |"
         )
-    lines += slowest_report(rows, results["steps"])
-    lines += few_ranks_report(results["few_ranks"])
-    return "\n".join([*lines, *short_report(results["short"], results["short_run"])]) + "\n"
+    lines += slowest_report(rows, results["steps"]["rows"])
+    for name, report_of in (
+        ("few_ranks", few_ranks_report),
+        ("random", random_report),
+        ("short", short_report),
+    ):
+        lines += report_of(results[name]["rows"])
+        if results[name]["run"] != results["cases"]["run"]:
+            lines += ["", results[name]["run"]]
+    return "\n".join(lines) + "\n"
+
+
+class Section(NamedTuple):
+    """A part of the results: its cases, and the rows of each."""
+
+    cases: Callable[[bool], Sequence[tuple[Any, ...]]]  # of all or, if True, of a quick look
+    rows: Callable[..., Iterator[Row]]
+
+
+SECTIONS = {
+    "cases": Section(cases, run_case),
+    "seconds": Section(growth_cases, growth),
+    "steps": Section(step_cases, steps),
+    "few_ranks": Section(few_ranks_cases, few_ranks),
+    "random": Section(random_cases, random_batch),
+    "short": Section(short_cases, short),
+}
+
+
+def rows_of(name: str, case: tuple[Any, ...]) -> list[Row]:
+    return [*SECTIONS[name].rows(*case)]
 
 
 def main() -> None:
@@ -428,28 +344,20 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="a few cases")
-    parser.add_argument(
-        "--short", action="store_true", help="short documents only; the other results are kept"
-    )
+    parser.add_argument("--only", choices=SECTIONS, help="one part; the other results are kept")
+    parser.add_argument("--jobs", type=int, default=1, help="processes, each on a core of its own")
     parser.add_argument(
         "--out", type=Path, default=RESULTS, help="where to write plan.md and plan.json"
     )
     arguments = parser.parse_args()
-    from rich.progress import track
-
     path = arguments.out / "plan.json"
-    if arguments.short:
-        results = json.loads(path.read_text())
-    else:
-        todo = list(cases(arguments.quick))
-        results = {
-            "run": this_run(),
-            "cases": [row for case in track(todo, "planning") for row in run_case(*case)],
-            "seconds": growth(arguments.quick),
-            "steps": steps(arguments.quick),
-            "few_ranks": few_ranks(arguments.quick),
-        }
-    results |= {"short_run": this_run(), "short": short(arguments.quick)}
+    results = json.loads(path.read_text()) if arguments.only else {}
+    with ProcessPoolExecutor(arguments.jobs) as pool:
+        for name in [arguments.only] if arguments.only else SECTIONS:
+            todo = SECTIONS[name].cases(arguments.quick)
+            done = pool.map(partial(rows_of, name), todo)
+            rows = [row for some in track(done, name, len(todo)) for row in some]
+            results[name] = {"run": this_run(), "rows": rows}
     text = report(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results) + "\n")
