@@ -65,11 +65,15 @@ def test_a_rate_is_flops_over_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     assert profile.backward_tflops[0][0] == pytest.approx(2.5 * flops / 5e-3 / 1e12, rel=1e-3)
 
 
-def test_whole_layers_are_compared_with_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Four parts of 1 s each, which take 5 s one after the other."""
-    seconds = iter([1.0, 1.0, 1.0, 1.0, 5.0])
-    monkeypatch.setattr("distca.measure.bench.Bench._seconds", lambda *_: next(seconds))
-    assert tiny().sustained() == pytest.approx(0.8)
+@pytest.mark.parametrize(("seconds", "ratio"), [(5.0, 0.8), (3.0, 1.0)])
+def test_whole_layers_are_compared_with_their_parts(
+    seconds: float, ratio: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four parts of 1 s each, measured in turns with all of them one after the other."""
+    times = iter([1.0, 1.0, 1.0, 1.0, seconds] * 3)
+    monkeypatch.setattr("distca.measure.bench.Bench._seconds", lambda *_: next(times))
+    assert tiny(replace(TINY, rounds=3)).sustained() == pytest.approx(ratio)
+    assert [*times] == []
 
 
 @pytest.mark.parametrize("quick", [False, True])
