@@ -27,6 +27,7 @@ class Request(NamedTuple):
     shard: int
     keep: int
     servers: list[Headroom]
+    half: int = 0  # see ``requests.Requests``
 
 
 class Ledger:
@@ -120,6 +121,7 @@ class Ledger:
         return Requests(
             shards=shards.cuttable(number),
             number=number,
+            half=as_ints([request.half for request in wanted])[:, None],
             keep=as_ints([request.keep for request in wanted])[:, None],
             targets=Targets(
                 server,

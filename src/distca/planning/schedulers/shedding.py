@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests
+from distca.planning.schedulers.cuts import NUM_TOPS, Choices, Cut, evaluate_requests
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
 from distca.planning.schedulers.requests import merge
@@ -177,26 +177,37 @@ def _reserve(
 def evaluate(questions: Sequence[Question]) -> list[Found]:
     """Returns for each rank of each ledger the choices that fit."""
     found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
-    for single in (True, False):  # a single piece has more candidates
-        parts, origin, slots = [], [], 1
-        for index, (ledger, wanted) in enumerate(questions):
-            asked = [
-                (rank, request)
-                for rank, requests in wanted.items()
-                for request in requests
-                if (len(request.servers) == 1) == single
-            ]
-            if asked:
-                parts.append((ledger, [request for _, request in asked]))
-                origin += [(index, rank) for rank, _ in asked]
-                slots = max(slots, *(len(request.servers) for _, request in asked))
-        if parts:
-            merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
-            chosen = evaluate_requests(merged, parts[0][0].problem.shape)
-            for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
-                index, rank = origin[row]
-                found[index][rank].append((chosen, row))
+    parts, origin, slots = [], [], 1
+    for index, (ledger, wanted) in enumerate(questions):
+        asked = [
+            (rank, half)
+            for rank, requests in wanted.items()
+            for request in requests
+            for half in _halves(ledger, request)
+        ]
+        if asked:
+            parts.append((ledger, [request for _, request in asked]))
+            origin += [(index, rank) for rank, _ in asked]
+            slots = max(slots, *(len(request.servers) for _, request in asked))
+    if parts:
+        merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
+        chosen = evaluate_requests(merged, parts[0][0].problem.shape)
+        for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
+            index, rank = origin[row]
+            found[index][rank].append((chosen, row))
     return found
+
+
+def _halves(ledger: Ledger, request: Request) -> list[Request]:
+    """Returns two requests for a single piece, because it has twice as many candidates.
+
+    A short shard has not.
+    """
+    if len(request.servers) > 1:
+        return [request]
+    start, stop = ledger.shards.span(request.shard)
+    is_short = stop - start < (NUM_TOPS - 1) * ledger.problem.grain.spacing
+    return [request._replace(half=half) for half in ((1,) if is_short else (1, 2))]
 
 
 def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
