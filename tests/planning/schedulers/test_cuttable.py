@@ -57,6 +57,6 @@ def test_spread_cuts_are_all_cuts_of_a_short_shard() -> None:
     cost = cost_model("pairs", SHAPE).forward
     seen = DocumentMasks(as_ints([64, 640]), reach_of("causal", 2), TwoWaySpans.none())
     shards = CuttableShards(start, stop, as_ints([[0], [1]]), stop, seen, cost, Grain(16, 16))
-    few, many = shards.spread_cuts(8)
+    few, many = shards.spread_cuts(8, as_ints([[0], [0]]))
     assert sorted(set(few.tolist())) == [1, 2, 3, 4]
     assert many.tolist() == [5, 10, 15, 20, 25, 30, 35, 40]

@@ -1,10 +1,11 @@
 """Search orders that share branches, compared with orders that are tried one by one."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from distca.pipeline.mesh import MeshShape
@@ -15,7 +16,8 @@ from distca.planning.masks import Mask
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Entry, Placement
 from distca.planning.policies import policy_of
-from distca.planning.schedulers import orders, shedding
+from distca.planning.schedulers import budget, orders, shedding
+from distca.planning.schedulers.budget import Budget
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.orders import (
     SEARCH_ORDERS,
@@ -68,7 +70,7 @@ def test_shared_branches_lead_to_the_best_order(
 ) -> None:
     shards = placed(ranks, cost, servers=servers)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
     best = one_by_one(shards, expected_load)
     assert found.quality == best.quality
     assert found.order == best.order
@@ -83,7 +85,7 @@ def test_documents_that_span_ranks_do_too(lengths: list[int], cost: str) -> None
     problem = PlanOptions(model="llama3-8b", cost=cost).problem(placement)
     shards = PlacedShards.of(problem, problem.cost.backward)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
     assert found.quality == one_by_one(shards, expected_load).quality
 
 
@@ -92,7 +94,7 @@ def test_documents_with_a_prefix_do_too(cost: str) -> None:
     continued: Entry = {"length": 700, "parent": 0, "prefix": 4096}
     shards = placed([[4096, *([continued] * 8)], [continued] * 4, [30_000]], cost)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, UNLIMITED).run(SEARCH_ORDERS, expected_load)
+    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
     assert found.moved > 0
     assert found.quality == one_by_one(shards, expected_load).quality
 
@@ -145,7 +147,7 @@ class Work:
         self.num_requests = 0
 
         def counted(questions: Sequence[Question]) -> list[Found]:
-            self.num_requests += orders.EVALUATION if questions else 0
+            self.num_requests += budget.EVALUATION if questions else 0
             for _, wanted in questions:
                 self.num_requests += sum(map(len, wanted.values()))
             return shedding.evaluate(questions)
@@ -179,8 +181,107 @@ def test_other_orders_keep_a_budget(
     shards = PlacedShards.of(problem, problem.cost.backward)
     first, least = work_of(shards, 1)
     best, work = work_of(shards, len(SEARCH_ORDERS))
-    assert work <= max(least, orders.BUDGET)
+    assert work <= max(least, budget.BUDGET)
     assert best.quality <= first.quality
+
+
+class WorkOfSearches:
+    """Counts the work of each step of each search, in the order of its steps."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.steps: dict[OrderSearch, list[int]] = {}
+        self.budgets: dict[OrderSearch, int] = {}
+        steps, searches = self.steps, list[OrderSearch]()
+
+        def recorded(name: str) -> None:
+            method = getattr(OrderSearch, name)
+
+            def call(search: OrderSearch, *args: object) -> object:
+                steps.setdefault(search, [])
+                self.budgets.setdefault(search, Budget.of(search._shards.problem).left)
+                searches.append(search)
+                return method(search, *args)
+
+            patch.setattr(OrderSearch, name, call)
+
+        def counted(questions: Sequence[Question]) -> list[Found]:
+            num_requests = sum(len(one) for _, wanted in questions for one in wanted.values())
+            if num_requests:
+                steps[searches[-1]].append(budget.EVALUATION + num_requests)
+            return shedding.evaluate(questions)
+
+        recorded("first")
+        recorded("others")
+        patch.setattr(orders, "evaluate", counted)
+
+
+def adversarial_ranks(lengths: list[int], ranks: int, prefix: float) -> list[list[Entry]]:
+    """Gives each rank some documents; with a prefix, each continues the one before, or some do."""
+    documents: list[Entry] = list(lengths)
+    for number in range(1, len(lengths)):
+        if prefix and number % 5:
+            shared = max(int(prefix * min(lengths[number - 1 : number + 1])), 1)
+            before = documents[number - 1]
+            if not isinstance(before, int):  # a prefix may not be longer than all of the parent
+                shared = min(shared, before["prefix"] + before["length"])
+            documents[number] = {
+                "length": lengths[number],
+                "parent": number - 1,
+                "prefix": shared,
+            }
+    ends = [len(documents) * rank // ranks for rank in range(ranks + 1)]
+    return [documents[a:b] for a, b in pairwise(ends)]
+
+
+HARD = [8192, 300, 300, 2000, 8192, 8192, 700, 100, 6000, 1500, 30_000, 450] * 6
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(
+        st.sampled_from([100, 700, 2000, 6000, 8192, 30_000, 131_072]), min_size=8, max_size=64
+    ),
+    ranks=st.integers(2, 64),
+    cost=st.sampled_from(COSTS),
+    servers=st.sampled_from([0, 0, 2]),
+    mask=st.sampled_from(["causal", "window:512", "window:4096"]),
+    prefix=st.sampled_from([None, 0.0, 0.5, 0.9]),
+    slow=st.sampled_from([None, 0.25]),
+    placement=st.sampled_from(["given", "balanced"]),
+)
+@example(HARD, 32, "h200", 2, "window:512", 0.9, None, "balanced")
+@example(HARD, 64, "h200", 0, "causal", None, None, "given")
+@example(HARD, 24, "pairs", 0, "causal", 0.0, 0.25, "balanced")
+def test_every_search_keeps_its_budget(
+    lengths: list[int],
+    ranks: int,
+    cost: str,
+    servers: int,
+    mask: str,
+    prefix: float | None,  # None: documents span ranks
+    slow: float | None,
+    placement: str,
+) -> None:
+    if prefix is None:
+        given = Placement.in_order(np.array(lengths), ranks)
+    else:
+        given = Placement.from_ranks(adversarial_ranks(lengths, ranks, prefix))
+    speed = None if slow is None else [slow if rank % 3 else 1.0 for rank in range(ranks + servers)]
+    with pytest.MonkeyPatch.context() as patch:
+        work = WorkOfSearches(patch)
+        place_and_plan(
+            given,
+            policy_of("distca", placement),
+            model="llama3-8b",
+            cost=cost,
+            mask=mask,
+            servers=servers,
+            workers_serve=True,
+            speed=speed,
+        )
+    assert len(work.steps) <= 4  # three placements, and the other direction
+    for search, steps in work.steps.items():
+        assert sum(steps[:-1]) < work.budgets[search]  # no step begins once it is spent
 
 
 class Count:

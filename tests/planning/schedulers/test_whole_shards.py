@@ -35,7 +35,9 @@ def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
 
 def check(problem: Problem) -> None:
     shards = PlacedShards.of(problem, problem.cost.backward)
-    found = [tuple(move) for move in possible_moves(shards)]
+    serves = problem.devices.speed[problem.placement.worker] > 0
+    fetches = np.flatnonzero((problem.placement.start > 0) & serves)
+    found = [tuple(move) for move in possible_moves(shards, fetches)]
     assert len(found) == len(set(found))
     assert set(found) == one_by_one(shards)
     check_moves(shards, [(shard, rank) for _, shard, rank in found])

@@ -155,7 +155,7 @@ def _even_tokens(table: Ints, tokens_left: Floats, grain: Grain) -> Ints:
                     takers.pop()
             table[index, 2] = position
     table = np.concatenate([table, as_ints(added).reshape(-1, 4)])
-    return _move_single_tiles(table, len(surplus), grain.tile) if takers else table
+    return _move_tiles(table, len(surplus), grain.tile) if takers else table
 
 
 def _shares(worker: Ints, available: Ints, surplus: Floats) -> Ints:
@@ -177,14 +177,16 @@ def _surplus_tiles(tokens_left: Floats, tile: int) -> Floats:
     return tiles
 
 
-def _move_single_tiles(table: Ints, workers: int, tile: int) -> Ints:
-    """Evens out workers whose shards are too short to be cut: one tile or shard at a time."""
+def _move_tiles(table: Ints, workers: int, tile: int) -> Ints:
+    """Evens out workers whose shards are too short to be cut: some tiles or a shard at a time."""
     counts = np.bincount(table[:, 0], table[:, 3] - table[:, 2], minlength=workers)
     held = [table[table[:, 0] == worker, 1:].tolist() for worker in range(workers)]
+    mean = counts.mean()
     while counts.max() - counts.min() > tile:
         high, low = int(counts.argmax()), int(counts.argmin())
         document, start, stop = held[high].pop()
-        cut = min(start + tile, stop)
+        num_tiles = max(int(min(counts[high] - mean, mean - counts[low]) // tile), 1)
+        cut = min(start + num_tiles * tile, stop)
         held[low].append([document, start, cut])
         if cut < stop:
             held[high].append([document, cut, stop])

@@ -117,25 +117,40 @@ class Slicer:
         net = self._net_load(document, starts, stop)
         fits = (net <= limits.net_load) & (stop - starts <= limits.tokens)
         cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= grain.first_cut(starts)))
-        document, stop, net, first = document[cut], stop[cut], net[cut], starts[cut]
         if not len(cut):
             return starts
-        kept = np.maximum(1.0 - limits.net_load / np.maximum(net, 1.0), 0.0)
+        document, stop, net, first = document[cut], stop[cut], net[cut], starts[cut]
+        # 1. The longest slices, where their net load fits. With many slices, most are as long.
+        lowest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
+        lowest = np.minimum(np.maximum(lowest, grain.first_cut(first)), grain.last_cut(stop))
+        heavy = self._net_load(document, lowest * grain.spacing, stop) > limits.net_load
+        # 2. A search for the others.
+        if heavy.any():
+            of = document[heavy], first[heavy], stop[heavy], net[heavy]
+            lowest[heavy] = np.maximum(lowest[heavy], self._heaviest(*of, limits.net_load))
+        starts[cut] = lowest * grain.spacing
+        return starts
+
+    def _heaviest(
+        self, document: Ints, first: Ints, stop: Ints, net: Floats, net_load: float
+    ) -> Ints:
+        """[documents] Returns the cut where the largest slice with at most some net load starts.
+
+        net: that of all tokens from ``first`` to ``stop``.
+        """
+        spacing = self.grain.spacing
+        kept = np.maximum(1.0 - net_load / np.maximum(net, 1.0), 0.0)
         # Net load grows like a square.
         kept += (1.0 - kept) * (first / stop) ** 2
-        guess = stop * np.sqrt(kept) / grain.spacing
+        guess = stop * np.sqrt(kept) / spacing
 
         def excess(index: Ints) -> Ints:
-            net = self._net_load(document, index * grain.spacing, stop)
-            return np.rint(net - limits.net_load).astype(np.int64)
+            net = self._net_load(document, index * spacing, stop)
+            return np.rint(net - net_load).astype(np.int64)
 
-        last = grain.last_cut(stop)
-        slope = net / np.maximum((stop / grain.spacing) ** 2 - (first / grain.spacing) ** 2, 1.0)
-        index = first_fitting(excess, guess.astype(np.int64), last, slope, np.zeros_like(last))
-        shortest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
-        index = np.minimum(np.maximum(np.maximum(index, shortest), grain.first_cut(first)), last)
-        starts[cut] = index * grain.spacing
-        return starts
+        last = self.grain.last_cut(stop)
+        slope = net / np.maximum((stop / spacing) ** 2 - (first / spacing) ** 2, 1.0)
+        return first_fitting(excess, guess.astype(np.int64), last, slope, np.zeros_like(last))
 
     def _net_load(self, document: Ints, start: Ints, stop: Ints) -> Floats:
         net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)

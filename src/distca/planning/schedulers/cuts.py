@@ -21,7 +21,7 @@ from distca.planning.schedulers.cuttable import CuttableShards
 from distca.planning.schedulers.requests import Requests, Targets
 from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
 
-NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many
+NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many, in two rows
 
 
 class Piece(NamedTuple):
@@ -131,15 +131,16 @@ def evaluate_requests(requests: Requests, shape: ModelShape) -> Choices:
 def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     """Fills all targets but the last from each top downwards, then places the remainder."""
     shards, headrooms = requests.shards, requests.targets.headroom
-    only_one = len(headrooms) == 1
-    top_cut = shards.spread_cuts(2 * NUM_TOPS if only_one else NUM_TOPS)
+    only_one = requests.half > 0
+    top_cut = shards.spread_cuts(NUM_TOPS, requests.half)
     cuts = _fill_downwards(shards, top_cut, requests.targets)
     bottom_cut = cuts[-1]
     may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
-    if only_one:  # the remainder is the only piece, and the tops are its possible places
-        rest_cut, gap = top_cut, np.zeros_like(may_stay)
-    else:
+    rest_cut, gap = top_cut, np.zeros_like(may_stay)
+    if len(headrooms) > 1:
         rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, shape)
+        # If the remainder is the only piece, the tops are its possible places.
+        rest_cut, gap = np.where(only_one, top_cut, rest_cut), gap * ~only_one
     low_cut = shards.highest_stop(rest_cut, may_stay - gap)
     start = shards.position(np.stack([*cuts[1:], low_cut]))
     stop = shards.position(np.stack([*cuts[:-1], rest_cut]))

@@ -90,11 +90,15 @@ class CuttableShards:
         inside = np.minimum(np.maximum(inside, 1), self.last_cut)
         return np.where(position <= self.start, 0, inside)
 
-    def spread_cuts(self, count: int) -> Ints:
-        """[shards, T] Returns up to ``count`` cuts of each shard, equally spaced; not the first."""
-        num = min(count, int(self.last_cut.max()))
-        steps = np.arange(1, num + 1, dtype=np.int64)
-        cuts: Ints = np.maximum(steps * self.last_cut // num, 1)
+    def spread_cuts(self, count: int, half: Ints) -> Ints:
+        """[shards, T] Returns up to ``count`` cuts of each shard, equally spaced; not the first.
+
+        half: [shards, 1] 1 or 2: the lower or the upper half of twice as many; 0: there are no
+            halves.
+        """
+        num = np.minimum(np.where(half > 0, 2 * count, count), self.last_cut)
+        steps = np.arange(1, min(count, int(num.max())) + 1, dtype=np.int64)
+        cuts: Ints = np.minimum(steps + count * (half > 1), num) * self.last_cut // num
         return cuts
 
     def load(self, start: Ints, stop: Ints) -> Ints:

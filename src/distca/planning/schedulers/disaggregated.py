@@ -4,7 +4,8 @@
 2. Workers that do not serve give away all their shards (``whole_shards``).
 3. Shards move to the worker that holds their keys, if this moves fewer bytes (``whole_shards``).
 4. Ranks with a surplus shed it (``surplus``, ``shedding``).
-5. If pieces of the right size do not exist, single tasks move (``repair``).
+5. If pieces of the right size do not exist, or a budget is spent (``budget``), single tasks move
+   (``repair``).
 """
 
 from collections.abc import Sequence

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -27,6 +28,7 @@ class Request(NamedTuple):
     shard: int
     keep: int
     servers: list[Headroom]
+    half: int = 0  # see ``requests.Requests``
 
 
 class Ledger:
@@ -107,10 +109,11 @@ class Ledger:
         home = placement.worker[number, None]
         start, stop = placement.start[number, None], placement.stop[number, None]
         sources = [np.arange(len(number))[:, None], home, start, stop]
+        other_owners = cache(self._other_owners)  # several requests are for the same shard
         others = [
             (row, worker, *span)
             for row, shard in enumerate(number)
-            for worker, span in self._other_owners(shard)
+            for worker, span in other_owners(shard)
         ]
         row, worker, start, stop = (
             np.concatenate([column, more[:, None]])
@@ -120,6 +123,7 @@ class Ledger:
         return Requests(
             shards=shards.cuttable(number),
             number=number,
+            half=as_ints([request.half for request in wanted])[:, None],
             keep=as_ints([request.keep for request in wanted])[:, None],
             targets=Targets(
                 server,
@@ -151,12 +155,13 @@ class Ledger:
 
     def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
         """Returns the keys that servers of requests hold; of whole documents only home has any."""
+        held_keys = cache(self.keys.held)
         held = [
             (num_slots - len(request.servers) + index, row, *span)
             for row, request in enumerate(wanted)
             if not self.shards.is_document[request.shard]
             for index, (_, server) in enumerate(request.servers)
-            for span in self.keys.held(self.shards.document[request.shard], server)
+            for span in held_keys(self.shards.document[request.shard], server)
         ]
         slot, row, start, stop = as_ints(held).reshape(-1, 4).T
         return HeldSpans(slot, row, start[:, None], stop[:, None])

@@ -4,8 +4,8 @@ With few ranks, most orders let the same ranks shed at first, and many do to the
 share a *branch*, one ledger, until they differ; then the branch forks. The branch of the first
 order is followed to its end. The others then continue side by side, so that the cuts that they ask
 for are evaluated together. A branch ends as soon as it moves more than the best plan so far, and
-branches that have moved the most end where there are more than a budget allows. The budget is one
-of requests and not of seconds, since all ranks have to find the same plan.
+branches that have moved the most end where there are more than a budget allows (``budget``). The
+first order ends early, too, where it would need more.
 """
 
 from __future__ import annotations
@@ -17,17 +17,23 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.devices import UNLIMITED
+from distca.planning.schedulers.budget import EVALUATION, Budget
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Question, Shedding, evaluate, shed
-from distca.planning.schedulers.surplus import SurplusRanks
-from distca.planning.schedulers.whole_shards import empty_idle_workers, move_to_keys, possible_moves
+from distca.planning.schedulers.short_documents import shed_whole_documents
+from distca.planning.schedulers.surplus import SurplusRanks, workers_above_capacity
+from distca.planning.schedulers.whole_shards import (
+    Move,
+    empty_idle_workers,
+    may_gain,
+    move_to_keys,
+    possible_moves,
+)
 from distca.planning.tasks import Tasks
 
 NUM_TRIES = 4  # estimates of the load after cutting
-BUDGET = 250  # requests that all orders may evaluate: about 0.06 s
-EVALUATION = 8  # requests that take as long as an evaluation does beside its requests
 
 
 class TooMuchTrafficError(Exception):
@@ -76,14 +82,15 @@ Branch = Shedding[None]
 class OrderSearch:
     """Carries out steps 2 to 5 of the scheduler in several orders."""
 
-    def __init__(self, shards: PlacedShards, max_peak: int, budget: int = BUDGET) -> None:
+    def __init__(self, shards: PlacedShards, max_peak: int, budget: Budget | None = None) -> None:
         """Prepares a search.
 
         max_peak: the first order ends if it lets a rank send or receive more.
-        budget: see ``BUDGET``.
+        budget: by default that of the problem.
         """
-        self._shards, self._max_peak, self._budget = shards, max_peak, budget
-        self._moves_to_keys = possible_moves(shards)
+        self._shards, self._max_peak = shards, max_peak
+        self._budget = budget or Budget.of(shards.problem)
+        self._moves_to_keys: list[Move] | None = None  # those of the first try
         self._first_work: list[int] = []  # of each step of the first order
         self._forks: list[Branch] = []
         self._best: Candidate | None = None
@@ -109,7 +116,7 @@ class OrderSearch:
         """
         self._max_peak = UNLIMITED
         # The other direction will take about as much work as the first order.
-        budget = self._budget - 2 * sum(self._first_work)
+        budget = self._budget.left - sum(self._first_work)
         if first.missed == 0.0 and first.moved > 0 and budget > 0:
             self._follow_forks(budget, budget // max(len(self._first_work), 1))
         assert self._best is not None
@@ -121,6 +128,7 @@ class OrderSearch:
         answers: dict[Branch, Found | None] = {branch: None}
         while questions := _ask(answers):
             work.append(_work(questions.values()))
+            self._budget.left -= work[-1]
             answers = _answer(questions)
         return work
 
@@ -152,6 +160,8 @@ class OrderSearch:
         """
         start = Ledger(self._shards, expected_load, follows_load=number == 0)
         empty_idle_workers(start, self._max_peak)
+        if self._moves_to_keys is None:
+            self._moves_to_keys = possible_moves(self._shards, may_gain(start))
         groups: dict[bytes, tuple[Ledger, list[SearchOrder]]] = {}
         for max_adopted in dict.fromkeys(order.max_adopted for order in orders):
             ledger = start.copy()
@@ -182,7 +192,7 @@ class OrderSearch:
         waiting: see ``shed``.
         """
         next_ranks: tuple[int, ...] | None = None
-        while next_ranks != ():
+        while next_ranks != () and not self._budget.is_spent:
             groups: dict[tuple[int, ...], dict[SearchOrder, SurplusRanks]] = {}
             for order, ranks in orders.items():
                 groups.setdefault(tuple(ranks.next_batch(ledger)), {})[order] = ranks
@@ -194,7 +204,9 @@ class OrderSearch:
                 ranks.remove(next_ranks)
             if self._is_worse(ledger):
                 return
-            yield from shed(ledger, waiting, next_ranks)
+            yield from shed(ledger, waiting, next_ranks, self._budget)
+        if self._budget.is_spent:
+            shed_whole_documents(ledger, workers_above_capacity(ledger).tolist())
         yield from self._end(ledger, list(orders), number)
 
     def _is_worse(self, ledger: Ledger) -> bool:
@@ -208,7 +220,8 @@ class OrderSearch:
         problem, loads = self._shards.problem, ledger.loads
         bound = 1.0 + problem.tolerance
         imbalance, tasks = problem.devices.imbalance(loads.per_rank), None
-        if imbalance > bound and number + 1 < NUM_TRIES and not np.any(loads.above_capacity > 0):
+        again = number + 1 < NUM_TRIES and not self._budget.is_spent
+        if imbalance > bound and again and not np.any(loads.above_capacity > 0):
             expected_load = int(int(loads.per_rank.sum()) * (1.0 - MARGIN))
             yield from self._try(orders, expected_load, number + 1)
             return
@@ -246,4 +259,4 @@ def _least_moved(questions: Mapping[Branch, Question], most: int) -> dict[Branch
 def _work(questions: Collection[Question]) -> int:
     """Returns how many requests take as long as the questions."""
     num_requests = sum(len(requests) for _, wanted in questions for requests in wanted.values())
-    return EVALUATION + num_requests if questions else 0
+    return EVALUATION + num_requests if num_requests else 0

@@ -1,9 +1,10 @@
-"""Step 5 of the scheduler: single moves of tasks, for batches that are small for their tiles.
+"""Step 5 of the scheduler: single moves of tasks, where step 4 has left a surplus.
 
-If the mean load is only a few tiles, the pieces that the scheduler looks for do not exist. Then
-tasks move one at a time, whole or cut at one end, from the slowest rank to the rank that finishes
-first. Of all such moves, the one after which the later of the two ranks finishes earliest is made.
-Every move lowers the finishing time of the slowest rank, or ends the search.
+If the mean load is only a few tiles, the pieces that the scheduler looks for do not exist; and its
+search may have used up its budget. Then tasks move one at a time, whole or cut at one end, from the
+slowest rank to the rank that finishes first. Of all such moves, the one after which the later of
+the two ranks finishes earliest is made; of those that keep both within the bound, the one with the
+fewest bytes. Every move lowers the finishing time of the slowest rank, or ends the search.
 """
 
 from typing import NamedTuple
@@ -12,13 +13,14 @@ import numpy as np
 
 from distca.planning.costs.base import TaskCost
 from distca.planning.devices import UNLIMITED
-from distca.planning.problem import DocumentLoads, Problem
+from distca.planning.problem import DocumentLoads, Grain, Problem
 from distca.planning.spans import Ints, as_ints, expand
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import memory_bytes
 
 NUM_MOVES = 512  # after which the search ends
 NUM_TASKS = 256  # longest tasks of the slowest rank, and best moves, that are looked at
+NUM_CUTS = 1024  # of these tasks that are looked at; if there are more, every second or third, ...
 
 
 class _Move(NamedTuple):
@@ -34,22 +36,26 @@ def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float
     """Returns tasks with a lower imbalance, if single moves can lower it, and the imbalance."""
     devices, placement = problem.devices, problem.placement
     documents = problem.document_loads(cost.ps)
-    shard = placement.shard_of(tasks.document, tasks.q_start)
-    rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])  # as in ``Tasks.build``
-    load = tasks.load_ps(placement, problem.reach, cost, devices.num_ranks)
-    for _ in range(NUM_MOVES):
-        if devices.imbalance(load) <= 1.0 + problem.tolerance:
-            break
-        move = _best_move(problem, documents, rows, load)
-        if move is None:
-            break
-        pieces = _pieces_after(rows, move)
-        for changed, sign in ((rows[:, [move.row]], -1), (pieces, 1)):
-            np.add.at(load, changed[3], sign * _load(problem, documents, changed))
-        rows = np.concatenate([np.delete(rows, move.row, axis=1), pieces], axis=1)
-    tasks = Tasks.build(placement, problem.reach, rows)
-    load = tasks.load_ps(placement, problem.reach, cost, devices.num_ranks)
-    return tasks, devices.imbalance(load)
+    moves_left, moved = NUM_MOVES, True
+    while True:
+        load = tasks.load_ps(placement, problem.reach, cost, devices.num_ranks)
+        imbalance = devices.imbalance(load)
+        if imbalance <= 1.0 + problem.tolerance or not moved:
+            return tasks, imbalance
+        shard = placement.shard_of(tasks.document, tasks.q_start)
+        rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])  # as in ``Tasks.build``
+        moved = False
+        while moves_left and devices.imbalance(load) > 1.0 + problem.tolerance:
+            move = _best_move(problem, documents, rows, load)
+            if move is None:
+                break
+            moves_left, moved = moves_left - 1, True
+            pieces = _pieces_after(rows, move)
+            for changed, sign in ((rows[:, [move.row]], -1), (pieces, 1)):
+                np.add.at(load, changed[3], sign * _load(problem, documents, changed))
+            rows = np.concatenate([np.delete(rows, move.row, axis=1), pieces], axis=1)
+        # Pieces of a task that are neighbours again become one, which may lower the mean.
+        tasks = Tasks.build(placement, problem.reach, rows)
 
 
 def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Ints) -> _Move | None:
@@ -63,39 +69,48 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
     mine = mine[np.argsort((rows[1] - rows[2])[mine], kind="stable")[:NUM_TASKS]]
 
     # 1. Every piece that could move: whole tasks, and heads and tails at every possible cut.
-    row, low, high = _possible_pieces(problem, rows, mine)
-    document, start, stop = problem.placement.document[rows[0, row]], rows[1, row], rows[2, row]
-    moving = documents.load(document, low, high)
-    head, tail = documents.load(document, start, low), documents.load(document, high, stop)
+    start, stop, document = rows[1, mine], rows[2, mine], problem.placement.document[rows[0, mine]]
+    task, cut = _possible_cuts(problem.grain, start, stop)
     whole = documents.load(document, start, stop)
+    head = documents.load(document[task], start[task], cut)
+    tail = documents.load(document[task], cut, stop[task])
+    low = np.concatenate([start, start[task], cut])
+    high = np.concatenate([stop, cut, stop[task]])
+    moving = np.concatenate([whole, head, tail])
+    staying = np.concatenate([np.zeros_like(whole), tail, head])
+    task = np.concatenate([np.arange(len(mine)), task, task])
 
-    # 2. The move after which the later of the two ranks is earliest; ties: the fewest queries.
+    # 2. The move after which the later of the two ranks is earliest. Of those that are within the
+    #    bound, the one with the fewest bytes.
     later = np.maximum(
-        devices.finish_ps(load[worst] - whole + head + tail, worst),
+        devices.finish_ps(load[worst] - whole[task] + staying, worst),
         devices.finish_ps(load[first] + moving, first),
     )
-    for best in np.lexsort((high - low, later))[:NUM_TASKS].tolist():
-        if later[best] >= finish[worst]:
-            return None
-        move = _Move(int(row[best]), int(low[best]), int(high[best]), first)
+    helps = np.flatnonzero(later < finish[worst])
+    latest = np.floor((1.0 + problem.tolerance) * devices.mean_ps(int(load.sum())))
+    moved_bytes = _moved_bytes(problem, document[task[helps]], low[helps], high[helps])
+    order = np.lexsort((moved_bytes, np.maximum(later[helps], latest)))
+    for best in helps[order[:NUM_TASKS]].tolist():
+        move = _Move(int(mine[task[best]]), int(low[best]), int(high[best]), first)
         if _fits(problem, rows, move):
             return move
     return None
 
 
-def _possible_pieces(problem: Problem, rows: Ints, mine: Ints) -> tuple[Ints, Ints, Ints]:
-    """Returns (row, start, stop) of all pieces that may move and leave at least ``min_shard``."""
-    grain = problem.grain
-    start, stop = rows[1, mine], rows[2, mine]
-    first = grain.first_cut(start)
-    count = np.maximum(grain.last_cut(stop) - first + 1, 0)
-    cut = expand(first, count) * grain.spacing
-    owner = np.repeat(mine, count)
-    return (
-        np.concatenate([mine, owner, owner]),
-        np.concatenate([start, np.repeat(start, count), cut]),
-        np.concatenate([stop, cut, np.repeat(stop, count)]),
-    )
+def _possible_cuts(grain: Grain, start: Ints, stop: Ints) -> tuple[Ints, Ints]:
+    """Returns (task, position) of cuts that leave at least ``min_shard`` on both sides."""
+    first, last = grain.first_cut(start), grain.last_cut(stop)
+    every = 1 + int(np.maximum(last - first + 1, 0).sum()) // NUM_CUTS
+    first, last = -(-first // every), last // every
+    count = np.maximum(last - first + 1, 0)
+    cut = expand(first, count) * (every * grain.spacing)
+    return np.repeat(np.arange(len(start)), count), cut
+
+
+def _moved_bytes(problem: Problem, document: Ints, low: Ints, high: Ints) -> Ints:
+    """Returns what queries [low, high) move, if their server has none of their keys."""
+    num_keys = problem.masks.num_keys(document, low, high)
+    return problem.shape.qo_bytes * (high - low) + problem.shape.kv_bytes * num_keys
 
 
 def _pieces_after(rows: Ints, move: _Move) -> Ints:

@@ -52,6 +52,7 @@ class Requests:
 
     shards: CuttableShards  # R of them
     number: Sequence[int]  # [R] of each shard
+    half: Ints  # [R, 1] of the tops that it tries: 1 or 2 if there is a single server, else 0
     keep: Ints  # [R, 1] the load that may stay at home
     targets: Targets
     sources: KeySources
@@ -78,6 +79,7 @@ def merge(parts: Sequence[Requests]) -> Requests:
     return Requests(
         shards=CuttableShards.join([part.shards for part in parts]),
         number=[number for part in parts for number in part.number],
+        half=np.concatenate([part.half for part in parts]),
         keep=np.concatenate([part.keep for part in parts]),
         targets=Targets(
             *(np.concatenate(c, axis=1) for c in zip(*(p.targets for p in parts), strict=True))

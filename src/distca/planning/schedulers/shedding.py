@@ -12,12 +12,13 @@ from typing import TypeVar
 
 import numpy as np
 
-from distca.planning.schedulers.cuts import Choices, Cut, evaluate_requests
+from distca.planning.schedulers.budget import Budget
+from distca.planning.schedulers.cuts import NUM_TOPS, Choices, Cut, evaluate_requests
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
 from distca.planning.schedulers.requests import merge
 from distca.planning.schedulers.server_sets import fewest_servers, server_sets
-from distca.planning.schedulers.short_documents import shed_document, shed_documents
+from distca.planning.schedulers.short_documents import shed_whole_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
@@ -35,22 +36,23 @@ Question = tuple[Ledger, Wanted]
 Shedding = Generator[Question, Found, T]  # yields questions to ``evaluate``
 
 
-def shed(ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int]) -> Shedding[None]:
+def shed(
+    ledger: Ledger, waiting: dict[int, int], ranks: Sequence[int], budget: Budget
+) -> Shedding[None]:
     """Moves the surplus of ranks, out of one of their heaviest shards if possible.
 
     waiting: rank -> servers beyond the fewest that it needs. A batch of ranks joins those of
         earlier batches that still wait, and ends once fewer wait; without ranks, once none does.
+    budget: it also ends where this is spent.
     """
     waiting |= dict.fromkeys(ranks, 0)
-    while len(waiting) >= max(len(ranks), 1):
-        yield from _shed_once(ledger, waiting)
+    while len(waiting) >= max(len(ranks), 1) and not budget.is_spent:
+        yield from _shed_once(ledger, waiting, budget)
 
 
-def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding[None]:
+def _shed_once(ledger: Ledger, waiting: dict[int, int], budget: Budget) -> Shedding[None]:
     """Lets each of some ranks cut one shard; those that are done are removed from ``waiting``."""
-    for rank in waiting:
-        while shed_documents(ledger, rank) or shed_document(ledger, rank):
-            pass
+    shed_whole_documents(ledger, waiting)
     _drop_done(ledger, waiting)
     requests, reserved = _requests(ledger, waiting)
     found = yield ledger, requests
@@ -72,6 +74,8 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int]) -> Shedding[None]:
                 stuck.append(rank)
     ledger.move(moves)
     for rank in stuck:
+        if budget.is_spent:
+            break
         if (yield from _shed_some(ledger, int(ledger.uncut(rank)[0]))):
             waiting[rank] = 0
         elif not moves:
@@ -177,26 +181,37 @@ def _reserve(
 def evaluate(questions: Sequence[Question]) -> list[Found]:
     """Returns for each rank of each ledger the choices that fit."""
     found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
-    for single in (True, False):  # a single piece has more candidates
-        parts, origin, slots = [], [], 1
-        for index, (ledger, wanted) in enumerate(questions):
-            asked = [
-                (rank, request)
-                for rank, requests in wanted.items()
-                for request in requests
-                if (len(request.servers) == 1) == single
-            ]
-            if asked:
-                parts.append((ledger, [request for _, request in asked]))
-                origin += [(index, rank) for rank, _ in asked]
-                slots = max(slots, *(len(request.servers) for _, request in asked))
-        if parts:
-            merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
-            chosen = evaluate_requests(merged, parts[0][0].problem.shape)
-            for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
-                index, rank = origin[row]
-                found[index][rank].append((chosen, row))
+    parts, origin, slots = [], [], 1
+    for index, (ledger, wanted) in enumerate(questions):
+        asked = [
+            (rank, half)
+            for rank, requests in wanted.items()
+            for request in requests
+            for half in _halves(ledger, request)
+        ]
+        if asked:
+            parts.append((ledger, [request for _, request in asked]))
+            origin += [(index, rank) for rank, _ in asked]
+            slots = max(slots, *(len(request.servers) for _, request in asked))
+    if parts:
+        merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
+        chosen = evaluate_requests(merged, parts[0][0].problem.shape)
+        for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
+            index, rank = origin[row]
+            found[index][rank].append((chosen, row))
     return found
+
+
+def _halves(ledger: Ledger, request: Request) -> list[Request]:
+    """Returns two requests for a single piece, because it has twice as many candidates.
+
+    A short shard has not.
+    """
+    if len(request.servers) > 1:
+        return [request]
+    start, stop = ledger.shards.span(request.shard)
+    is_short = stop - start < (NUM_TOPS - 1) * ledger.problem.grain.spacing
+    return [request._replace(half=half) for half in ((1,) if is_short else (1, 2))]
 
 
 def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:

@@ -5,6 +5,7 @@ sums, so the number of steps depends on the servers and not on the documents.
 """
 
 import bisect
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -14,6 +15,13 @@ from distca.planning.spans import Ints, as_ints, cumulative
 # A surplus of more than this many times the heaviest shard that is left is shed in groups.
 MANY = 4
 LIGHT = 1 / 64  # load of a document, relative to a server's mean headroom, dealt in groups
+
+
+def shed_whole_documents(ledger: Ledger, ranks: Iterable[int]) -> None:
+    """Moves documents that are lighter than the surplus of their ranks. No cut is evaluated."""
+    for rank in ranks:
+        while shed_documents(ledger, rank) or shed_document(ledger, rank):
+            pass
 
 
 def shed_documents(ledger: Ledger, rank: int) -> bool:

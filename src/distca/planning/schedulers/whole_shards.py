@@ -16,7 +16,7 @@ from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.shedding import find_cut
 from distca.planning.schedulers.short_documents import deal_documents
-from distca.planning.spans import Spans, overlaps
+from distca.planning.spans import Ints, Spans, overlaps
 
 
 def empty_idle_workers(ledger: Ledger, max_peak: int) -> None:
@@ -111,34 +111,59 @@ def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> N
             ledger.move_whole(shard, rank)
 
 
-def possible_moves(shards: PlacedShards) -> list[Move]:
-    """Returns a move for each shard that fetches keys, to the worker that holds most of them.
+def may_gain(ledger: Ledger) -> Ints:
+    """Returns the shards whose move to their keys may save bytes, or load of a rank with a surplus.
+
+    Documents that are dealt over all workers have thousands of shards for which neither is true.
+    """
+    problem, placement, shape = ledger.problem, ledger.problem.placement, ledger.problem.shape
+    fetches = (placement.start > 0) & (problem.devices.speed[placement.worker] > 0)
+    # No other worker holds more keys of a document than that with the most tokens of it.
+    most = np.zeros_like(placement.lengths)
+    if placement.prefixes.exist:
+        most = placement.lengths
+    else:
+        cut = np.flatnonzero(~ledger.shards.is_document)
+        pair = placement.document[cut] * placement.num_workers + placement.worker[cut]
+        pair, index = np.unique(pair, return_inverse=True)
+        tokens = np.zeros_like(pair)
+        np.add.at(tokens, index, (placement.stop - placement.start)[cut])
+        np.maximum.at(most, pair // placement.num_workers, tokens)
+    size = placement.stop - placement.start
+    saves = shape.kv_bytes * most[placement.document] > shape.qo_bytes * size
+    has_surplus = ledger.loads.above_capacity > 0
+    return np.flatnonzero(fetches & (saves | has_surplus[placement.worker]))
+
+
+def possible_moves(shards: PlacedShards, shard: Ints) -> list[Move]:
+    """Returns moves of shards that fetch keys, each to the worker that holds most of them.
 
     Those that save the most come first.
+
+    shard: see ``may_gain``.
     """
     problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
-    serves = problem.devices.speed[placement.worker] > 0
-    shard = np.flatnonzero((placement.start > 0) & serves)
     document, start, stop = placement.document[shard], placement.start[shard], placement.stop[shard]
     first, last = problem.masks.first_key(document, start), problem.masks.last_key(document, stop)
     # 1. How many of the keys of each shard each worker holds.
     number, keys = placement.prefixes.owned(Spans(document, first, last))
     found = overlaps(keys, placement.spans)
     worker = placement.worker[placement.by_document[found.right]]
-    pair, index = np.unique(
-        number[found.left] * placement.num_workers + worker, return_inverse=True
-    )
-    held = np.zeros_like(pair)
-    np.add.at(held, index, found.stop - found.start)
-    number, worker = np.divmod(pair, placement.num_workers)
+    pair = number[found.left] * placement.num_workers + worker
+    order = np.argsort(pair, kind="stable")  # hardly any work, because numbers are sorted
+    first_of_pair = np.flatnonzero(np.diff(pair[order], prepend=-1))
+    held = np.add.reduceat((found.stop - found.start)[order], first_of_pair)
+    number, worker = np.divmod(pair[order[first_of_pair]], placement.num_workers)
     # 2. The other worker that holds the most; of equal ones the first.
     is_home = worker == placement.worker[shard[number]]
     num_own = np.zeros_like(shard)
     num_own[number[is_home]] = held[is_home]
     number, worker, held = number[~is_home], worker[~is_home], held[~is_home]
-    order = np.lexsort((worker, -held, number))
-    number, best = np.unique(number[order], return_index=True)
-    worker, held = worker[order][best], held[order][best]
+    most = np.zeros_like(shard)
+    np.maximum.at(most, number, held)
+    is_most = np.flatnonzero(held == most[number])
+    number, best = np.unique(number[is_most], return_index=True)
+    worker, held = worker[is_most[best]], held[is_most[best]]
     # 3. Home fetches the keys that it does not hold; the other worker receives queries as well.
     saved_keys = held - num_own[number]
     saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]

@@ -1,0 +1,29 @@
+"""How much one schedule may search.
+
+Work is counted in requests for cuts and not in seconds, because all ranks have to find the same
+plan. A search that has used up its budget ends where it is: documents that are lighter than the
+surplus of their rank leave as a whole, and single moves do the rest (``repair``).
+"""
+
+from __future__ import annotations
+
+from distca.planning.problem import Problem
+
+BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
+RANKS = 64  # up to which it is the same; more ranks have proportionally more
+EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
+
+
+class Budget:
+    """The work that is left to a search."""
+
+    def __init__(self, left: int) -> None:
+        self.left = left
+
+    @classmethod
+    def of(cls, problem: Problem) -> Budget:
+        return cls(BUDGET * max(problem.devices.num_ranks, RANKS) // RANKS)
+
+    @property
+    def is_spent(self) -> bool:
+        return self.left <= 0
