@@ -21,6 +21,7 @@ from distca.planning.schedulers.server_sets import fewest_servers, server_sets
 from distca.planning.schedulers.short_documents import shed_whole_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
+APART = 16  # requests for a single piece that are evaluated apart from others
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
@@ -181,12 +182,23 @@ def _reserve(
 def evaluate(questions: Sequence[Question]) -> list[Found]:
     """Returns for each rank of each ledger the choices that fit."""
     found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
+    wanted = [request for _, ranks in questions for asked in ranks.values() for request in asked]
+    single = sum(len(request.servers) == 1 for request in wanted)
+    # One evaluation takes as long as several requests, but has room for the most servers in all.
+    for pieces in ((True,), (False,)) if single > APART else ((True, False),):
+        _evaluate(questions, pieces, found)
+    return found
+
+
+def _evaluate(questions: Sequence[Question], single: Sequence[bool], found: list[Found]) -> None:
+    """Adds the choices that fit, of requests for a single piece, for several, or for both."""
     parts, origin, slots = [], [], 1
     for index, (ledger, wanted) in enumerate(questions):
         asked = [
             (rank, half)
             for rank, requests in wanted.items()
             for request in requests
+            if (len(request.servers) == 1) in single
             for half in _halves(ledger, request)
         ]
         if asked:
@@ -199,7 +211,6 @@ def evaluate(questions: Sequence[Question]) -> list[Found]:
         for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
             index, rank = origin[row]
             found[index][rank].append((chosen, row))
-    return found
 
 
 def _halves(ledger: Ledger, request: Request) -> list[Request]:
