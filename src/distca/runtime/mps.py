@@ -105,23 +105,27 @@ def _ending(environment: Mapping[str, str], logs: Path) -> Iterator[None]:
         start_new_session=True,
     )
     assert waiting.stdin is not None
-    servers: list[int] = []
+    known: list[int] = []
     try:
         yield
     finally:
         try:
-            servers = server_ids(environment)
+            # A process that is ending has no environment any more, by which daemons are found.
+            known = [*server_ids(environment), *_daemons(environment[PIPES])]
         finally:
             waiting.stdin.close()
-        _wait(waiting, servers, environment[PIPES], logs)
+        _wait(waiting, known, environment[PIPES], logs)
 
 
-def _wait(waiting: subprocess.Popen[bytes], servers: list[int], pipes: str, logs: Path) -> None:
-    """Waits until all is gone: a run that starts earlier finds the GPU busy."""
+def _wait(waiting: subprocess.Popen[bytes], known: list[int], pipes: str, logs: Path) -> None:
+    """Waits until all is gone: a run that starts earlier finds the GPU busy.
+
+    known: processes of MPS; a daemon that was starting when they were listed is found as well.
+    """
     deadline = time.monotonic() + END_S
     with suppress(subprocess.TimeoutExpired):
         waiting.wait(END_S)
-    while left := {*filter(_is_running, servers), *_daemons(pipes)}:
+    while left := {*filter(_is_running, known), *_daemons(pipes)}:
         if time.monotonic() > deadline:
             for process in left:
                 with suppress(ProcessLookupError):
