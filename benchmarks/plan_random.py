@@ -200,7 +200,7 @@ def random_report(rows: list[Row]) -> list[str]:
     lines += ["|---|---|---|---|---|---|---|"]
     for r in sorted(rows, key=_share, reverse=True)[:SLOWEST]:
         late = " **above**" if _share(r) > 1 else ""
-        missed = " (bound out of reach)" if r["shortfall"] else ""
+        missed = " (bound missed)" if r["shortfall"] else ""
         lines.append(
             f"| {r['number']} | {r['ranks']} | {r['batch']} | {r['documents']}"
             f" | {r['imbalance']:.3f}{missed} | {r['seconds']:.3f}{late} | {r['allowed_s']:.3f} |"

@@ -163,6 +163,7 @@ def shortfall(problem: Problem, loads: tuple[Ints, Ints], *, bounded: bool) -> s
         return f"{slowest}: the ranks that finish first have no memory to take more of its tasks"
     grain = problem.grain
     return (
-        f"{slowest}: no single move of a task, whole or cut at a multiple of {grain.spacing}"
-        f" tokens into pieces of {grain.min_shard} or more, would lower it"
+        f"{slowest}: with the work that it may do, the scheduler found no move of a task, whole or"
+        f" cut at a multiple of {grain.spacing} tokens into pieces of {grain.min_shard} or more,"
+        " that would lower it further"
     )

@@ -155,6 +155,11 @@ class Work:
         patch.setattr(orders, "evaluate", counted)
 
 
+LENGTHS = st.lists(
+    st.sampled_from([100, 700, 2000, 6000, 8192, 30_000, 131_072]), min_size=8, max_size=64
+)
+
+
 def work_of(shards: PlacedShards, num_orders: int) -> tuple[Candidate, int]:
     """Returns the result of some orders, and the requests that were evaluated for it."""
     with pytest.MonkeyPatch.context() as patch:
@@ -165,9 +170,7 @@ def work_of(shards: PlacedShards, num_orders: int) -> tuple[Candidate, int]:
 
 @settings(max_examples=30, deadline=None)
 @given(
-    lengths=st.lists(
-        st.sampled_from([100, 700, 2000, 6000, 8192, 30_000, 131_072]), min_size=8, max_size=64
-    ),
+    lengths=LENGTHS,
     ranks=st.integers(5, 32),
     cost=st.sampled_from(COSTS),
     servers=st.sampled_from([0, 0, 2]),
@@ -238,9 +241,7 @@ HARD = [8192, 300, 300, 2000, 8192, 8192, 700, 100, 6000, 1500, 30_000, 450] * 6
 
 @settings(max_examples=25, deadline=None)
 @given(
-    lengths=st.lists(
-        st.sampled_from([100, 700, 2000, 6000, 8192, 30_000, 131_072]), min_size=8, max_size=64
-    ),
+    lengths=LENGTHS,
     ranks=st.integers(2, 64),
     cost=st.sampled_from(COSTS),
     servers=st.sampled_from([0, 0, 2]),

@@ -21,13 +21,15 @@ from distca.planning.schedulers.server_sets import fewest_servers, server_sets
 from distca.planning.schedulers.short_documents import shed_whole_documents
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
-APART = 16  # requests for a single piece that are evaluated apart from others
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.
 # Shares are below 1, because short pieces cost more than their share of the load.
 NUM_PARTIAL = 8  # how many of the largest headrooms are filled
 SHARES = (0.95, 0.85, 0.7, 0.5)
+# In one evaluation, all requests have the width of those for the most servers. More than so many
+# for a single piece are evaluated apart: this saves more than an evaluation takes.
+APART = 16
 
 
 T = TypeVar("T")
@@ -182,11 +184,10 @@ def _reserve(
 def evaluate(questions: Sequence[Question]) -> list[Found]:
     """Returns for each rank of each ledger the choices that fit."""
     found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
-    wanted = [request for _, ranks in questions for asked in ranks.values() for request in asked]
-    single = sum(len(request.servers) == 1 for request in wanted)
-    # One evaluation takes as long as several requests, but has room for the most servers in all.
-    for pieces in ((True,), (False,)) if single > APART else ((True, False),):
-        _evaluate(questions, pieces, found)
+    requests = (one for _, wanted in questions for asked in wanted.values() for one in asked)
+    num_single = sum(len(request.servers) == 1 for request in requests)
+    for single in ((True,), (False,)) if num_single > APART else ((True, False),):
+        _evaluate(questions, single, found)
     return found
 
 
