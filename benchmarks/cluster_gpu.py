@@ -32,6 +32,7 @@ import torch.distributed as dist
 from cluster_predict import predictor
 from cluster_report import Cell, read_cell, table, write_cell
 from cluster_sides import (
+    LIMITS,
     WAYS,
     PlannedSide,
     Side,
@@ -74,6 +75,13 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", default="llama3.2-1b", help="whose layers are trained")
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--sides", default=",".join(WAYS))
+    parser.add_argument(
+        "--dynamic-cp-limits",
+        type=float,
+        nargs="*",
+        default=(),
+        help="tokens of a rank over the mean; the first that can be kept. Default: none",
+    )
     parser.add_argument("--keep-activations", action="store_true", help="recompute nothing")
     parser.add_argument("--profile", help="of `distca profile --share-gpu`, to predict steps")
     parser.add_argument("--warm-up", type=int, default=2, help="steps of a side that do not count")
@@ -238,7 +246,15 @@ def sides_of(
             except ValueError as error:
                 refused[name] = str(error)
             continue
-        choices = planners(way, config, options.ranks, options.tokens, cost, recompute=recompute)
+        choices = planners(
+            way,
+            config,
+            options.ranks,
+            options.tokens,
+            cost,
+            recompute=recompute,
+            limits={**LIMITS, "dynamic-cp": options.dynamic_cp_limits},
+        )
         sides[name] = PlannedSide(
             config, context, precision, choices, attentions, recompute=recompute
         )

@@ -32,7 +32,8 @@ from distca.train.config import TrainSection
 from distca.train.optimizer import adamw, clip
 
 TRAIN = TrainSection(lr=1e-4)
-KK_LIMITS = (1.25, 1.5, 2.0, 4.0)  # tokens of a rank over the mean; the first one that can be kept
+# Tokens of a rank over the mean, for policies that place unevenly; the first that can be kept.
+LIMITS: Mapping[str, Sequence[float]] = {"kk": (1.25, 1.5, 2.0, 4.0)}
 
 
 class Way(NamedTuple):
@@ -106,11 +107,19 @@ class Side:
 
 
 def planners(
-    way: Way, config: ModelConfig, ranks: int, context: int, cost: str, *, recompute: bool
+    way: Way,
+    config: ModelConfig,
+    ranks: int,
+    context: int,
+    cost: str,
+    *,
+    recompute: bool,
+    limits: Mapping[str, Sequence[float]] = LIMITS,
 ) -> list[StepPlanner]:
     """Returns planners of a side, the first of which is used where it can be.
 
     recompute: whether linear layers run a second time in the backward pass.
+    limits: as LIMITS.
     """
     masks = tuple(config.mask_of(layer) for layer in range(config.layers))
     parallel = MeshShape(cp=ranks, keep_weights=way.rows) if way.cp else MeshShape(dp=ranks)
@@ -122,8 +131,9 @@ def planners(
         cp=ranks if way.cp else 1,
         token_s=flops / (cost_model(cost, shape).linear_tflops * 1e12),
     )
-    limits: Sequence[float] = KK_LIMITS if way.policy == "kk" else ()
-    choices = [replace(options, max_tokens=int(limit * context)) for limit in limits]
+    choices = [
+        replace(options, max_tokens=int(limit * context)) for limit in limits.get(way.policy, ())
+    ]
     return [
         StepPlanner(
             parallel,
