@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 from statistics import fmean
 
+import numpy as np
 import pytest
 
 from distca.pipeline.mesh import MeshShape
@@ -13,7 +14,7 @@ from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import simulate
 from distca.sim.sweep import Sizes, SweepResult, best
-from distca.sim.verdict import ERROR, Verdict, attention_share, busiest, verdict
+from distca.sim.verdict import ERROR, LITTLE_ATTENTION, Verdict, attention_share, busiest, verdict
 
 SMALL = ModelShape("small", 8, 4, 128, layers=2, hidden=1024, ffn=4096, vocab_size=8192)
 MACHINES = replace(cluster("h200"), gpus=4, gpus_per_node=2)
@@ -34,7 +35,7 @@ def judge(
     scenario = Scenario(SMALL, machines, context, 8, lengths)
     batches, sizes = list(scenario.batches(1)), Sizes(tp=(1,), pp=(1,))
     found = [best(scenario, template, sizes, batches, limit_bytes=limit) for template in templates]
-    return scenario, verdict(scenario, found, batches[0])
+    return scenario, verdict(scenario, found, batches)
 
 
 def test_it_helps_for_long_contexts_of_uneven_documents() -> None:
@@ -52,6 +53,21 @@ def test_short_contexts_have_little_attention() -> None:
     assert said.gain == "even"
     assert said.attention < 0.15
     assert said.because == "attention"
+
+
+def test_reasons_are_those_of_all_batches_and_not_of_the_first() -> None:
+    short, long = np.full(8 * 32, 2048), np.full(8, 65536)  # a batch each, of 8 sequences
+    scenario = Scenario(SMALL, MACHINES, 65536, 8, np.concatenate([short, long, long]))
+    batches = list(scenario.batches(3))
+    first, every = (
+        attention_share(scenario, TEMPLATES[0], some) for some in (batches[:1], batches)
+    )
+    assert first < LITTLE_ATTENTION < every
+    sizes = Sizes(tp=(1,), pp=(1,))
+    found = [best(scenario, one, sizes, batches, limit_bytes=inf) for one in TEMPLATES]
+    said = verdict(scenario, found, batches)
+    assert said.attention == pytest.approx(every)
+    assert said.because == "even"
 
 
 def test_even_documents_need_no_balance() -> None:
@@ -126,7 +142,7 @@ def test_shares_are_what_they_say() -> None:
     assert busiest(scenario, strategy, batch) == 1.0
     long, short = (
         attention_share(replace(scenario, context=n, lengths=f"fixed:{n}"), strategy,
-                        next(replace(scenario, context=n, lengths=f"fixed:{n}").batches(1)))
+                        [*replace(scenario, context=n, lengths=f"fixed:{n}").batches(1)])
         for n in (32768, 16384)
     )  # fmt: skip
     odds = (long / (1 - long)) / (short / (1 - short))

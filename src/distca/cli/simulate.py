@@ -187,7 +187,7 @@ def _simulate(study: "Study", quiet: bool) -> list[_Run]:
                 best(scenario, strategy, sizes, batches, limit_bytes=limit, show=show)
                 for strategy in study.strategies
             ]
-            runs.append(_Run(scenario, found, verdict(scenario, found, batches[0])))
+            runs.append(_Run(scenario, found, verdict(scenario, found, batches)))
     known = [one for run in runs for one in run.found]
     if all(one.summary is None for one in known):
         raise ValueError(known[0].refused)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
-from statistics import stdev
+from statistics import fmean, stdev
 
 import numpy as np
 
@@ -30,7 +30,7 @@ class Verdict:
     ours: Summary | None  # the fastest strategy with disaggregation that fits into memory
     other: Summary | None  # the fastest one without
     attention: float = 0.0  # the fraction of attention in the work
-    busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean
+    busiest: float = 1.0  # attention of the busiest worker of ``other`` over the mean of all
     because: str = ""  # why it does not help: one of the reasons in ``verdict``
     needed_bytes_per_s: float | None = None  # the bandwidth between nodes from which it helps
     enough: Summary | None = None  # kk, where no strategy is faster by more than its noise
@@ -68,8 +68,10 @@ def batch_speed_ups(other: Summary, ours: Summary) -> list[float]:
     return [other_s / ours_s for other_s, ours_s in pairs]
 
 
-def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) -> Verdict:
-    """Compares the best strategies; ``batch`` is a simulated one, to find reasons."""
+def verdict(
+    scenario: Scenario, results: Sequence[SweepResult], batches: Sequence[Batch]
+) -> Verdict:
+    """Compares the best strategies on the simulated batches."""
     ours = _fastest(results, disaggregated=True)
     other = _fastest(results, disaggregated=False)
     if ours is None or other is None:
@@ -77,8 +79,8 @@ def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) ->
     result = Verdict(
         ours,
         other,
-        attention=attention_share(scenario, ours.strategy, batch),
-        busiest=busiest(scenario, other.strategy, batch),
+        attention=attention_share(scenario, ours.strategy, batches),
+        busiest=fmean(busiest(scenario, other.strategy, batch) for batch in batches),
     )
     if result.gain == "faster":
         return result
@@ -86,7 +88,7 @@ def verdict(scenario: Scenario, results: Sequence[SweepResult], batch: Batch) ->
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
     if other.step_s / free_s > 1 + ERROR:
-        needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batch)
+        needed = needed_bandwidth(scenario, ours.strategy, other.strategy, batches)
     reasons = {
         "links": needed is not None or ours.exposed > IDLE,
         "slow": bool(scenario.cluster.slow) and ours.idle > IDLE,
@@ -116,10 +118,10 @@ def _whole_documents(results: Sequence[SweepResult], judged: Verdict) -> Summary
     return None
 
 
-def attention_share(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
+def attention_share(scenario: Scenario, strategy: Strategy, batches: Sequence[Batch]) -> float:
     """Returns the fraction of attention in the seconds of computing, at the kernels' best rate."""
     rates = Rates(scenario.model, scenario.cluster, strategy.parallel, scenario.recompute)
-    attention = attention_s(scenario, rates, batch)
+    attention = fmean(attention_s(scenario, rates, batch) for batch in batches)
     layer, head = rates.layer_and_head_s(scenario.tokens)
     return attention / (attention + scenario.model.layers * layer + head)
 
@@ -141,17 +143,26 @@ def busiest(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 
 
 def needed_bandwidth(
-    scenario: Scenario, ours: Strategy, other: Strategy, batch: Batch
+    scenario: Scenario, ours: Strategy, other: Strategy, batches: Sequence[Batch]
 ) -> float | None:
     """Returns the bandwidth between nodes from which it helps; None above that inside."""
 
-    plans = {strategy: simulate(scenario, strategy, batch).planned for strategy in (ours, other)}
+    plans = {
+        strategy: [simulate(scenario, strategy, batch).planned for batch in batches]
+        for strategy in (ours, other)
+    }
 
     def helps(bytes_per_s: float) -> bool:
         link = Link(bytes_per_s, scenario.cluster.across.latency_s)
         faster = replace(scenario, cluster=replace(scenario.cluster, across=link))
-        a, b = (simulate(faster, one, batch, planned=plan).step_s for one, plan in plans.items())
-        return b / a > 1 + ERROR
+        our_s, other_s = (
+            sum(
+                simulate(faster, strategy, batch, planned=plan).step_s
+                for batch, plan in zip(batches, planned, strict=True)
+            )
+            for strategy, planned in plans.items()
+        )
+        return other_s / our_s > 1 + ERROR
 
     low, high = scenario.cluster.across.bytes_per_s, scenario.cluster.inside.bytes_per_s
     if low >= high or not helps(high):
