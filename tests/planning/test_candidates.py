@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from distca.planning.api import place_and_plan
+from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.placers import candidates
+from distca.planning.placers.balanced import balanced_placement
 from distca.planning.placers.candidates import best_of
 from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.policies import policy_of
@@ -45,6 +49,13 @@ def scheduled(lengths: np.ndarray, ranks: int, **options: object) -> Scheduled:
     return seen
 
 
+def balanced(lengths: np.ndarray, ranks: int, **options: object) -> Problem:
+    """Returns a problem with its balanced placement."""
+    given = {"model": "llama3-8b", **options}
+    problem = PlanOptions.of(None, given).problem(Placement.in_order(lengths, ranks))
+    return replace(problem, placement=balanced_placement(problem).placement)
+
+
 def random_lengths(seed: int, count: int, longest: int) -> np.ndarray:
     draw = np.random.default_rng(seed).lognormal(np.log(longest / 8), 1.2, count)
     return np.clip(draw, 64, longest).astype(np.int64)
@@ -71,7 +82,7 @@ def test_they_are_if_no_other_placement_meets_the_bound() -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_the_choice_is_about_as_good_as_that_of_scheduling_all(seed: int, mask: str) -> None:
     lengths = random_lengths(seed, 32, longest=[8192, 131072][seed % 2])
-    problem = scheduled(lengths, 8, cost="h200", mask=mask).problems[0]
+    problem = balanced(lengths, 8, cost="h200", mask=mask)
     in_order = Placement.in_order(lengths, 8)
     others, dealt = [problem.placement, in_order], deal_each_document(in_order, 8)
     chosen = best_of(others, problem, dealt).begun
@@ -90,7 +101,7 @@ def peak_of(begun: BegunSchedule) -> int:
 @pytest.mark.parametrize("seed", range(6))
 def test_what_workers_fetch_is_about_the_peak(seed: int, mask: str) -> None:
     lengths = random_lengths(seed, 32, longest=[8192, 131072][seed % 2])
-    problem = scheduled(lengths, 8, cost="h200", mask=mask).problems[0]
+    problem = balanced(lengths, 8, cost="h200", mask=mask)
     dealt = deal_each_document(Placement.in_order(lengths, 8), 8)
     at_home = Tasks.at_home(dealt, problem.reach)
     peak = traffic(at_home, dealt, problem.shape, problem.devices.node).recv.max()

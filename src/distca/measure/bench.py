@@ -28,6 +28,7 @@ from distca.planning.spans import as_ints
 from distca.runtime.rank_device import rank_bytes, shares_gpu
 
 MOST_CALLS = 200  # in one round
+_CAUSAL = Mask(CAUSAL)
 
 
 @dataclass(frozen=True)
@@ -124,11 +125,13 @@ class Bench:
         self.ranks = dist.get_world_size() if several else 1
         size = model.head_dim
         spec = TensorSpec(model.heads, model.kv_heads, size, size, self.dtype, device)
-        self.backend = choose(backend, Traits.of(spec, [Mask(CAUSAL)]))
+        self.backend = choose(backend, Traits.of(spec, [_CAUSAL]))
 
-    def attention(self, queries: Sequence[int], keys: Sequence[int]) -> Seconds:
-        """Measures one fused call of causal tasks (queries[i], keys[i])."""
-        return Seconds(*map(self._seconds, self._attention_work(queries, keys)))
+    def attention(
+        self, queries: Sequence[int], keys: Sequence[int], mask: Mask = _CAUSAL
+    ) -> Seconds:
+        """Measures one fused call of tasks (queries[i], keys[i])."""
+        return Seconds(*map(self._seconds, self._attention_work(queries, keys, mask)))
 
     def linear(self) -> Seconds:
         """Measures a layer without its attention: products, norms and rotation."""
@@ -142,7 +145,7 @@ class Bench:
         Both are measured in turns, since the machine may have other work at times.
         """
         tokens = [self.scope.linear_tokens]
-        linear, attention = self._linear_work(), self._attention_work(tokens, tokens)
+        linear, attention = self._linear_work(), self._attention_work(tokens, tokens, _CAUSAL)
         layer = linear.forward, attention.forward, attention.backward, linear.backward
 
         def whole() -> None:
@@ -155,12 +158,12 @@ class Bench:
         ]
         return min(median(ratios), 1.0)  # what is above 1 is noise
 
-    def _attention_work(self, queries: Sequence[int], keys: Sequence[int]) -> Work:
+    def _attention_work(self, queries: Sequence[int], keys: Sequence[int], mask: Mask) -> Work:
         if self.device.type == "cuda":
             torch.cuda.empty_cache()  # shapes differ, so cached memory is of little use
         model, backend, scale = self.model, self.backend, self.model.head_dim**-0.5
         q_offsets, kv_offsets = (as_ints(np.cumsum([0, *sizes])) for sizes in (queries, keys))
-        call = PackedCall.of(Mask(CAUSAL), q_offsets, kv_offsets, self.device)
+        call = PackedCall.of(mask, q_offsets, kv_offsets, self.device)
 
         def draw(count: int, heads: int) -> Tensor:
             return torch.randn(count, heads, model.head_dim, dtype=self.dtype, device=self.device)

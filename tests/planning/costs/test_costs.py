@@ -141,6 +141,23 @@ def test_analytic_charges_a_whole_tile_for_part_of_one() -> None:
     assert more > 1.8 * full
 
 
+@pytest.mark.parametrize("cost", [*SHIPPED, "analytic"])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("window", [128, 512, 4096])
+def test_a_window_costs_what_documents_of_twice_its_length_do(
+    cost: str, way: str, window: int
+) -> None:
+    model, length = cost_model(cost, LLAMA), 2 * window
+
+    def of_document(tokens: int) -> int:
+        pairs = tokens * window - window * (window - 1) // 2
+        return price(model, way, tokens, tokens, pairs)
+
+    documents = 64 * price(model, way, length, length, causal_pairs(length, length))
+    assert of_document(64 * length) == pytest.approx(documents, rel=0.15)
+    assert of_document(128 * length) == pytest.approx(2 * of_document(64 * length), rel=0.02)
+
+
 @pytest.mark.parametrize("name", SHIPPED)
 def test_a_shipped_profile_gives_back_what_was_measured(name: str) -> None:
     profile, model = Profile.read(name), cost_model(name, LLAMA)

@@ -35,14 +35,28 @@ class Table:
         # Operations on floats alone take half the time of those on integers and floats.
         n = np.maximum(queries, 1).astype(np.float64)
         rows = np.ceil(n / self.tile)
-        columns = np.ceil(keys.astype(np.float64) / self.tile)
+        seen = pairs.astype(np.float64) / n  # keys of a query, on average
+        arithmetic = seen * rows * (self.tile * self.min_ps_per_pair)
+        # Measured tasks are causal. Others have the overhead of a causal task with as many pairs;
+        # those with fewer pairs than a document of n tokens, that of several shorter documents.
+        half = n * 0.5
+        keys_if_causal = np.minimum(keys, seen + half)  # up to half a key, which makes no tile
+        fewer = seen < half
+        if not fewer.any():
+            return np.rint(arithmetic + self._overhead(rows, keys_if_causal)).astype(np.int64)
+        length = np.where(fewer, np.maximum(2.0 * seen, 1.0), n)
+        overhead = self._overhead(
+            np.ceil(length / self.tile), np.where(fewer, length, keys_if_causal)
+        )
+        return np.rint(arithmetic + overhead * (n / length)).astype(np.int64)
+
+    def _overhead(self, rows: Floats, keys: Floats) -> Floats:
+        columns = np.ceil(keys / self.tile)
         cell = self._cells[0].take(rows.astype(np.int64), mode="clip")
         cell = cell + self._cells[1].take(columns.astype(np.int64), mode="clip")
         a, b, c, d = self.overheads.take(cell, axis=1, mode="clip")
-        overhead = np.maximum((a * columns + b) * rows + (c * columns + d), 0.0)
-        arithmetic = pairs.astype(np.float64) / n * rows * (self.tile * self.min_ps_per_pair)
-        ps: Floats = arithmetic + overhead
-        return np.rint(ps).astype(np.int64)
+        overhead: Floats = np.maximum((a * columns + b) * rows + (c * columns + d), 0.0)
+        return overhead
 
     @cached_property
     def _cells(self) -> tuple[Ints, Ints]:

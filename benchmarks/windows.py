@@ -1,0 +1,103 @@
+"""Measured seconds of calls under sliding windows, over those that cost models predict.
+
+    python benchmarks/windows.py --backend flash     on a GPU, about half a minute
+
+A profile holds causal tasks alone; what a task under a window takes is derived from them
+(`planning/costs/table.py`). Writes benchmarks/results/windows_BACKEND.md and .json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distca.measure.bench import Bench
+from distca.measure.profiling import device_name
+from distca.model.sizes import model_config
+from distca.planning.costs.base import PS
+from distca.planning.costs.choice import cost_model
+from distca.planning.masks import Mask, pairs
+from distca.planning.spans import as_ints
+
+RESULTS = Path(__file__).parent / "results"
+COSTS = {"fa4": "h200", "flash": "h200-flash"}
+WINDOWS = (128, 512, 4096)
+# (queries, keys) of the tasks of a call: documents, and shards with the keys before them.
+DOCUMENTS = tuple((length, length) for length in (256, 1024, 4096, 16384, 65536, 262144))
+SHARDS = (128, 1024, 16384)
+
+
+def rows_of(bench: Bench, costs: list[str]) -> list[dict[str, Any]]:
+    found = []
+    for window in WINDOWS:
+        for queries, keys in (*DOCUMENTS, *((n, n + window - 1) for n in SHARDS)):
+            tasks = bench.scope.tasks(queries, keys)
+            taken = bench.attention([queries] * tasks, [keys] * tasks, Mask(window))
+            row: dict[str, Any] = {"window": window, "queries": queries, "keys": keys}
+            row |= {"tasks": tasks, "forward_s": taken.forward, "backward_s": taken.backward}
+            seen = pairs(
+                as_ints([keys - queries]), as_ints([keys]), as_ints([keys]), as_ints([window])
+            )
+            for name in costs:
+                cost = cost_model(name, bench.model.shape)
+                for way, seconds in (("forward", taken.forward), ("backward", taken.backward)):
+                    ps = cost.of(backward=way == "backward").ps(
+                        as_ints([queries]), as_ints([keys]), seen
+                    )
+                    row[f"{name} {way}"] = seconds / (tasks * float(ps[0]) / PS)
+            found.append(row)
+    return found
+
+
+def report(about: str, rows: list[dict[str, Any]]) -> str:
+    names = list(rows[0])
+    lines = [
+        "# Calls under sliding windows",
+        "",
+        about,
+        "",
+        "Columns with the name of a cost are measured over predicted seconds.",
+        "",
+        f"| {' | '.join(names)} |",
+        "|" + "---|" * len(names),
+    ]
+    for row in rows:
+        lines.append(
+            "| "
+            + " | ".join(
+                f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in row.values()
+            )
+            + " |"
+        )
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="flash")
+    parser.add_argument("--model", default="llama3-8b", help="whose heads are measured")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    bench = Bench(model_config(options.model), device, options.backend)
+    costs = [COSTS.get(options.backend, "cpu"), *(["analytic"] if device.type == "cuda" else [])]
+    rows = rows_of(bench, costs)
+    about = (
+        f"`python benchmarks/windows.py --backend {options.backend} --model {options.model}`,"
+        f" {date.today()}, {device_name(device)}, torch {torch.__version__}."
+    )
+    text = report(about, rows)
+    print(text)
+    options.out.mkdir(parents=True, exist_ok=True)
+    name = f"windows_{options.backend}"
+    (options.out / f"{name}.md").write_text(text)
+    (options.out / f"{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
+
+
+if __name__ == "__main__":
+    main()
