@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from copy import copy
 
 from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards, joined
-from distca.planning.spans import Ints, Span, gaps, num_shared, with_span
+from distca.planning.spans import Ints, Span, gaps, meet, with_span
 
 
 class HeldKeys:
@@ -25,17 +25,12 @@ class HeldKeys:
         other._held = {document: dict(held) for document, held in self._held.items()}
         return other
 
-    def holders(self, document: int) -> Collection[int]:
-        """Returns the ranks that have keys of a document, with those of its prefix."""
+    def holds_some(self, document: int, rank: int) -> bool:
+        """Returns whether a rank has keys of a document, or of its prefix."""
         parts = self._shards.all_parts(document)
         if len(parts) == 1:
-            return self._own(document)
-        return {
-            rank
-            for owner, part in parts
-            for rank, spans in self._own(owner).items()
-            if num_shared(spans, part)
-        }
+            return rank in self._own(document)
+        return any(meet(self._own(owner).get(rank, ()), part) for owner, part in parts)
 
     def held(self, document: int, rank: int) -> Sequence[Span]:
         """Returns the keys of a document that a rank has, with those of its prefix."""

@@ -67,11 +67,10 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
 def _servers(ledger: Ledger, document: int, *, above_bound: bool) -> Iterator[int]:
     """Yields the servers that ``_move_whole`` considers, those with most headroom first."""
     loads = ledger.loads
-    if above_bound:
-        servers = ledger.problem.devices.serving.tolist()
-    else:
+    servers = ledger.problem.devices.serving.tolist()
+    if not above_bound:
         yield from (headroom.server for headroom in loads.headrooms[-1:])
-        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
+        servers = [server for server in servers if ledger.keys.holds_some(document, server)]
     yield from sorted(servers, key=lambda server: (-loads.headroom(server), server))
 
 
@@ -98,12 +97,11 @@ def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> N
     for move in moves:
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
-        if move.saved_bytes <= 0 and not loads.surplus(home):
-            continue  # there is nothing to gain
-        before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
-        gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
-        before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
-        gain -= shedding_bytes(after) - shedding_bytes(before)
+        gain = float(move.saved_bytes)
+        if before := loads.surplus(home):
+            gain += shedding_bytes(before) - shedding_bytes(max(before - load, 0))
+        if gain > 0 and (after := load - loads.headroom(rank)) > 0:
+            gain -= shedding_bytes(after) - shedding_bytes(loads.surplus(rank))
         if gain <= 0 or not _can_adopt(ledger, rank, load, max_adopted):
             continue
         memory_bytes = shards.memory_bytes(shards.document[shard], shards.span(shard))
