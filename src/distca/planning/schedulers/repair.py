@@ -95,8 +95,15 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
         best = np.flatnonzero(until == until.min())
         of = helps[best]
         index = int(best[_moved_bytes(problem, document[of], low[of], high[of]).argmin()])
-        chosen = (int(column[helps[index]]) for column in (mine[task], low, high))
-        move = _Move(*chosen, first, int(moving[helps[index]]), int(freed[helps[index]]))
+        piece = helps[index]
+        move = _Move(
+            row=int(mine[task[piece]]),
+            low=int(low[piece]),
+            high=int(high[piece]),
+            server=first,
+            added_load=int(moving[piece]),
+            freed_load=int(freed[piece]),
+        )
         if _fits(problem, rows, move):
             return move
         helps = np.delete(helps, index)

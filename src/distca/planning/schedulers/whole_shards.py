@@ -7,6 +7,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +94,7 @@ def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> N
     the rank's capacity. docs/planning.md has the figures for 0, 0.25 and 1.
     """
     shards, loads = ledger.shards, ledger.loads
-    shedding_bytes = _SheddingBytes(ledger)
+    shedding_bytes = cache(_SheddingBytes(ledger))  # asked for the same surplus again and again
     for move in moves:
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
