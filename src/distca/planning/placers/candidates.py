@@ -15,8 +15,8 @@ from distca.planning.schedulers.orders import TooMuchTrafficError
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import traffic
 
-_Quality = tuple[bool, float, float]  # whether the bound is missed; peak and total traffic
-_WORST: _Quality = (True, np.inf, np.inf)
+_Quality = tuple[float, float, float]  # imbalance above the bound; peak and total traffic
+_WORST: _Quality = (np.inf, np.inf, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +79,5 @@ def _quality(begun: BegunSchedule) -> _Quality:
     """Returns the quality with the first search order."""
     problem, tasks = begun.shards.problem, begun.first.tasks
     placement, devices = problem.placement, problem.devices
-    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
-    missed = devices.imbalance(load) > 1.0 + problem.tolerance
     moved = traffic(tasks, placement, problem.shape, devices.node)
-    return missed, moved.worst, moved.total
+    return begun.first.missed, moved.worst, moved.total
