@@ -36,29 +36,50 @@ def best_of(
 ) -> Placed:
     """Returns the placement with the best quality after scheduling.
 
+    Where one misses the bound, others with a larger surplus would miss it by more.
+
     fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
-        meets the bound, or if its workers serve and fetch less than the peak of the best candidate.
+        meets the bound, or if its workers serve, have no larger surplus than those of the best
+        candidate, and fetch less than its peak.
     """
-    best, least = _best_of(candidates, problem, Placed(candidates[0]), _WORST)
-    if fallback is not None and (least[0] or _fetched_bytes(fallback, problem) < least[1]):
-        best, _ = _best_of([fallback], problem, best, least)
+    first, *others = candidates
+    best, least = _better_of(first, problem, Placed(first), _WORST)
+    for other in others:
+        misses = 0.0 < least[0] < np.inf
+        if not misses or _surplus(other, problem) <= _surplus(best.placement, problem):
+            best, least = _better_of(other, problem, best, least)
+    if fallback is not None and (
+        least[0] > 0.0
+        or (
+            _fetched_bytes(fallback, problem) < least[1]
+            and _surplus(fallback, problem) <= _surplus(best.placement, problem)
+        )
+    ):
+        best, _ = _better_of(fallback, problem, best, least)
     return best
 
 
-def _best_of(
-    candidates: Sequence[Placement], problem: Problem, best: Placed, least: _Quality
+def _better_of(
+    candidate: Placement, problem: Problem, best: Placed, least: _Quality
 ) -> tuple[Placed, _Quality]:
-    """Returns the best of some candidates and the best so far, with its quality."""
-    for candidate in candidates:
-        max_peak = UNLIMITED if least[0] else int(least[1])
-        try:
-            begun = begin_backward(replace(problem, placement=candidate), max_peak)
-        except (DoesNotFitError, TooMuchTrafficError):
-            continue
-        quality = _quality(begun)
-        if quality < least:
-            best, least = Placed(candidate, begun), quality
-    return best, least
+    """Returns the better one of a candidate and the best so far, with its quality."""
+    max_peak = UNLIMITED if least[0] > 0.0 else int(least[1])
+    try:
+        begun = begin_backward(replace(problem, placement=candidate), max_peak)
+    except (DoesNotFitError, TooMuchTrafficError):
+        return best, least
+    quality = _quality(begun)
+    return (Placed(candidate, begun), quality) if quality < least else (best, least)
+
+
+def _surplus(placement: Placement, problem: Problem) -> int:
+    """Returns the load above the capacity of ranks, with every task at home."""
+    devices, documents = problem.devices, problem.document_loads(problem.cost.backward.ps)
+    load = np.zeros(devices.num_ranks, np.int64)
+    shards = placement.document, placement.start, placement.stop
+    np.add.at(load, placement.worker, documents.load_of_shards(*shards))
+    above = load - devices.capacity(int(load.sum()), problem.tolerance)
+    return int(np.maximum(above, 0).sum())
 
 
 def _fetched_bytes(placement: Placement, problem: Problem) -> float:
