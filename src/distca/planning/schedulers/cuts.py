@@ -160,9 +160,12 @@ def _fill_downwards(
     """Returns the lowest cut, and positions: tops, and starts of all pieces but the remainder."""
     bottom_cut, bottoms = top_cut, [shards.position(top_cut)]
     pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    used: Ints | slice
     for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
-        used = np.flatnonzero(server[:, 0] >= 0)
-        some = shards if len(used) == len(server) else shards.take(used)
+        some, used = shards, slice(None)  # which copies nothing
+        if (server < 0).any():
+            used = np.flatnonzero(server[:, 0] >= 0)
+            some = shards.take(used)
         start_cut = some.lowest_start(bottom_cut[used], headroom[used], pairs_per_load[used])
         start = some.position(start_cut)
         # The next piece is about as large, so that its search starts near its end.
