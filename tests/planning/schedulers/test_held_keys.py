@@ -47,9 +47,9 @@ def check_changes(shards: PlacedShards) -> None:
         keys.add(document, server, (0, int(problem.placement.lengths[document])))
         keys.keep_own(document, next(iter(shards.homes(document))))
     for document in range(problem.placement.num_documents):
-        assert keys.holds_some(document, server)
-        assert not before.holds_some(document, server)
-        assert not HeldKeys(shards).holds_some(document, server)
+        assert server in keys.holders(document)
+        assert server not in before.holders(document)
+        assert server not in HeldKeys(shards).holders(document)
     check(shards)
 
 

@@ -68,10 +68,11 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
 def _servers(ledger: Ledger, document: int, *, above_bound: bool) -> Iterator[int]:
     """Yields the servers that ``_move_whole`` considers, those with most headroom first."""
     loads = ledger.loads
-    servers = ledger.problem.devices.serving.tolist()
-    if not above_bound:
+    if above_bound:
+        servers = ledger.problem.devices.serving.tolist()
+    else:
         yield from (headroom.server for headroom in loads.headrooms[-1:])
-        servers = [server for server in servers if ledger.keys.holds_some(document, server)]
+        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
     yield from sorted(servers, key=lambda server: (-loads.headroom(server), server))
 
 
