@@ -14,7 +14,7 @@ from distca.planning.spans import (
     cumulative,
     expand,
     gaps,
-    num_shared,
+    meet,
     overlaps,
     union,
     with_span,
@@ -104,7 +104,7 @@ def test_lists_of_spans_agree_with_arrays(rows: list[tuple[int, int, int]]) -> N
     spans: list[tuple[int, int]] = []
     for _, start, stop in rows:
         tokens = {token for low, high in spans for token in range(low, high)}
-        assert num_shared(spans, (start, stop)) == len(tokens & set(range(start, stop)))
+        assert meet(spans, (start, stop)) == bool(tokens & set(range(start, stop)))
         missing = [token for low, high in gaps(spans, (start, stop)) for token in range(low, high)]
         assert missing == sorted(set(range(start, stop)) - tokens)
         spans = with_span(spans, (start, stop))

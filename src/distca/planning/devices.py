@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -88,8 +89,9 @@ class Devices:
             busy_s=np.zeros(ranks) if busy_s is None else np.asarray(busy_s),
         )
 
+    @cached_property
     def workers_only(self) -> Devices:
-        """Returns the workers alone; if none of them serves, all of them with speed 1."""
+        """The workers alone; if none of them serves, all of them with speed 1."""
         workers = slice(self.num_workers)
         speed = self.speed[workers] if np.any(self.speed[workers]) else np.ones(self.num_workers)
         return Devices(
@@ -104,25 +106,34 @@ class Devices:
     def num_ranks(self) -> int:
         return len(self.speed)
 
-    @property
+    @cached_property
     def serving(self) -> Ints:
         """Ranks that compute attention."""
         return np.flatnonzero(self.speed > 0)
 
-    @property
+    @cached_property
     def busy_ps(self) -> Ints:
         return np.rint(self.busy_s * PS).astype(np.int64)
 
+    @cached_property
+    def _divisor(self) -> Floats:
+        """[ranks] The speed, or 1 where it is 0."""
+        return np.where(self.speed > 0, self.speed, 1.0)
+
+    @cached_property
+    def _totals(self) -> tuple[float, float]:
+        """The speeds of all ranks together, and their other work at speed 1 in picoseconds."""
+        return float(np.sum(self.speed)), float(np.sum(self.speed * self.busy_ps))
+
     def finish_ps(self, load: Ints, rank: int | slice = slice(None)) -> Ints:
         """Returns finishing times, of each rank [ranks] or of several loads on one rank."""
-        safe = np.where(self.speed > 0, self.speed, 1.0)[rank]
-        finish: Ints = self.busy_ps[rank] + np.ceil(load / safe).astype(np.int64)
+        finish: Ints = self.busy_ps[rank] + np.ceil(load / self._divisor[rank]).astype(np.int64)
         return finish
 
     def mean_ps(self, total_load: int) -> float:
         """Returns the mean finishing time, weighted by speed, when all would finish together."""
-        busy = float(np.sum(self.speed * self.busy_ps))
-        return (busy + float(total_load)) / float(np.sum(self.speed))
+        speed, busy = self._totals
+        return (busy + float(total_load)) / speed
 
     def capacity(self, total_load: int, tolerance: float) -> Ints:
         """[ranks] Returns the load with which a rank finishes at (1 + tolerance) x mean."""

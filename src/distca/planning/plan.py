@@ -10,8 +10,6 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from distca.planning import plan_json
 from distca.planning.checks import verify
 from distca.planning.costs.base import PS
@@ -134,7 +132,7 @@ class Plan:
             "two_way": plan_json.of_two_way(self.placement),
             "masks": [str(Mask(int(reach))) for reach in self.reach],
             "model": asdict(self.shape),
-            "devices": {name: np.asarray(v).tolist() for name, v in vars(self.devices).items()},
+            "devices": plan_json.of_devices(self.devices),
             "forward_load_ps": self.forward_load_ps.tolist(),
             "backward_load_ps": self.backward_load_ps.tolist(),
             "gather": self.gather,

@@ -5,6 +5,7 @@ else than attention.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,10 @@ def of_two_way(placement: Placement) -> list[list[int]]:
     two_way = placement.two_way
     rows: list[list[int]] = np.stack([two_way.document, two_way.start, two_way.stop], 1).tolist()
     return rows
+
+
+def of_devices(devices: Devices) -> dict[str, Any]:
+    return {one.name: np.asarray(getattr(devices, one.name)).tolist() for one in fields(devices)}
 
 
 def of_tasks(tasks: Tasks) -> list[dict[str, Any]]:

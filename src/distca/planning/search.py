@@ -51,7 +51,8 @@ def first_fitting(
             break
         place = square(index - origin, linear_from)
         if before is not None and previous is not None:
-            fallen = (before - here) / np.where(place == previous, 1, place - previous)
+            distance = place - previous
+            fallen = (before - here) / np.where(distance == 0, 1, distance)
             slope = np.where(fallen > 0, fallen, slope)
         before, previous = here, place
         place = place + here / np.maximum(slope, LEAST_SLOPE)

@@ -107,9 +107,9 @@ def cover_error(spans: Spans, first: Ints, last: Ints) -> str:
     return f"tokens [{low}, {high}) of document {group[wrong[0]]} are placed {what}"
 
 
-def num_shared(spans: Sequence[Span], other: Span) -> int:
-    """Returns the number of tokens that disjoint spans share with another span."""
-    return sum(max(min(stop, other[1]) - max(start, other[0]), 0) for start, stop in spans)
+def meet(spans: Sequence[Span], other: Span) -> bool:
+    """Returns whether some spans share tokens with another span; no span is empty."""
+    return any(start < other[1] and other[0] < stop for start, stop in spans)
 
 
 def gaps(spans: Sequence[Span], other: Span) -> list[Span]:

@@ -13,7 +13,6 @@ from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.whole_shards import possible_moves
-from distca.planning.spans import num_shared
 
 
 def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
@@ -24,7 +23,10 @@ def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
         if start == 0 or shards.problem.devices.speed[worker] == 0:
             continue
         need = shards.keys_needed(document, (start, stop))
-        held = {rank: num_shared(spans, need) for rank, spans in shards.owners(document).items()}
+        held = {
+            rank: sum(len(range(max(low, need[0]), min(high, need[1]))) for low, high in spans)
+            for rank, spans in shards.owners(document).items()
+        }
         own = held.pop(worker, 0)
         best = max(held, key=lambda rank: (held[rank], -rank), default=None)
         if best is not None and held[best]:

@@ -63,7 +63,7 @@ class Measure:
 
     def __call__(self, index: int, long: LongDocuments, table: Ints) -> Attempt:
         problem, shape = self.problem, self.problem.shape
-        workers = problem.devices.workers_only()
+        workers = problem.devices.workers_only
         worker, document, start, stop = table.T
         keys = problem.masks.num_keys(document, start, stop) - (stop - start)
         sent = np.zeros_like(keys)

@@ -137,7 +137,7 @@ class _Loads:
     def of(cls, problem: Problem, cost_ps: CostFunction, target: float) -> _Loads:
         documents = problem.document_loads(cost_ps)
         total, tolerance = int(documents.whole.sum()), target * problem.tolerance
-        capacity = problem.devices.workers_only().capacity(total, tolerance).astype(np.float64)
+        capacity = problem.devices.workers_only.capacity(total, tolerance).astype(np.float64)
         return cls(documents, capacity)
 
     @cached_property

@@ -15,8 +15,8 @@ from distca.planning.schedulers.orders import TooMuchTrafficError
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import traffic
 
-_Quality = tuple[bool, float, float]  # whether the bound is missed; peak and total traffic
-_WORST: _Quality = (True, np.inf, np.inf)
+_Quality = tuple[float, float, float]  # imbalance above the bound; peak and total traffic
+_WORST: _Quality = (np.inf, np.inf, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,29 +36,50 @@ def best_of(
 ) -> Placed:
     """Returns the placement with the best quality after scheduling.
 
+    Where one misses the bound, others with a larger surplus would miss it by more.
+
     fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
-        meets the bound, or if its workers serve and fetch less than the peak of the best candidate.
+        meets the bound, or if its workers serve, have no larger surplus than those of the best
+        candidate, and fetch less than its peak.
     """
-    best, least = _best_of(candidates, problem, Placed(candidates[0]), _WORST)
-    if fallback is not None and (least[0] or _fetched_bytes(fallback, problem) < least[1]):
-        best, _ = _best_of([fallback], problem, best, least)
+    first, *others = candidates
+    best, least = _better_of(first, problem, Placed(first), _WORST)
+    for other in others:
+        misses = 0.0 < least[0] < np.inf
+        if not misses or _surplus(other, problem) <= _surplus(best.placement, problem):
+            best, least = _better_of(other, problem, best, least)
+    if fallback is not None and (
+        least[0] > 0.0
+        or (
+            _fetched_bytes(fallback, problem) < least[1]
+            and _surplus(fallback, problem) <= _surplus(best.placement, problem)
+        )
+    ):
+        best, _ = _better_of(fallback, problem, best, least)
     return best
 
 
-def _best_of(
-    candidates: Sequence[Placement], problem: Problem, best: Placed, least: _Quality
+def _better_of(
+    candidate: Placement, problem: Problem, best: Placed, least: _Quality
 ) -> tuple[Placed, _Quality]:
-    """Returns the best of some candidates and the best so far, with its quality."""
-    for candidate in candidates:
-        max_peak = UNLIMITED if least[0] else int(least[1])
-        try:
-            begun = begin_backward(replace(problem, placement=candidate), max_peak)
-        except (DoesNotFitError, TooMuchTrafficError):
-            continue
-        quality = _quality(begun)
-        if quality < least:
-            best, least = Placed(candidate, begun), quality
-    return best, least
+    """Returns the better one of a candidate and the best so far, with its quality."""
+    max_peak = UNLIMITED if least[0] > 0.0 else int(least[1])
+    try:
+        begun = begin_backward(replace(problem, placement=candidate), max_peak)
+    except (DoesNotFitError, TooMuchTrafficError):
+        return best, least
+    quality = _quality(begun)
+    return (Placed(candidate, begun), quality) if quality < least else (best, least)
+
+
+def _surplus(placement: Placement, problem: Problem) -> int:
+    """Returns the load above the capacity of ranks, with every task at home."""
+    devices, documents = problem.devices, problem.document_loads(problem.cost.backward.ps)
+    load = np.zeros(devices.num_ranks, np.int64)
+    shards = placement.document, placement.start, placement.stop
+    np.add.at(load, placement.worker, documents.load_of_shards(*shards))
+    above = load - devices.capacity(int(load.sum()), problem.tolerance)
+    return int(np.maximum(above, 0).sum())
 
 
 def _fetched_bytes(placement: Placement, problem: Problem) -> float:
@@ -79,7 +100,5 @@ def _quality(begun: BegunSchedule) -> _Quality:
     """Returns the quality with the first search order."""
     problem, tasks = begun.shards.problem, begun.first.tasks
     placement, devices = problem.placement, problem.devices
-    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, devices.num_ranks)
-    missed = devices.imbalance(load) > 1.0 + problem.tolerance
     moved = traffic(tasks, placement, problem.shape, devices.node)
-    return missed, moved.worst, moved.total
+    return begun.first.missed, moved.worst, moved.total

@@ -59,8 +59,7 @@ class Slicer:
         num_above = 0
         while len(document):
             longest = min(limits.tokens, traffic_limit / max(num_above, 1))
-            start = self._starts(document, stop, SliceLimits(limits.net_load, longest))
-            load = self.documents.load_of_shards(document, start, stop)
+            start, load = self._starts(document, stop, SliceLimits(limits.net_load, longest))
             parts.append(np.stack([document, start, stop, load, np.full_like(start, num_above)]))
             left = start > prefix[document]
             if num_above == 0 and left.any():
@@ -89,14 +88,18 @@ class Slicer:
             lowest, highest = self._narrow(whole, lowest, highest, limits.net_load)
         # Both ends for all cuts at once take less time than a search for the cut does.
         cut = np.arange(lowest, highest + 1) * grain.spacing
-        start, stop = np.stack([cut, np.full_like(cut, whole.start)]), np.stack([cut, cut])
-        stop[0] = whole.stop
-        load = self.documents.load(np.full_like(cut, whole.document), start, stop)
-        net = load - self.density * (stop - start)
-        best = int(np.append(net[0, :-1] <= limits.net_load, True).argmax())
-        start, stop, load = start[:, best], stop[:, best], load[:, best]  # of the upper, the lower
-        num_above = whole.num_above + np.arange(2)
-        return self._slices(np.full(2, whole.document), start, stop, load, num_above)
+        start, stop = np.empty((2, 2, len(cut)), np.int64)  # of the upper end, the lower end
+        start[0], start[1], stop[0], stop[1] = cut, whole.start, whole.stop, cut
+        load = self.documents.load(as_ints(whole.document), start, stop)
+        fits = load[0] - self.density * (whole.stop - cut) <= limits.net_load
+        fits[-1] = True  # the highest is taken if none fits
+        best = int(fits.argmax())
+        return [
+            self._slice(whole.document, *span, int(load[end, best]), whole.num_above + end)
+            for end, span in enumerate(
+                ((int(cut[best]), whole.stop), (whole.start, int(cut[best])))
+            )
+        ]
 
     def _narrow(self, whole: Slice, lowest: int, highest: int, net_load: float) -> tuple[int, int]:
         """Returns closer bounds of the first cut whose upper end fits, by a look at a few cuts."""
@@ -107,29 +110,30 @@ class Slicer:
         first = max(int(fits.argmax()), 1)
         return int(cut[first - 1]), int(cut[first])
 
-    def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> Ints:
-        """[documents] Returns the start of the largest slice that ends at ``stop`` and fits.
+    def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> tuple[Ints, Ints]:
+        """[documents] Returns start and load of the largest slice that ends at ``stop`` and fits.
 
         The start is that of the document if all tokens before ``stop`` fit, or are too few to be
         cut.
         """
-        grain, starts = self.grain, self.documents.prefix[document]
-        net = self._net_load(document, starts, stop)
-        fits = (net <= limits.net_load) & (stop - starts <= limits.tokens)
-        cut = np.flatnonzero(~fits & (grain.last_cut(stop) >= grain.first_cut(starts)))
-        if not len(cut):
-            return starts
-        document, stop, net, first = document[cut], stop[cut], net[cut], starts[cut]
-        # 1. The longest slices, where their net load fits. With many slices, most are as long.
+        grain, first = self.grain, self.documents.prefix[document]
+        # 1. All tokens, or the longest slices, where these fit. With many slices, most are as long.
+        first_cut, last_cut = grain.first_cut(first), grain.last_cut(stop)
         lowest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
-        lowest = np.minimum(np.maximum(lowest, grain.first_cut(first)), grain.last_cut(stop))
-        heavy = self._net_load(document, lowest * grain.spacing, stop) > limits.net_load
+        lowest = np.minimum(np.maximum(lowest, first_cut), last_cut)
+        start = np.stack([first, lowest * grain.spacing])
+        load = self.documents.load(document, start, stop)
+        net, net_of_longest = load - self.density * (stop - start)
+        fits = (net <= limits.net_load) & (stop - first <= limits.tokens)
+        cut = ~fits & (last_cut >= first_cut)
         # 2. A search for the others.
-        if heavy.any():
-            of = document[heavy], first[heavy], stop[heavy], net[heavy]
-            lowest[heavy] = np.maximum(lowest[heavy], self._heaviest(*of, limits.net_load))
-        starts[cut] = lowest * grain.spacing
-        return starts
+        heavy = np.flatnonzero(cut & (net_of_longest > limits.net_load))
+        if len(heavy):
+            of = document[heavy], first[heavy], stop[heavy]
+            cuts = np.maximum(lowest[heavy], self._heaviest(*of, net[heavy], limits.net_load))
+            start[1, heavy] = cuts * grain.spacing
+            load[1, heavy] = self.documents.load(of[0], start[1, heavy], of[2])
+        return np.where(cut, start[1], start[0]), np.where(cut, load[1], load[0])
 
     def _heaviest(
         self, document: Ints, first: Ints, stop: Ints, net: Floats, net_load: float
@@ -155,6 +159,10 @@ class Slicer:
     def _net_load(self, document: Ints, start: Ints, stop: Ints) -> Floats:
         net: Floats = self.documents.load(document, start, stop) - self.density * (stop - start)
         return net
+
+    def _slice(self, document: int, start: int, stop: int, load: int, num_above: int) -> Slice:
+        size = stop - start
+        return Slice(load - self.density * size, document, start, stop, load, num_above, size)
 
     def _slices(
         self, document: Ints, start: Ints, stop: Ints, load: Ints, num_above: Ints

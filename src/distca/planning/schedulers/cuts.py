@@ -19,7 +19,7 @@ import numpy as np
 from distca.planning.models import ModelShape
 from distca.planning.schedulers.cuttable import CuttableShards
 from distca.planning.schedulers.requests import Requests, Targets
-from distca.planning.spans import Bools, Floats, Ints, Span, as_ints
+from distca.planning.spans import Bools, Floats, Ints, Span
 
 NUM_TOPS = 32  # 24 and 48 move 0.1 % more and less; a single piece has twice as many, in two rows
 
@@ -133,53 +133,57 @@ def list_candidates(requests: Requests, shape: ModelShape) -> Candidates:
     shards, headrooms = requests.shards, requests.targets.headroom
     only_one = requests.half > 0
     top_cut = shards.spread_cuts(NUM_TOPS, requests.half)
-    cuts = _fill_downwards(shards, top_cut, requests.targets)
-    bottom_cut = cuts[-1]
-    may_stay = requests.keep - shards.load(shards.position(top_cut), shards.stop)
+    bottom_cut, bottoms = _fill_downwards(shards, top_cut, requests.targets)
+    may_stay = requests.keep - shards.load(bottoms[0], shards.stop)
     rest_cut, gap = top_cut, np.zeros_like(may_stay)
     if len(headrooms) > 1:
-        rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, shape)
+        rest_cut, gap = _cheapest_stop(shards, may_stay, bottom_cut, bottoms[-1], shape)
         # If the remainder is the only piece, the tops are its possible places.
         rest_cut, gap = np.where(only_one, top_cut, rest_cut), gap * ~only_one
     low_cut = shards.highest_stop(rest_cut, may_stay - gap)
-    start = shards.position(np.stack([*cuts[1:], low_cut]))
-    stop = shards.position(np.stack([*cuts[:-1], rest_cut]))
+    start = np.stack([*bottoms[1:], shards.position(low_cut)])
+    stop = np.stack([*bottoms[:-1], shards.position(rest_cut)])
     at_ends = (low_cut == 0) & (top_cut == shards.last_cut)
     return Candidates(
         start=start,
         stop=stop,
         load=shards.load(start, stop),
-        keys=shards.num_keys_in(as_ints(0), shards.length, start, stop),
+        keys=shards.num_keys(start, stop),
         sheds_enough=(may_stay >= gap) & ((bottom_cut < top_cut) | (low_cut < rest_cut)),
         keeps_nothing=at_ends & (rest_cut == bottom_cut),
     )
 
 
-def _fill_downwards(shards: CuttableShards, top_cut: Ints, targets: Targets) -> list[Ints]:
-    """Returns the tops, and where the piece of each target but the last one starts, [S, R, T]."""
-    cuts = [top_cut]
+def _fill_downwards(
+    shards: CuttableShards, top_cut: Ints, targets: Targets
+) -> tuple[Ints, list[Ints]]:
+    """Returns the lowest cut, and positions: tops, and starts of all pieces but the remainder."""
+    bottom_cut, bottoms = top_cut, [shards.position(top_cut)]
     pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    used: Ints | slice
     for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
-        used = np.flatnonzero(server[:, 0] >= 0)
-        some = shards if len(used) == len(server) else shards.take(used)
-        stop_cut, bottom_cut = cuts[-1][used], cuts[-1].copy()
-        start_cut = some.lowest_start(stop_cut, headroom[used], pairs_per_load[used])
+        some, used = shards, slice(None)  # which copies nothing
+        if (server < 0).any():
+            used = np.flatnonzero(server[:, 0] >= 0)
+            some = shards.take(used)
+        start_cut = some.lowest_start(bottom_cut[used], headroom[used], pairs_per_load[used])
+        start = some.position(start_cut)
         # The next piece is about as large, so that its search starts near its end.
-        pairs_per_load[used] = some.pairs_for(headroom[used], start_cut, stop_cut)
-        bottom_cut[used] = start_cut
-        cuts.append(bottom_cut)
-    return cuts
+        pairs_per_load[used] = some.pairs_for(headroom[used], start, bottoms[-1][used])
+        bottom_cut, bottom = bottom_cut.copy(), bottoms[-1].copy()
+        bottom_cut[used], bottom[used] = start_cut, start
+        bottoms.append(bottom)
+    return bottom_cut, bottoms
 
 
 def _cheapest_stop(
-    shards: CuttableShards, may_stay: Ints, bottom_cut: Ints, shape: ModelShape
+    shards: CuttableShards, may_stay: Ints, bottom_cut: Ints, bottom: Ints, shape: ModelShape
 ) -> tuple[Ints, Ints]:
-    """Returns the cut where the remainder should stop, below other pieces that start at a cut.
+    """Returns the cut where the remainder should stop, below pieces that start at ``bottom``.
 
     Also returns the gap: the load between the remainder and those pieces, which stays at home.
     There is none if it would be more than the load ``may_stay``, or if the mask is not causal.
     """
-    bottom = shards.position(bottom_cut)
     leaving = shards.load(shards.start, bottom) - may_stay
     cheapest_cut = shards.nearest_cut(shards.cheapest_stop(leaving, shape))
     stop_cut = np.minimum(cheapest_cut, bottom_cut)
@@ -211,8 +215,9 @@ def _traffic(requests: Requests, c: Candidates, shape: ModelShape) -> tuple[Floa
     peak = np.maximum.reduce(targets.received + arriving)
     # 2. What the owners of the keys send, [sources, T]. Home also sends the queries.
     row, homes, others = sources.row, slice(len(peak)), slice(len(peak), None)
-    of_row = shards.take(row)
-    keys = of_row.num_keys_in(sources.start, sources.stop, c.start[:, row], c.stop[:, row])
+    keys = shards.num_keys_in(
+        sources.start, sources.stop, c.start[:, row], c.stop[:, row], rows=row
+    )
     keys -= _held_keys(requests, c, of_sources=True)
     keys *= targets.server[:, row] != sources.worker
     sent = sources.sent + shape.kv_bytes * np.add.reduce(keys)
@@ -222,7 +227,9 @@ def _traffic(requests: Requests, c: Candidates, shape: ModelShape) -> tuple[Floa
         return weighted, peak
     # 3. Home fetches no keys for a shard of which it computes nothing.
     row = row[others]
-    fetched = of_row.num_keys_in(sources.start, sources.stop, of_row.start, of_row.stop)[others]
+    fetched = shards.num_keys_in(
+        sources.start[others], sources.stop[others], shards.start[row], shards.stop[row], rows=row
+    )
     saved = c.keeps_nothing[row] * fetched * shape.kv_bytes
     np.subtract.at(weighted, row, saved * sources.byte_weight[others])
     np.maximum.at(peak, row, sent[others] - saved)
@@ -246,5 +253,6 @@ def _held_keys(requests: Requests, c: Candidates, *, of_sources: bool = False) -
         low = np.maximum(low[which], sources.start[column])
         high = np.minimum(high[which], sources.stop[column])
     start, stop = c.start[slot, row], c.stop[slot, row]
-    np.add.at(keys, (slot, column), requests.shards.take(row).num_keys_in(low, high, start, stop))
+    num_keys = requests.shards.num_keys_in(low, high, start, stop, rows=row)
+    np.add.at(keys, (slot, column), num_keys)
     return keys

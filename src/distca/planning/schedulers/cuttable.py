@@ -57,17 +57,17 @@ class CuttableShards:
         )
 
     @cached_property
-    def length(self) -> Ints:
-        """The tokens of the whole document."""
-        return self.masks.lengths[self.document]
-
-    @cached_property
     def all_causal(self) -> bool:
-        return bool(np.all(self.is_causal))
+        return self.masks.all_causal or bool(np.all(self.is_causal))
 
     @cached_property
     def _first(self) -> Ints:
         return self.grain.first_cut(self.start)
+
+    @cached_property
+    def _origin(self) -> Ints:
+        """The position before that of cut 1, by the spacing of cuts."""
+        return (self._first - 1) * self.grain.spacing
 
     @cached_property
     def last_cut(self) -> Ints:
@@ -77,12 +77,14 @@ class CuttableShards:
 
     def position(self, cut: Ints) -> Ints:
         """Returns the position of a cut."""
-        inside = (self._first + cut - 1) * self.grain.spacing
-        return np.where(cut <= 0, self.start, np.where(cut >= self.last_cut, self.stop, inside))
+        position = cut * self.grain.spacing + self._origin
+        np.copyto(position, self.stop, where=cut >= self.last_cut)
+        np.copyto(position, self.start, where=cut <= 0)
+        return position
 
     def _position_before_last(self, cut: Ints) -> Ints:
         """Returns the same for cuts before the last one, in less time."""
-        return np.where(cut <= 0, self.start, (self._first + cut - 1) * self.grain.spacing)
+        return np.where(cut <= 0, self.start, cut * self.grain.spacing + self._origin)
 
     def nearest_cut(self, position: Floats) -> Ints:
         """Returns the first cut at or behind a position."""
@@ -106,14 +108,24 @@ class CuttableShards:
         if not self.all_causal:
             return self.masks.load(self.document, start, stop, self.cost.ps)
         queries = stop - start
-        return self.cost.ps(queries, stop, queries * (start + stop + 1) // 2) * (queries > 0)
+        load = self.cost.ps(queries, stop, queries * (start + stop + 1) // 2)
+        load[queries <= 0] = 0
+        return load
 
-    def num_keys_in(self, low: Ints, high: Ints, start: Ints, stop: Ints) -> Ints:
-        """Returns how many of the keys [low, high) the queries [start, stop) need."""
+    def num_keys(self, start: Ints, stop: Ints) -> Ints:
+        """Returns how many keys the queries [start, stop) need."""
+        keys = stop if self.all_causal else self.masks.num_keys(self.document, start, stop)
+        return keys * (stop > start)
+
+    def num_keys_in(self, low: Ints, high: Ints, start: Ints, stop: Ints, rows: Ints) -> Ints:
+        """Returns how many of the keys [low, high) the queries [start, stop) of some shards need.
+
+        rows: which shards.
+        """
         last = stop
         if not self.all_causal:
-            low = np.maximum(self.masks.first_key(self.document, start), low)
-            last = self.masks.last_key(self.document, stop)
+            low = np.maximum(self.masks.first_key(self.document[rows], start), low)
+            last = self.masks.last_key(self.document[rows], stop)
         keys: Ints = np.maximum(np.minimum(last, high) - low, 0) * (stop > start)
         return keys
 
@@ -195,10 +207,9 @@ class CuttableShards:
         """Pairs, on average, for each picosecond."""
         return self._pairs(self.start, self.stop) / np.maximum(self.total_load, 1)
 
-    def pairs_for(self, load: Ints, start_cut: Ints, stop_cut: Ints) -> Floats:
-        """Returns the same for pieces of a load."""
-        pairs = self._pairs(self.position(start_cut), self.position(stop_cut))
-        return pairs / np.maximum(load, 1)
+    def pairs_for(self, load: Ints, start: Ints, stop: Ints) -> Floats:
+        """Returns the same for pieces [start, stop) of a load."""
+        return self._pairs(start, stop) / np.maximum(load, 1)
 
     def _pairs(self, start: Ints, stop: Ints) -> Floats:
         """Returns about how many pairs queries [start, stop) have, up to a factor."""

@@ -16,12 +16,19 @@ import numpy as np
 from distca.planning.devices import UNLIMITED
 from distca.planning.problem import Assignment, Problem, same_fields
 from distca.planning.schedulers.ledger import MARGIN, Ledger
-from distca.planning.schedulers.orders import SEARCH_ORDERS, Candidate, OrderSearch, SearchOrder
+from distca.planning.schedulers.orders import (
+    SEARCH_ORDERS,
+    Candidate,
+    OrderSearch,
+    SearchOrder,
+    TooMuchTrafficError,
+)
 from distca.planning.schedulers.placed_shards import FEW_RANKS, PlacedShards
 from distca.planning.schedulers.surplus import estimate_added_load
 
 # docs/planning.md ("What was tried") has the figures behind the constants of all steps.
 CUT_SHARE = 0.4  # of the estimate of the load that cutting adds: one that is too high is missed
+PEAK_AT_HOME = 0.5  # share of the peak allowed above which moving tasks would exceed it
 FEW_SHARDS = 16384  # up to so many, and few ranks, several orders are tried
 
 
@@ -63,7 +70,8 @@ def disaggregated(problem: Problem, begun: BegunSchedule | None = None) -> Assig
 def begin_backward(problem: Problem, max_peak: int = UNLIMITED) -> BegunSchedule:
     """Begins the schedule of the backward direction.
 
-    max_peak: peak traffic of the first order above which ``TooMuchTrafficError`` is raised.
+    max_peak: peak traffic of the first order above which ``TooMuchTrafficError`` is raised; also
+        where tasks have to move, and the peak is not far below before any does.
     """
     shards = PlacedShards.of(problem, problem.cost.backward)
     return _begin(shards, SEARCH_ORDERS[: problem.search_orders], max_peak=max_peak)
@@ -85,6 +93,8 @@ def _begin(
     fetches_none = bool(shards.is_document.all()) or problem.devices.num_ranks == 1
     if fetches_none and not np.any(ledger.loads.above_capacity > 0):  # as with one rank
         return BegunSchedule(shards, Candidate(orders[0], ledger, None, 0.0, 0), None)
+    if np.any(ledger.loads.above_capacity > 0) and ledger.peak_traffic > PEAK_AT_HOME * max_peak:
+        raise TooMuchTrafficError
     if not expected_load:
         added = estimate_added_load(ledger)
         expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from functools import cache
+from heapq import nlargest
 from typing import NamedTuple
 
 import numpy as np
@@ -104,8 +105,10 @@ class Ledger:
         shards, placement = self.shards, self.problem.placement
         number = [request.shard for request in wanted]
         empty = Headroom(0, -1)
-        table = as_ints([[empty] * (num_slots - len(r.servers)) + r.servers for r in wanted])
-        headroom, server = table.transpose(2, 1, 0)[..., None]
+        slots = ([empty] * (num_slots - len(r.servers)) + r.servers for r in wanted)
+        # One flat list takes a third of the time that nested ones take.
+        flat = as_ints([number for row in slots for headroom in row for number in headroom])
+        headroom, server = flat.reshape(len(wanted), num_slots, 2).transpose(2, 1, 0)[..., None]
         home = placement.worker[number, None]
         start, stop = placement.start[number, None], placement.stop[number, None]
         sources = [np.arange(len(number))[:, None], home, start, stop]
@@ -151,7 +154,7 @@ class Ledger:
         own = shards.home[shard], shards.span(shard)
         owners = shards.owners(shards.document[shard]).items()
         others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
-        return sorted(others, key=lambda other: -self.sent[other[0]])[: NUM_SOURCES - 1]
+        return nlargest(NUM_SOURCES - 1, others, key=lambda other: self.sent[other[0]])
 
     def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
         """Returns the keys that servers of requests hold; of whole documents only home has any."""

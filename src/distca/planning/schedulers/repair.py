@@ -30,6 +30,8 @@ class _Move(NamedTuple):
     low: int
     high: int
     server: int
+    added_load: int  # of the server
+    freed_load: int  # of the rank that they leave: cuts make this less than what the server gets
 
 
 def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float]:
@@ -50,10 +52,9 @@ def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float
             if move is None:
                 break
             moves_left, moved = moves_left - 1, True
-            pieces = _pieces_after(rows, move)
-            for changed, sign in ((rows[:, [move.row]], -1), (pieces, 1)):
-                np.add.at(load, changed[3], sign * _load(problem, documents, changed))
-            rows = np.concatenate([np.delete(rows, move.row, axis=1), pieces], axis=1)
+            load[rows[3, move.row]] -= move.freed_load
+            load[move.server] += move.added_load
+            rows = _rows_after(rows, move)
         # Pieces of a task that are neighbours again become one, which may lower the mean.
         tasks = Tasks.build(placement, problem.reach, rows)
 
@@ -70,30 +71,42 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
 
     # 1. Every piece that could move: whole tasks, and heads and tails at every possible cut.
     start, stop, document = rows[1, mine], rows[2, mine], problem.placement.document[rows[0, mine]]
-    task, cut = _possible_cuts(problem.grain, start, stop)
-    whole = documents.load(document, start, stop)
-    head = documents.load(document[task], start[task], cut)
-    tail = documents.load(document[task], cut, stop[task])
-    low = np.concatenate([start, start[task], cut])
-    high = np.concatenate([stop, cut, stop[task]])
-    moving = np.concatenate([whole, head, tail])
-    staying = np.concatenate([np.zeros_like(whole), tail, head])
-    task = np.concatenate([np.arange(len(mine)), task, task])
+    cut_task, cut = _possible_cuts(problem.grain, start, stop)
+    task = np.concatenate([np.arange(len(mine)), cut_task, cut_task])
+    document = document[task]
+    low = np.concatenate([start, start[cut_task], cut])
+    high = np.concatenate([stop, cut, stop[cut_task]])
+    moving = documents.load(document, low, high)
+    whole, head, tail = np.split(moving, [len(mine), len(mine) + len(cut)])
+    freed = whole[task] - np.concatenate([np.zeros_like(whole), tail, head])
 
     # 2. The move after which the later of the two ranks is earliest. Of those that are within the
     #    bound, the one with the fewest bytes.
     later = np.maximum(
-        devices.finish_ps(load[worst] - whole[task] + staying, worst),
+        devices.finish_ps(load[worst] - freed, worst),
         devices.finish_ps(load[first] + moving, first),
     )
-    helps = np.flatnonzero(later < finish[worst])
     latest = np.floor((1.0 + problem.tolerance) * devices.mean_ps(int(load.sum())))
-    moved_bytes = _moved_bytes(problem, document[task[helps]], low[helps], high[helps])
-    order = np.lexsort((moved_bytes, np.maximum(later[helps], latest)))
-    for best in helps[order[:NUM_TASKS]].tolist():
-        move = _Move(int(mine[task[best]]), int(low[best]), int(high[best]), first)
+    helps = np.flatnonzero(later < finish[worst])
+    for _ in range(NUM_TASKS):
+        if not len(helps):
+            break
+        until = np.maximum(later[helps], latest)
+        best = np.flatnonzero(until == until.min())
+        of = helps[best]
+        index = int(best[_moved_bytes(problem, document[of], low[of], high[of]).argmin()])
+        piece = helps[index]
+        move = _Move(
+            row=int(mine[task[piece]]),
+            low=int(low[piece]),
+            high=int(high[piece]),
+            server=first,
+            added_load=int(moving[piece]),
+            freed_load=int(freed[piece]),
+        )
         if _fits(problem, rows, move):
             return move
+        helps = np.delete(helps, index)
     return None
 
 
@@ -113,19 +126,16 @@ def _moved_bytes(problem: Problem, document: Ints, low: Ints, high: Ints) -> Int
     return problem.shape.qo_bytes * (high - low) + problem.shape.kv_bytes * num_keys
 
 
-def _pieces_after(rows: Ints, move: _Move) -> Ints:
-    """Returns the rows that replace the one of a move."""
+def _rows_after(rows: Ints, move: _Move) -> Ints:
+    """Returns the rows with those that replace the one of a move at the end."""
     shard, start, stop, server = rows[:, move.row].tolist()
     pieces = (
         (shard, start, move.low, server),
         (shard, move.low, move.high, move.server),
         (shard, move.high, stop, server),
     )
-    return as_ints([piece for piece in pieces if piece[1] < piece[2]]).T
-
-
-def _load(problem: Problem, documents: DocumentLoads, rows: Ints) -> Ints:
-    return documents.load(problem.placement.document[rows[0]], rows[1], rows[2])
+    added = as_ints([piece for piece in pieces if piece[1] < piece[2]]).T
+    return np.concatenate([rows[:, : move.row], rows[:, move.row + 1 :], added], axis=1)
 
 
 def _fits(problem: Problem, rows: Ints, move: _Move) -> bool:
@@ -133,7 +143,6 @@ def _fits(problem: Problem, rows: Ints, move: _Move) -> bool:
     limit = problem.devices.memory_bytes[move.server]
     if limit == UNLIMITED:
         return True
-    after = np.concatenate([np.delete(rows, move.row, axis=1), _pieces_after(rows, move)], axis=1)
-    tasks = Tasks.build(problem.placement, problem.reach, after)
+    tasks = Tasks.build(problem.placement, problem.reach, _rows_after(rows, move))
     used = memory_bytes(tasks, problem.placement, problem.shape, problem.devices.num_ranks)
     return bool(used[move.server] <= limit)

@@ -7,6 +7,7 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -94,16 +95,15 @@ def move_to_keys(ledger: Ledger, moves: Sequence[Move], max_adopted: float) -> N
     the rank's capacity. docs/planning.md has the figures for 0, 0.25 and 1.
     """
     shards, loads = ledger.shards, ledger.loads
-    shedding_bytes = _SheddingBytes(ledger)
+    shedding_bytes = cache(_SheddingBytes(ledger))  # asked for the same surplus again and again
     for move in moves:
         shard, rank = move.shard, move.rank
         home, load = shards.home[shard], int(shards.load[shard])
-        if move.saved_bytes <= 0 and not loads.surplus(home):
-            continue  # there is nothing to gain
-        before, after = loads.surplus(home), max(loads.surplus(home) - load, 0)
-        gain = move.saved_bytes + (shedding_bytes(before) - shedding_bytes(after))
-        before, after = loads.surplus(rank), max(load - loads.headroom(rank), 0)
-        gain -= shedding_bytes(after) - shedding_bytes(before)
+        gain = float(move.saved_bytes)
+        if before := loads.surplus(home):
+            gain += shedding_bytes(before) - shedding_bytes(max(before - load, 0))
+        if gain > 0 and (after := load - loads.headroom(rank)) > 0:
+            gain -= shedding_bytes(after) - shedding_bytes(loads.surplus(rank))
         if gain <= 0 or not _can_adopt(ledger, rank, load, max_adopted):
             continue
         memory_bytes = shards.memory_bytes(shards.document[shard], shards.span(shard))
