@@ -38,24 +38,24 @@ def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float
     """Returns tasks with a lower imbalance, if single moves can lower it, and the imbalance."""
     devices, placement = problem.devices, problem.placement
     documents = problem.document_loads(cost.ps)
-    moves_left, moved = NUM_MOVES, True
+    moves_left, best = NUM_MOVES, (tasks, np.inf)
     while True:
         load = tasks.load_ps(placement, problem.reach, cost, devices.num_ranks)
         imbalance = devices.imbalance(load)
-        if imbalance <= 1.0 + problem.tolerance or not moved:
-            return tasks, imbalance
+        if imbalance >= best[1]:
+            return best
+        best = tasks, imbalance
         shard = placement.shard_of(tasks.document, tasks.q_start)
         rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])  # as in ``Tasks.build``
-        moved = False
         while moves_left and devices.imbalance(load) > 1.0 + problem.tolerance:
             move = _best_move(problem, documents, rows, load)
             if move is None:
                 break
-            moves_left, moved = moves_left - 1, True
+            moves_left -= 1
             load[rows[3, move.row]] -= move.freed_load
             load[move.server] += move.added_load
             rows = _rows_after(rows, move)
-        # Pieces of a task that are neighbours again become one, which may lower the mean.
+        # Pieces of a task that are neighbours again become one, which changes loads and their mean.
         tasks = Tasks.build(placement, problem.reach, rows)
 
 
