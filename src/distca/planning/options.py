@@ -158,11 +158,14 @@ class PlanOptions:
         if token_s is None:
             flops = (1 + BACKWARD_TIMES) * shape.linear_flops_per_token
             token_s = flops / (cost.linear_tflops * 1e12)
+        reach = reach_of(self.mask, placement.num_documents)
+        if placement.masks(reach).all_causal:
+            cost = cost.for_causal_tasks()
         # Nodes have 8 ranks typically.
         largest_cp = max(size for size in range(1, 9) if workers % size == 0)
         return Problem(
             placement=placement,
-            reach=reach_of(self.mask, placement.num_documents),
+            reach=reach,
             devices=Devices.of(
                 workers,
                 self.servers,

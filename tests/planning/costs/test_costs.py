@@ -141,6 +141,20 @@ def test_analytic_charges_a_whole_tile_for_part_of_one() -> None:
     assert more > 1.8 * full
 
 
+@pytest.mark.parametrize("cost", COSTS)
+def test_costs_for_causal_tasks_alone_are_the_same(cost: str) -> None:
+    draw = np.random.default_rng(0)
+    queries, before = draw.integers(1, 300_000, (2, 5000))
+    tasks = queries, before + queries, queries * (2 * before + queries + 1) // 2
+    model = cost_model(cost, LLAMA)
+    for way in WAYS:
+        every, causal = (
+            one.of(backward=way == "backward").ps(*tasks)
+            for one in (model, model.for_causal_tasks())
+        )
+        assert np.array_equal(every, causal)
+
+
 @pytest.mark.parametrize("cost", [*SHIPPED, "analytic"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [128, 512, 4096])

@@ -1,6 +1,6 @@
 """Costs interpolated from a measured profile."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -30,6 +30,12 @@ class Table:
     columns: Floats  # the same in tiles of keys
     overheads: Floats  # [4, cells] (a, b, c, d) of a x rows x columns + b x rows + c x columns + d
     tile: int  # queries and keys that the kernel computes together
+    all_causal: bool = False  # whether all tasks are causal, which saves time
+
+    @cached_property
+    def for_causal_tasks(self) -> "Table":
+        """The same costs, for causal tasks alone."""
+        return replace(self, all_causal=True)
 
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         # Operations on floats alone take half the time of those on integers and floats.
@@ -37,6 +43,9 @@ class Table:
         rows = np.ceil(n / self.tile)
         seen = pairs.astype(np.float64) / n  # keys of a query, on average
         arithmetic = seen * rows * (self.tile * self.min_ps_per_pair)
+        if self.all_causal:
+            overhead = self._overhead(rows, keys.astype(np.float64))
+            return np.rint(arithmetic + overhead).astype(np.int64)
         # Measured tasks are causal. Others have the overhead of a causal task with as many pairs;
         # those with fewer pairs than a document of n tokens, that of several shorter documents.
         half = n * 0.5
