@@ -1,0 +1,58 @@
+"""Single moves, where pieces of the required size do not exist."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import COSTS, MASKS
+
+from distca.planning.api import place_and_plan
+from distca.planning.options import PlanOptions
+from distca.planning.placement import Placement
+from distca.planning.policies import policy_of
+from distca.planning.schedulers import repair as repairs
+from distca.planning.tasks import Tasks
+
+MODEL = "llama3-8b"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=12),
+    ranks=st.integers(2, 9),
+    cost=st.sampled_from(COSTS),
+    mask=st.sampled_from(MASKS),
+)
+def test_moves_lower_the_imbalance_or_change_nothing(
+    lengths: list[int], ranks: int, cost: str, mask: str
+) -> None:
+    placement = Placement.in_order(np.array(lengths), ranks)
+    problem = PlanOptions(model=MODEL, cost=cost, mask=mask).problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+
+    def imbalance(tasks: Tasks) -> float:
+        load = tasks.load_ps(placement, problem.reach, problem.cost.backward, ranks)
+        return problem.devices.imbalance(load)
+
+    repaired, stated = repairs.repair(problem, problem.cost.backward, tasks)
+    assert stated == imbalance(repaired)
+    assert stated < imbalance(tasks) or repaired is tasks
+    assert int((repaired.q_stop - repaired.q_start).sum()) == sum(lengths)
+
+
+def test_pieces_that_become_one_again_are_not_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Merging raises the load here, so that the same moves would be made again and again.
+    lengths = [797, 3977, 519, 4052, 579, 936, 16384, 7663, 5981, 1301, 16384, 3699, 1224, 950]
+    placement = Placement.in_order(np.array([*lengths, 1912, 1561]), 48)
+    moves, best_move = [], repairs._best_move
+
+    def counted(*arguments: object) -> object:
+        moves.append(best_move(*arguments))  # type: ignore[arg-type]
+        return moves[-1]
+
+    monkeypatch.setattr(repairs, "_best_move", counted)
+    policy = policy_of("distca", "balanced")
+    plan = place_and_plan(placement, policy, model=MODEL, cost="h200", mask="window:512")
+    assert plan.meets_bound
+    assert len(moves) <= 16
