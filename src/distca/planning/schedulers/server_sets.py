@@ -1,6 +1,7 @@
 """Which servers are asked to take a load together."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
@@ -19,12 +20,9 @@ def server_sets(
     shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
     sets = [fewest_servers(loads.headrooms, load, spare=spare, without=reserved)]
     if not shards.is_document[shard]:
-        holders = [
-            Headroom(loads.headroom(server), server)
-            for server in ledger.keys.holders(shards.document[shard])
-            if server != home and loads.headroom(server) > 0 and loads.serves(server)
-        ]
-        for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
+        with_keys = ledger.keys.holders(shards.document[shard])
+        holders = (h for h in reversed(loads.headrooms) if h.server in with_keys)
+        for holder in islice((h for h in holders if h.server != home), NUM_HOLDERS):
             if holder.server not in reserved:
                 sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
     if shards.several_nodes:
