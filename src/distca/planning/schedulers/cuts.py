@@ -166,10 +166,11 @@ def _fill_downwards(
         if (server < 0).any():
             used = np.flatnonzero(server[:, 0] >= 0)
             some = shards.take(used)
-        start_cut = some.lowest_start(bottom_cut[used], headroom[used], pairs_per_load[used])
+        room, stop = headroom[used], bottoms[-1][used]
+        start_cut = some.lowest_start(bottom_cut[used], room, stop, pairs_per_load[used])
         start = some.position(start_cut)
         # The next piece is about as large, so that its search starts near its end.
-        pairs_per_load[used] = some.pairs_for(headroom[used], start, bottoms[-1][used])
+        pairs_per_load[used] = some.pairs_for(room, start, stop)
         bottom_cut, bottom = bottom_cut.copy(), bottoms[-1].copy()
         bottom_cut[used], bottom[used] = start_cut, start
         bottoms.append(bottom)

@@ -274,9 +274,10 @@ class Ledger:
         need, shape = self.shards.keys_needed(document, self.shards.span(shard)), self.problem.shape
         owners, num_keys = self.shards.homes_of(document, need)
         num_keys = num_keys * (owners != home)
+        num_fetched = int(num_keys.sum())
         np.subtract.at(self.sent, owners, num_keys * shape.kv_bytes)
-        self.received[home] -= int(num_keys.sum()) * shape.kv_bytes
-        self.free_bytes[home] += int(num_keys.sum()) * shape.kv_memory_bytes
+        self.received[home] -= num_fetched * shape.kv_bytes
+        self.free_bytes[home] += num_fetched * shape.kv_memory_bytes
         self.keys.keep_own(document, home)
 
     def _send(self, source: Ints, target: Ints, num_bytes: Ints) -> None:
