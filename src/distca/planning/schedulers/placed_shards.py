@@ -38,6 +38,8 @@ class PlacedShards:
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
     _first: list[int]  # [workers + 1] the first shard of each worker
+    # shard -> what ``whole_shards`` found for it: saved bytes and the worker, or None
+    moves_to_keys: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
     _held: dict[int, KeySpans] = field(default_factory=dict)
