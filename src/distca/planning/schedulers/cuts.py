@@ -159,7 +159,7 @@ def _fill_downwards(
 ) -> tuple[Ints, list[Ints]]:
     """Returns the lowest cut, and positions: tops, and starts of all pieces but the remainder."""
     bottom_cut, bottoms = top_cut, [shards.position(top_cut)]
-    pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    pairs_per_load = shards.pairs_per_load + np.zeros(top_cut.shape)
     used: Ints | slice
     for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
         some, used = shards, slice(None)  # which copies nothing

@@ -151,10 +151,10 @@ class Ledger:
         shards = self.shards
         if shards.is_document[shard]:
             return []
-        own = shards.home[shard], shards.span(shard)
+        own, sent = (shards.home[shard], shards.span(shard)), self.sent.tolist()
         owners = shards.owners(shards.document[shard]).items()
         others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
-        return nlargest(NUM_SOURCES - 1, others, key=lambda other: self.sent[other[0]])
+        return nlargest(NUM_SOURCES - 1, others, key=lambda other: sent[other[0]])
 
     def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
         """Returns the keys that servers of requests hold; of whole documents only home has any."""
