@@ -1,7 +1,6 @@
 """Which servers are asked to take a load together."""
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
@@ -21,10 +20,15 @@ def server_sets(
     sets = [fewest_servers(loads.headrooms, load, spare=spare, without=reserved)]
     if not shards.is_document[shard]:
         with_keys = ledger.keys.holders(shards.document[shard])
-        holders = (h for h in reversed(loads.headrooms) if h.server in with_keys)
-        for holder in islice((h for h in holders if h.server != home), NUM_HOLDERS):
-            if holder.server not in reserved:
-                sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
+        holders = [
+            (headroom, server)
+            for server in with_keys
+            if (headroom := loads.headroom(server)) > 0 and server != home
+        ]
+        for headroom, server in sorted(holders, reverse=True)[:NUM_HOLDERS]:
+            if server not in reserved:
+                first = [Headroom(headroom, server)]
+                sets.append(fewest_servers(loads.headrooms, load, first, spare, reserved))
     if shards.several_nodes:
         near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
         sets.append(fewest_servers(near, load, spare=spare, without=reserved))
