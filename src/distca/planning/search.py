@@ -36,7 +36,7 @@ def first_fitting(
         have found to fit, or ``last``.
     linear_from: the distance from the origin beyond which loads grow linearly; None: nowhere.
     """
-    low, high = np.zeros_like(last), last  # the result is in [low, high]
+    low, high = np.zeros(last.shape, np.int64), last  # the result is in [low, high]
     index, previous, before = guess, None, None
     num_exact = exact * last.size
     for step in range(SECANT_STEPS + BISECTION_STEPS):

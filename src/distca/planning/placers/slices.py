@@ -16,6 +16,7 @@ from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
 MANY_CUTS, NUM_LOOKS = 192, 33  # cuts of a slice beyond which so many of them are looked at first
+FEW_CUTS = 512  # of all documents together, up to which all are looked at instead of a search
 
 
 class Slice(NamedTuple):
@@ -129,14 +130,35 @@ class Slicer:
         # 2. A search for the others.
         heavy = np.flatnonzero(cut & (net_of_longest > limits.net_load))
         if len(heavy):
-            of = document[heavy], first[heavy], stop[heavy]
-            cuts = np.maximum(lowest[heavy], self._heaviest(*of, net[heavy], limits.net_load))
-            start[1, heavy] = cuts * grain.spacing
-            load[1, heavy] = self.documents.load(of[0], start[1, heavy], of[2])
+            of, least = (document[heavy], stop[heavy]), lowest[heavy]
+            num_cuts = int((last_cut[heavy] - least).max()) + 1
+            if len(heavy) * num_cuts <= FEW_CUTS:
+                start[1, heavy], load[1, heavy] = self._first_fitting(
+                    *of, least, num_cuts, limits.net_load
+                )
+            else:
+                cuts = self._heaviest(*of, first[heavy], net[heavy], limits.net_load)
+                start[1, heavy] = np.maximum(least, cuts) * grain.spacing
+                load[1, heavy] = self.documents.load(of[0], start[1, heavy], of[1])
         return np.where(cut, start[1], start[0]), np.where(cut, load[1], load[0])
 
+    def _first_fitting(
+        self, document: Ints, stop: Ints, lowest: Ints, num_cuts: int, net_load: float
+    ) -> tuple[Ints, Ints]:
+        """[documents] Returns start and load of the slice from the first cut with which it fits.
+
+        lowest: the first cut that is looked at; with ``num_cuts``, the last one.
+        """
+        last = self.grain.last_cut(stop)[:, None]
+        start = np.minimum(lowest[:, None] + np.arange(num_cuts), last) * self.grain.spacing
+        load = self.documents.load(document[:, None], start, stop[:, None])
+        fits = load - self.density * (stop[:, None] - start) <= net_load
+        fits[:, -1] = True  # the last is taken if none fits
+        best = np.arange(len(stop)), fits.argmax(axis=1)
+        return start[best], load[best]
+
     def _heaviest(
-        self, document: Ints, first: Ints, stop: Ints, net: Floats, net_load: float
+        self, document: Ints, stop: Ints, first: Ints, net: Floats, net_load: float
     ) -> Ints:
         """[documents] Returns the cut where the largest slice with at most some net load starts.
 

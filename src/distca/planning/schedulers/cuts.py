@@ -159,17 +159,18 @@ def _fill_downwards(
 ) -> tuple[Ints, list[Ints]]:
     """Returns the lowest cut, and positions: tops, and starts of all pieces but the remainder."""
     bottom_cut, bottoms = top_cut, [shards.position(top_cut)]
-    pairs_per_load = np.broadcast_to(shards.pairs_per_load, top_cut.shape).copy()
+    pairs_per_load = shards.pairs_per_load + np.zeros(top_cut.shape)
     used: Ints | slice
     for server, headroom in zip(targets.server[:-1], targets.headroom[:-1], strict=True):
         some, used = shards, slice(None)  # which copies nothing
         if (server < 0).any():
             used = np.flatnonzero(server[:, 0] >= 0)
             some = shards.take(used)
-        start_cut = some.lowest_start(bottom_cut[used], headroom[used], pairs_per_load[used])
+        room, stop = headroom[used], bottoms[-1][used]
+        start_cut = some.lowest_start(bottom_cut[used], room, stop, pairs_per_load[used])
         start = some.position(start_cut)
         # The next piece is about as large, so that its search starts near its end.
-        pairs_per_load[used] = some.pairs_for(headroom[used], start, bottoms[-1][used])
+        pairs_per_load[used] = some.pairs_for(room, start, stop)
         bottom_cut, bottom = bottom_cut.copy(), bottoms[-1].copy()
         bottom_cut[used], bottom[used] = start_cut, start
         bottoms.append(bottom)

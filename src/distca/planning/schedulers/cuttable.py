@@ -8,6 +8,7 @@ multiples of the grain.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -20,6 +21,10 @@ from distca.planning.models import ModelShape
 from distca.planning.problem import Grain
 from distca.planning.search import first_fitting, root, square
 from distca.planning.spans import Bools, Floats, Ints
+
+# Arrays with a row for each shard, as given and as computed from these once.
+GIVEN = ("start", "stop", "document", "total_load")
+COMPUTED = ("offset", "last_cut", "pairs_per_load", "is_causal", "_linear_from", "_linear_from_cut")
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,61 +41,54 @@ class CuttableShards:
     exact: float = 1.0  # see ``first_fitting``
 
     def take(self, rows: Ints) -> CuttableShards:
-        """Returns some of the shards."""
-        return replace(
-            self,
-            start=self.start[rows],
-            stop=self.stop[rows],
-            document=self.document[rows],
-            total_load=self.total_load[rows],
-        )
+        """Returns some of the shards, with all that is computed of them."""
+        some = copy(self)
+        arrays = {name: getattr(self, name) for name in GIVEN + COMPUTED}
+        vars(some).update({name: a[rows] for name, a in arrays.items() if a is not None})
+        return some
 
     @staticmethod
     def join(parts: Sequence[CuttableShards]) -> CuttableShards:
         """Returns shards with the same costs as one object."""
-        return replace(
-            parts[0],
-            start=np.concatenate([part.start for part in parts]),
-            stop=np.concatenate([part.stop for part in parts]),
-            document=np.concatenate([part.document for part in parts]),
-            total_load=np.concatenate([part.total_load for part in parts]),
+        start, stop, document, total_load = (
+            np.concatenate([getattr(part, name) for part in parts]) for name in GIVEN
         )
+        return replace(parts[0], start=start, stop=stop, document=document, total_load=total_load)
 
     @cached_property
     def all_causal(self) -> bool:
         return self.masks.all_causal or bool(np.all(self.is_causal))
 
     @cached_property
-    def _first(self) -> Ints:
-        return self.grain.first_cut(self.start)
-
-    @cached_property
-    def _origin(self) -> Ints:
-        """The position before that of cut 1, by the spacing of cuts."""
-        return (self._first - 1) * self.grain.spacing
+    def offset(self) -> Ints:
+        """What to add to the number of a cut inside a shard to get its multiple of the grain."""
+        return self.grain.first_cut(self.start) - 1
 
     @cached_property
     def last_cut(self) -> Ints:
         """The number of the cut at the end of each shard."""
-        last: Ints = np.maximum(self.grain.last_cut(self.stop) - self._first + 1, 0) + 1
+        last: Ints = np.maximum(self.grain.last_cut(self.stop) - self.offset, 0) + 1
         return last
 
     def position(self, cut: Ints) -> Ints:
         """Returns the position of a cut."""
-        position = cut * self.grain.spacing + self._origin
+        position = (cut + self.offset) * self.grain.spacing
         np.copyto(position, self.stop, where=cut >= self.last_cut)
         np.copyto(position, self.start, where=cut <= 0)
         return position
 
     def _position_before_last(self, cut: Ints) -> Ints:
         """Returns the same for cuts before the last one, in less time."""
-        return np.where(cut <= 0, self.start, cut * self.grain.spacing + self._origin)
+        return np.where(cut <= 0, self.start, (cut + self.offset) * self.grain.spacing)
 
     def nearest_cut(self, position: Floats) -> Ints:
         """Returns the first cut at or behind a position."""
-        inside = np.ceil(position / self.grain.spacing).astype(np.int64) - self._first + 1
-        inside = np.minimum(np.maximum(inside, 1), self.last_cut)
+        inside = np.minimum(np.maximum(self._nearest_inside(position), 1), self.last_cut)
         return np.where(position <= self.start, 0, inside)
+
+    def _nearest_inside(self, position: Floats) -> Ints:
+        """Returns the same for positions inside the shards, in less time; others are outside."""
+        return np.ceil(position / self.grain.spacing).astype(np.int64) - self.offset
 
     def spread_cuts(self, count: int, half: Ints) -> Ints:
         """[shards, T] Returns up to ``count`` cuts of each shard, equally spaced; not the first.
@@ -130,13 +128,18 @@ class CuttableShards:
         return keys
 
     def lowest_start(
-        self, stop_cut: Ints, headroom: Ints, pairs_per_load: Floats | None = None
+        self,
+        stop_cut: Ints,
+        headroom: Ints,
+        stop: Ints | None = None,
+        pairs_per_load: Floats | None = None,
     ) -> Ints:
         """Returns the cut where the largest piece that ends at a cut and fits starts.
 
+        stop: the position of that cut, if it is known.
         pairs_per_load: an estimate for such a piece; by default that of the whole shard.
         """
-        stop = self.position(stop_cut)
+        stop = self.position(stop_cut) if stop is None else stop
         known = self.pairs_per_load if pairs_per_load is None else pairs_per_load
         pairs = np.maximum(headroom, 0) * known
         guess = root(
@@ -144,10 +147,10 @@ class CuttableShards:
         )
         return first_fitting(
             lambda cut: self.load(self._position_before_last(cut), stop) - headroom,
-            self.nearest_cut(guess),
+            self._nearest_inside(guess),
             stop_cut,
             self._load_of_square(known),
-            1 - self._first,
+            -self.offset,
             self.exact,
             self._linear_from_cut,
         )
@@ -159,10 +162,10 @@ class CuttableShards:
         guess = root(square(self.start, self._linear_from) + 2.0 * pairs, self._linear_from)
         below = first_fitting(
             lambda below: self.load(self.start, self.position(limit_cut - below)) - headroom,
-            limit_cut - self.nearest_cut(guess),
+            limit_cut - self._nearest_inside(guess),
             limit_cut,
             self._load_of_square(self.pairs_per_load),
-            limit_cut + self._first - 1,
+            limit_cut + self.offset,
             self.exact,
             self._linear_from_cut,
         )

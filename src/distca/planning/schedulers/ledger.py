@@ -151,10 +151,10 @@ class Ledger:
         shards = self.shards
         if shards.is_document[shard]:
             return []
-        own = shards.home[shard], shards.span(shard)
+        own, sent = (shards.home[shard], shards.span(shard)), self.sent.tolist()
         owners = shards.owners(shards.document[shard]).items()
         others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
-        return nlargest(NUM_SOURCES - 1, others, key=lambda other: self.sent[other[0]])
+        return nlargest(NUM_SOURCES - 1, others, key=lambda other: sent[other[0]])
 
     def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
         """Returns the keys that servers of requests hold; of whole documents only home has any."""
@@ -274,9 +274,10 @@ class Ledger:
         need, shape = self.shards.keys_needed(document, self.shards.span(shard)), self.problem.shape
         owners, num_keys = self.shards.homes_of(document, need)
         num_keys = num_keys * (owners != home)
+        num_fetched = int(num_keys.sum())
         np.subtract.at(self.sent, owners, num_keys * shape.kv_bytes)
-        self.received[home] -= int(num_keys.sum()) * shape.kv_bytes
-        self.free_bytes[home] += int(num_keys.sum()) * shape.kv_memory_bytes
+        self.received[home] -= num_fetched * shape.kv_bytes
+        self.free_bytes[home] += num_fetched * shape.kv_memory_bytes
         self.keys.keep_own(document, home)
 
     def _send(self, source: Ints, target: Ints, num_bytes: Ints) -> None:

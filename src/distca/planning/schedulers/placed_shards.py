@@ -38,6 +38,8 @@ class PlacedShards:
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
     _first: list[int]  # [workers + 1] the first shard of each worker
+    # shard -> what ``whole_shards`` found for it: saved bytes and the worker, or None
+    moves_to_keys: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
     _held: dict[int, KeySpans] = field(default_factory=dict)
@@ -100,7 +102,7 @@ class PlacedShards:
         """
         if self.problem.devices.num_ranks > FEW_RANKS:
             return np.zeros_like(self.load)
-        shards = self.cuttable(range(len(self.load)))
+        shards = self._all_cuttable
         one, last = np.ones_like(shards.last_cut), shards.last_cut
         first_piece = shards.load(shards.start, shards.position(one))
         last_piece = shards.load(shards.position(last - 1), shards.stop)
@@ -125,15 +127,17 @@ class PlacedShards:
 
     def cuttable(self, shards: Sequence[int]) -> CuttableShards:
         """Returns shards with the positions at which they may be cut."""
+        return self._all_cuttable.take(as_ints(shards))
+
+    @cached_property
+    def _all_cuttable(self) -> CuttableShards:
         placement = self.problem.placement
-        chosen = as_ints(shards)[:, None]
-        document = placement.document[chosen]
         return CuttableShards(
-            start=placement.start[chosen],
-            stop=placement.stop[chosen],
-            document=document,
+            start=placement.start[:, None],
+            stop=placement.stop[:, None],
+            document=placement.document[:, None],
             masks=self.problem.masks,
-            total_load=self.load[chosen],
+            total_load=self.load[:, None],
             cost=self.cost,
             grain=self.problem.grain,
             exact=EXACT if self.problem.devices.num_ranks > FEW_RANKS else 1.0,

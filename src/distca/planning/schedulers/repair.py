@@ -67,7 +67,7 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
     serving = devices.serving
     first = int(serving[np.argmin(finish[serving])])
     mine = np.flatnonzero(rows[3] == worst)
-    mine = mine[np.argsort((rows[1] - rows[2])[mine], kind="stable")[:NUM_TASKS]]
+    mine = mine[np.argsort(rows[1, mine] - rows[2, mine], kind="stable")[:NUM_TASKS]]
 
     # 1. Every piece that could move: whole tasks, and heads and tails at every possible cut.
     start, stop, document = rows[1, mine], rows[2, mine], problem.placement.document[rows[0, mine]]
@@ -77,7 +77,8 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
     low = np.concatenate([start, start[cut_task], cut])
     high = np.concatenate([stop, cut, stop[cut_task]])
     moving = documents.load(document, low, high)
-    whole, head, tail = np.split(moving, [len(mine), len(mine) + len(cut)])
+    first_tail = len(mine) + len(cut)
+    whole, head, tail = moving[: len(mine)], moving[len(mine) : first_tail], moving[first_tail:]
     freed = whole[task] - np.concatenate([np.zeros_like(whole), tail, head])
 
     # 2. The move after which the later of the two ranks is earliest. Of those that are within the

@@ -19,14 +19,16 @@ def server_sets(
     shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
     sets = [fewest_servers(loads.headrooms, load, spare=spare, without=reserved)]
     if not shards.is_document[shard]:
+        with_keys = ledger.keys.holders(shards.document[shard])
         holders = [
-            Headroom(loads.headroom(server), server)
-            for server in ledger.keys.holders(shards.document[shard])
-            if server != home and loads.headroom(server) > 0 and loads.serves(server)
+            (headroom, server)
+            for server in with_keys
+            if (headroom := loads.headroom(server)) > 0 and server != home
         ]
-        for holder in sorted(holders, reverse=True)[:NUM_HOLDERS]:
-            if holder.server not in reserved:
-                sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
+        for headroom, server in sorted(holders, reverse=True)[:NUM_HOLDERS]:
+            if server not in reserved:
+                first = [Headroom(headroom, server)]
+                sets.append(fewest_servers(loads.headrooms, load, first, spare, reserved))
     if shards.several_nodes:
         near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
         sets.append(fewest_servers(near, load, spare=spare, without=reserved))

@@ -17,7 +17,7 @@ from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.shedding import find_cut
 from distca.planning.schedulers.short_documents import deal_documents
-from distca.planning.spans import Ints, Spans, overlaps
+from distca.planning.spans import Ints, Spans, as_ints, overlaps
 
 
 def empty_idle_workers(ledger: Ledger, max_peak: int) -> None:
@@ -142,6 +142,16 @@ def possible_moves(shards: PlacedShards, shard: Ints) -> list[Move]:
 
     shard: see ``may_gain``.
     """
+    known = shards.moves_to_keys  # which loads do not change: the other direction has the same
+    new = [number for number in shard.tolist() if number not in known]
+    if new:
+        known.update(dict.fromkeys(new) | _saved_by_moves(shards, as_ints(new)))
+    moves = ((number, known[number]) for number in shard.tolist())
+    return sorted((Move(move[0], number, move[1]) for number, move in moves if move), reverse=True)
+
+
+def _saved_by_moves(shards: PlacedShards, shard: Ints) -> dict[int, tuple[int, int]]:
+    """Returns for each shard the bytes that a move saves, and the worker it goes to."""
     problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
     document, start, stop = placement.document[shard], placement.start[shard], placement.stop[shard]
     first, last = problem.masks.first_key(document, start), problem.masks.last_key(document, stop)
@@ -167,8 +177,8 @@ def possible_moves(shards: PlacedShards, shard: Ints) -> list[Move]:
     # 3. Home fetches the keys that it does not hold; the other worker receives queries as well.
     saved_keys = held - num_own[number]
     saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]
-    columns = (column.tolist() for column in (saved, shard[number], worker))
-    return sorted((Move(*row) for row in zip(*columns, strict=True)), reverse=True)
+    moves = zip(saved.tolist(), worker.tolist(), strict=True)
+    return dict(zip(shard[number].tolist(), moves, strict=True))
 
 
 def _can_adopt(ledger: Ledger, rank: int, load: int, max_adopted: float) -> bool:
