@@ -351,6 +351,8 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     path = arguments.out / "plan.json"
+    if arguments.only and not path.exists():
+        parser.error(f"--only adds to {path}, which does not exist: run all parts first")
     results = json.loads(path.read_text()) if arguments.only else {}
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for name in [arguments.only] if arguments.only else SECTIONS:
