@@ -67,26 +67,22 @@ def report(about: str, rows: list[dict[str, Any]]) -> str:
         "|" + "---|" * len(names),
     ]
     for row in rows:
-        lines.append(
-            "| "
-            + " | ".join(
-                f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in row.values()
-            )
-            + " |"
-        )
+        cells = (f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in row.values())
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--backend", default="flash")
+    parser.add_argument("--backend", choices=COSTS, default="flash")
     parser.add_argument("--model", default="llama3-8b", help="whose heads are measured")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if not torch.cuda.is_available():
+        parser.error("this machine has no GPU, whose kernels are measured")
+    device = torch.device("cuda")
     bench = Bench(model_config(options.model), device, options.backend)
-    costs = [COSTS.get(options.backend, "cpu"), *(["analytic"] if device.type == "cuda" else [])]
-    rows = rows_of(bench, costs)
+    rows = rows_of(bench, [COSTS[options.backend], "analytic"])
     about = (
         f"`python benchmarks/windows.py --backend {options.backend} --model {options.model}`,"
         f" {date.today()}, {device_name(device)}, torch {torch.__version__}."
