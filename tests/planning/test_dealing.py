@@ -20,7 +20,7 @@ def dealt(lengths: list[int], num_workers: int, density: float, room: float) -> 
     """Cuts all documents from the tail, and deals the slices."""
     placement = Placement.in_order(as_ints(lengths), num_workers)
     problem = PlanOptions(model="llama3-8b", cost="pairs").problem(placement)
-    documents = problem.document_loads(problem.cost.sum_ps)
+    documents = problem.document_loads(problem.cost.both().ps)
     capacity = np.full(num_workers, room * documents.whole.sum() / num_workers)
     tokens = 1.1 * sum(lengths) / num_workers
     slicer = Slicer(documents, density * documents.whole.sum() / sum(lengths), problem.grain)

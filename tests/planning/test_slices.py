@@ -43,7 +43,7 @@ def test_slices_are_the_largest_that_fit(
     problem = PlanOptions(model="llama3-8b", cost="pairs").problem(
         Placement.in_order(as_ints(lengths), 1)
     )
-    documents = problem.document_loads(problem.cost.sum_ps)
+    documents = problem.document_loads(problem.cost.both().ps)
     if not few_cuts:
         density = 0.0  # the search assumes that longer slices have more net load
     slicer = Slicer(documents, density * documents.whole.sum() / sum(lengths), problem.grain)

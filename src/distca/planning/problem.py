@@ -118,7 +118,7 @@ class Problem:
 
         The second term is what the cost model says of the pairs that the mask allows.
         """
-        attention = self.document_loads(self.cost.sum_ps).whole
+        attention = self.document_loads(self.cost.both().ps).whole
         return attention + self.token_ps * self.placement.lengths
 
     @cached_property

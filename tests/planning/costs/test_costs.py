@@ -155,6 +155,19 @@ def test_costs_for_causal_tasks_alone_are_the_same(cost: str) -> None:
         assert np.array_equal(every, causal)
 
 
+@pytest.mark.parametrize("weight", [1.0, 2.5])
+@pytest.mark.parametrize("cost", COSTS)
+def test_both_directions_together_cost_their_sum(cost: str, weight: float) -> None:
+    draw = np.random.default_rng(0)
+    queries, before = draw.integers(1, 300_000, (2, 5000))
+    tasks = queries, before + queries, queries * (2 * before + queries + 1) // 2
+    model = cost_model(cost, LLAMA)
+    expected = weight * model.forward.ps(*tasks) + model.backward.ps(*tasks)
+    found = model.both(weight).ps(*tasks)
+    assert found.dtype == np.int64
+    np.testing.assert_allclose(found, expected, rtol=1e-12, atol=2 + weight)
+
+
 @pytest.mark.parametrize("cost", [*SHIPPED, "analytic"])
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("window", [128, 512, 4096])

@@ -41,6 +41,19 @@ def test_moves_lower_the_imbalance_or_change_nothing(
     assert int((repaired.q_stop - repaired.q_start).sum()) == sum(lengths)
 
 
+def test_a_task_may_go_to_a_faster_rank_that_finishes_later() -> None:
+    # The idle rank would take as long as the slow one does; the fast one takes half of that.
+    placement = Placement.from_ranks([[128], [40], []])
+    speed = (0.25, 1.0, 0.25)
+    problem = PlanOptions(model=MODEL, cost="pairs", speed=speed).problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    assert tasks.server.tolist() == [0, 1]
+    repaired, imbalance = repairs.repair(problem, problem.cost.backward, tasks)
+    assert repaired.server[0] == 1
+    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, 3)
+    assert imbalance < problem.devices.imbalance(load)
+
+
 def test_pieces_that_become_one_again_are_not_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     # Merging raises the load here, so that the same moves would be made again and again.
     lengths = [797, 3977, 519, 4052, 579, 936, 16384, 7663, 5981, 1301, 16384, 3699, 1224, 950]

@@ -1,6 +1,7 @@
 """Analytic costs: the rate of a kernel, and overheads for its tiles, rows, keys and tasks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
@@ -42,6 +43,17 @@ class KernelCost:
             rows * (self.row_keys + self.tile / 2) + keys.astype(np.float64) * self.key_queries
         )
         return np.rint(computed * self.min_ps_per_pair + self.task_s * PS).astype(np.int64)
+
+    def plus(self, other: Self, weight: float) -> Self:
+        own, others = self.min_ps_per_pair, weight * other.min_ps_per_pair
+        share = others / (own + others)
+        return replace(
+            self,
+            flops_per_pair=(own + others) * self.tflops,
+            row_keys=(1.0 - share) * self.row_keys + share * other.row_keys,
+            key_queries=(1.0 - share) * self.key_queries + share * other.key_queries,
+            task_s=self.task_s + weight * other.task_s,
+        )
 
 
 def analytic_cost(shape: ModelShape) -> CostModel:

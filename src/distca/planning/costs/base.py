@@ -7,7 +7,7 @@ are computed at once, by a fixed sequence of IEEE operations: plans are the same
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Protocol, Self
 
 from distca.planning.spans import Ints
 
@@ -18,7 +18,7 @@ LINEAR_TFLOPS = 610.0  # the linear layers of Llama-3-8B, measured on an H200
 
 
 class TaskCost(Protocol):
-    """What tasks cost in one direction."""
+    """What tasks cost in one direction, or in both together."""
 
     @property
     def min_ps_per_pair(self) -> float:
@@ -27,6 +27,10 @@ class TaskCost(Protocol):
 
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         """[tasks] Returns the picoseconds of each task."""
+        ...
+
+    def plus(self, other: Self, weight: float) -> Self:
+        """Returns this cost + weight x another of its kind, which takes the time of one."""
         ...
 
 
@@ -54,9 +58,9 @@ class CostModel:
         )
         return replace(self, forward=forward, backward=backward)
 
-    def sum_ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        """[tasks] Returns the picoseconds of each task, forward and backward together."""
-        return self.forward.ps(queries, keys, pairs) + self.backward.ps(queries, keys, pairs)
+    def both(self, forward_weight: float = 1.0) -> TaskCost:
+        """Returns the costs of forward and backward together."""
+        return self.backward.plus(self.forward, forward_weight)
 
 
 @dataclass(frozen=True)
@@ -67,6 +71,11 @@ class PerPair:
 
     def ps(self, queries: Ints, keys: Ints, pairs: Ints) -> Ints:
         return self.min_ps_per_pair * pairs
+
+    def plus(self, other: Self, weight: float) -> Self:
+        return replace(
+            self, min_ps_per_pair=round(self.min_ps_per_pair + weight * other.min_ps_per_pair)
+        )
 
 
 # Counts query-key pairs, as FLOP-counting planners do. Pairs are not seconds, so the linear layers

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -58,6 +59,13 @@ class Table:
             np.ceil(length / self.tile), np.where(fewer, length, keys_if_causal)
         )
         return np.rint(arithmetic + overhead * (n / length)).astype(np.int64)
+
+    def plus(self, other: Self, weight: float) -> Self:
+        return replace(
+            self,
+            min_ps_per_pair=self.min_ps_per_pair + weight * other.min_ps_per_pair,
+            overheads=self.overheads + weight * other.overheads,
+        )
 
     def _overhead(self, rows: Floats, keys: Floats) -> Floats:
         columns = np.ceil(keys / self.tile)

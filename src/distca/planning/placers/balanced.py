@@ -27,7 +27,6 @@ from functools import cached_property
 
 import numpy as np
 
-from distca.planning.document_masks import CostFunction
 from distca.planning.placement import Placement
 from distca.planning.placers.attempts import Attempt, Measure
 from distca.planning.placers.candidates import Placed, best_of
@@ -37,7 +36,7 @@ from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import SliceLimits, Slicer
 from distca.planning.problem import DocumentLoads, Grain, Problem
-from distca.planning.spans import Floats, Ints
+from distca.planning.spans import Floats
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
 FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
@@ -134,8 +133,8 @@ class _Loads:
     capacity: Floats  # [workers]
 
     @classmethod
-    def of(cls, problem: Problem, cost_ps: CostFunction, target: float) -> _Loads:
-        documents = problem.document_loads(cost_ps)
+    def of(cls, problem: Problem, forward_weight: float, target: float) -> _Loads:
+        documents = problem.document_loads(problem.cost.both(forward_weight).ps)
         total, tolerance = int(documents.whole.sum()), target * problem.tolerance
         capacity = problem.devices.workers_only.capacity(total, tolerance).astype(np.float64)
         return cls(documents, capacity)
@@ -177,10 +176,10 @@ def _search_densities(measure: Measure) -> Attempt | None:
     most_ahead = AHEAD * problem.tolerance
     nearest: Attempt | None = None
     for target in TARGETS:
-        cost_ps: CostFunction = problem.cost.sum_ps  # in which backward weighs more
+        weight = 1.0  # backward costs more
         if nearest is not None and nearest.ahead > 0:
-            cost_ps = _equal_weights(problem)
-        loads = _Loads.of(problem, cost_ps, target)
+            weight = _equal_weight(problem)
+        loads = _Loads.of(problem, weight, target)
         if nearest is None:
             found = _ascend(measure, loads, 0, most_ahead)
         else:
@@ -229,19 +228,13 @@ def _fill_up(measure: Measure, index: int, long: LongDocuments) -> Attempt:
     return measure(index, long, fill_up(long.documents, long.dealt(), measure.problem.grain))
 
 
-def _equal_weights(problem: Problem) -> CostFunction:
-    """Returns costs in which both directions weigh the same, because each has its own bound."""
-    forward, backward = problem.cost.forward.ps, problem.cost.backward.ps
-    total_forward, total_backward = (
-        float(problem.document_loads(cost).whole.sum()) for cost in (forward, backward)
+def _equal_weight(problem: Problem) -> float:
+    """Returns the weight with which forward counts as much as backward: each has its own bound."""
+    forward, backward = (
+        float(problem.document_loads(cost.ps).whole.sum())
+        for cost in (problem.cost.forward, problem.cost.backward)
     )
-    weight = total_backward / max(total_forward, 1.0)
-
-    def cost_ps(queries: Ints, keys: Ints, pairs: Ints) -> Ints:
-        weighted: Ints = np.rint(weight * forward(queries, keys, pairs)).astype(np.int64)
-        return weighted + backward(queries, keys, pairs)
-
-    return cost_ps
+    return backward / max(forward, 1.0)
 
 
 def _deal_long(loads: _Loads, density: float, grain: Grain) -> LongDocuments:

@@ -1,8 +1,8 @@
 """distca's scheduler: tokens stay where they are, and tasks move until every rank meets the bound.
 
 1. A rank may have a load up to its capacity, (1 + tolerance) x mean. Its surplus must move.
-2. Workers that do not serve give away all their shards (``whole_shards``).
-3. Shards move to the worker that holds their keys, if this moves fewer bytes (``whole_shards``).
+2. Workers that do not serve give away all their shards (``idle_workers``).
+3. Shards move to the worker that holds their keys, if this moves fewer bytes (``moves_to_keys``).
 4. Ranks with a surplus shed it (``surplus``, ``shedding``).
 5. If pieces of the right size do not exist, or a budget is spent (``budget``), single tasks move
    (``repair``).

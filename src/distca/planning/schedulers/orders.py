@@ -18,19 +18,19 @@ import numpy as np
 
 from distca.planning.devices import UNLIMITED
 from distca.planning.schedulers.budget import EVALUATION, Budget
+from distca.planning.schedulers.idle_workers import empty_idle_workers
 from distca.planning.schedulers.ledger import MARGIN, Ledger
+from distca.planning.schedulers.moves_to_keys import (
+    Moves,
+    may_gain,
+    move_to_keys,
+    possible_moves,
+)
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.schedulers.repair import repair
 from distca.planning.schedulers.shedding import Found, Question, Shedding, evaluate, shed
 from distca.planning.schedulers.short_documents import shed_whole_documents
 from distca.planning.schedulers.surplus import SurplusRanks, workers_above_capacity
-from distca.planning.schedulers.whole_shards import (
-    Move,
-    empty_idle_workers,
-    may_gain,
-    move_to_keys,
-    possible_moves,
-)
 from distca.planning.tasks import Tasks
 
 NUM_TRIES = 4  # estimates of the load after cutting
@@ -44,7 +44,7 @@ class SearchOrder(NamedTuple):
     """In which order ranks shed their surplus, and how many shards they adopt before."""
 
     senders_first: float  # see ``surplus.SurplusRanks``
-    max_adopted: float  # see ``whole_shards.move_to_keys``
+    max_adopted: float  # see ``moves_to_keys.move_to_keys``
     seed: int = 0  # above 0: ranks shed their surplus in a random order
 
 
@@ -90,7 +90,7 @@ class OrderSearch:
         """
         self._shards, self._max_peak = shards, max_peak
         self._budget = budget or Budget.of(shards.problem)
-        self._moves_to_keys: list[Move] | None = None  # those of the first try
+        self._moves_to_keys: Moves | None = None  # those of the first try
         self._first_work: list[int] = []  # of each step of the first order
         self._forks: list[Branch] = []
         self._best: Candidate | None = None

@@ -17,6 +17,7 @@ from distca.planning.traffic import Traffic, traffic
 
 MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 FEW_RANKS = 32  # up to which single cuts matter; with more, differences average out
+NO_RANK, NOT_LOOKED_AT = -1, -2  # instead of a rank
 EXACT = 0.95  # share of the searches for cuts that have to end at the best one, beyond so many
 KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
@@ -37,9 +38,8 @@ class PlacedShards:
     document: list[int]  # [shards]
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
+    moves_to_keys: Ints  # [2, shards] what ``moves_to_keys`` has found: saved bytes, and the worker
     _first: list[int]  # [workers + 1] the first shard of each worker
-    # shard -> what ``whole_shards`` found for it: saved bytes and the worker, or None
-    moves_to_keys: dict[int, tuple[int, int] | None] = field(default_factory=dict)
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
     _held: dict[int, KeySpans] = field(default_factory=dict)
@@ -66,6 +66,7 @@ class PlacedShards:
             document=placement.document.tolist(),
             traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
+            moves_to_keys=np.full((2, len(size)), NOT_LOOKED_AT),
             _first=np.searchsorted(placement.worker, workers).tolist(),
         )
 
@@ -85,6 +86,17 @@ class PlacedShards:
             order = np.argsort(-self.load[first:last], kind="stable")
             self._heaviest_first[worker] = first + order
         return self._heaviest_first[worker]
+
+    @cached_property
+    def heaviest(self) -> Ints:
+        """[workers] The heaviest shard of each worker; of equal ones the first."""
+        worker = self.problem.placement.worker
+        most = np.full(self.problem.placement.num_workers, -1)
+        np.maximum.at(most, worker, self.load)
+        shard = np.flatnonzero(self.load == most[worker])[::-1]
+        heaviest = np.zeros_like(most)
+        heaviest[worker[shard]] = shard  # of shards of one worker, the last one counts
+        return heaviest
 
     @cached_property
     def is_long_document(self) -> Bools:

@@ -2,9 +2,10 @@
 
 If the mean load is only a few tiles, the pieces that the scheduler looks for do not exist; and its
 search may have used up its budget. Then tasks move one at a time, whole or cut at one end, from the
-slowest rank to the rank that finishes first. Of all such moves, the one after which the later of
-the two ranks finishes earliest is made; of those that keep both within the bound, the one with the
-fewest bytes. Every move lowers the finishing time of the slowest rank, or ends the search.
+slowest rank to the rank that finishes first, or to a faster one that finishes later. Of all such
+moves, the one after which the later of the two ranks finishes earliest is made; of those that keep
+both within the bound, the one with the fewest bytes. Every move lowers the finishing time of the
+slowest rank, or ends the search.
 """
 
 from typing import NamedTuple
@@ -12,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.costs.base import TaskCost
-from distca.planning.devices import UNLIMITED
+from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.problem import DocumentLoads, Grain, Problem
 from distca.planning.spans import Ints, as_ints, expand
 from distca.planning.tasks import Tasks
@@ -63,9 +64,7 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
     """Returns the best move, or None if no move helps."""
     devices = problem.devices
     finish = devices.finish_ps(load)
-    worst = int(np.argmax(finish))
-    serving = devices.serving
-    first = int(serving[np.argmin(finish[serving])])
+    worst, servers = int(np.argmax(finish)), _servers(devices, finish)
     mine = np.flatnonzero(rows[3] == worst)
     mine = mine[np.argsort(rows[1, mine] - rows[2, mine], kind="stable")[:NUM_TASKS]]
 
@@ -83,10 +82,8 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
 
     # 2. The move after which the later of the two ranks is earliest. Of those that are within the
     #    bound, the one with the fewest bytes.
-    later = np.maximum(
-        devices.finish_ps(load[worst] - freed, worst),
-        devices.finish_ps(load[first] + moving, first),
-    )
+    taken = [devices.finish_ps(load[server] + moving, server) for server in servers]
+    later = np.maximum(devices.finish_ps(load[worst] - freed, worst), taken).ravel()
     latest = np.floor((1.0 + problem.tolerance) * devices.mean_ps(int(load.sum())))
     helps = np.flatnonzero(later < finish[worst])
     for _ in range(NUM_TASKS):
@@ -94,14 +91,14 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
             break
         until = np.maximum(later[helps], latest)
         best = np.flatnonzero(until == until.min())
-        of = helps[best]
+        of = helps[best] % len(moving)
         index = int(best[_moved_bytes(problem, document[of], low[of], high[of]).argmin()])
-        piece = helps[index]
+        server, piece = divmod(int(helps[index]), len(moving))
         move = _Move(
             row=int(mine[task[piece]]),
             low=int(low[piece]),
             high=int(high[piece]),
-            server=first,
+            server=servers[server],
             added_load=int(moving[piece]),
             freed_load=int(freed[piece]),
         )
@@ -109,6 +106,19 @@ def _best_move(problem: Problem, documents: DocumentLoads, rows: Ints, load: Int
             return move
         helps = np.delete(helps, index)
     return None
+
+
+def _servers(devices: Devices, finish: Ints) -> list[int]:
+    """Returns the rank that finishes first, and those that are faster than all that finish before.
+
+    With more to do, no other rank would finish before all of these.
+    """
+    serving = devices.serving
+    order = serving[np.lexsort((-devices.speed[serving], finish[serving]))]
+    speed = devices.speed[order]
+    is_faster = speed[1:] > np.maximum.accumulate(speed)[:-1]
+    servers: list[int] = order[np.append(True, is_faster)].tolist()
+    return servers
 
 
 def _possible_cuts(grain: Grain, start: Ints, stop: Ints) -> tuple[Ints, Ints]:

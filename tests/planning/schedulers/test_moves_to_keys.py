@@ -11,8 +11,8 @@ from distca.planning.plan import Plan
 from distca.planning.problem import Problem
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
+from distca.planning.schedulers.moves_to_keys import possible_moves
 from distca.planning.schedulers.placed_shards import PlacedShards
-from distca.planning.schedulers.whole_shards import possible_moves
 
 
 def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
@@ -39,7 +39,9 @@ def check(problem: Problem) -> None:
     shards = PlacedShards.of(problem, problem.cost.backward)
     serves = problem.devices.speed[problem.placement.worker] > 0
     fetches = np.flatnonzero((problem.placement.start > 0) & serves)
-    found = [tuple(move) for move in possible_moves(shards, fetches)]
+    moves = possible_moves(shards, fetches)
+    found = list(zip(*(column.tolist() for column in moves), strict=True))
+    assert found == sorted(found, reverse=True)
     assert len(found) == len(set(found))
     assert set(found) == one_by_one(shards)
     check_moves(shards, [(shard, rank) for _, shard, rank in found])
