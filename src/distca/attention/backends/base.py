@@ -12,12 +12,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from distca.attention.backends.alike import alike
 from distca.dispatch.tensors import TensorSpec, to_device, wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 from distca.planning.spans import Ints
@@ -63,6 +65,24 @@ class PackedCall:
             max_keys=int(keys.max(initial=0)),
         )
 
+    @cached_property
+    def parts(self) -> list[PackedPart]:
+        """Consecutive tasks with similar numbers of keys. [Note: empty blocks]"""
+        q, kv = np.array(self.q_bounds), np.array(self.kv_bounds)
+        return [
+            PackedPart(
+                slice(self.q_bounds[first], self.q_bounds[last]),
+                slice(self.kv_bounds[first], self.kv_bounds[last]),
+                PackedCall.of(
+                    self.mask,
+                    q[first : last + 1] - q[first],
+                    kv[first : last + 1] - kv[first],
+                    self.q_offsets.device,
+                ),
+            )
+            for first, last in alike(np.diff(kv))
+        ]
+
     @property
     def num_queries(self) -> int:  # Tq
         return self.q_bounds[-1]
@@ -85,6 +105,14 @@ class PackedCall:
         if self.mask.reach >= self.max_keys:  # also keeps a huge window within the kernels' int32
             return -1, 0
         return self.mask.reach - 1, 0
+
+
+class PackedPart(NamedTuple):
+    """Some tasks of a call, as a call of their own."""
+
+    queries: slice  # rows of the whole call
+    keys: slice
+    call: PackedCall
 
 
 class Attended(NamedTuple):

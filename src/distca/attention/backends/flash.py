@@ -7,6 +7,7 @@ two operators below it. They are private. torch 2.11 to 2.13 have all arguments 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -76,16 +77,35 @@ class Flash(Backend):
         scoring: Scoring,
         deterministic: bool,
     ) -> Gradients:
-        grad_out, (q, k, v, out, lse) = one_head_size_saved(grad_out, saved)
-        left, right = call.window
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
-        with _deterministic(deterministic):
-            dq, dk, dv = _aten._flash_attention_backward(
-                grad_out, q, k, v, out, lse.t().contiguous(), call.q_offsets, call.kv_offsets,
-                _max_queries(call), call.max_keys, 0.0, (left, right) == (-1, 0), seed,
-                q.new_empty(0), scale=scoring.scale, window_size_left=left, window_size_right=right,
-            )  # fmt: skip
-        return own_head_sizes(Gradients(dq, dk, dv), saved)
+        grad_out, padded = one_head_size_saved(grad_out, saved)
+        if deterministic:  # a thread block then takes several blocks of keys, and none is empty
+            with _deterministic():
+                return own_head_sizes(_backward(grad_out, padded, call, scoring), saved)
+        found = [
+            _backward(
+                grad_out[part.queries],
+                padded.map(itemgetter(part.queries), itemgetter(part.keys)),
+                part.call,
+                scoring,
+            )
+            for part in call.parts
+        ]
+        grads = (
+            found[0] if len(found) == 1 else Gradients(*map(torch.cat, zip(*found, strict=True)))
+        )
+        return own_head_sizes(grads, saved)
+
+
+def _backward(grad_out: Tensor, saved: Saved, call: PackedCall, scoring: Scoring) -> Gradients:
+    q, k, v, out, lse = saved
+    left, right = call.window
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is off
+    found = _aten._flash_attention_backward(
+        grad_out, q, k, v, out, lse.t().contiguous(), call.q_offsets, call.kv_offsets,
+        _max_queries(call), call.max_keys, 0.0, (left, right) == (-1, 0), seed,
+        q.new_empty(0), scale=scoring.scale, window_size_left=left, window_size_right=right,
+    )  # fmt: skip
+    return Gradients(*found)
 
 
 def _max_queries(call: PackedCall) -> int:
@@ -94,11 +114,8 @@ def _max_queries(call: PackedCall) -> int:
 
 
 @contextmanager
-def _deterministic(wanted: bool) -> Iterator[None]:
+def _deterministic() -> Iterator[None]:
     """Sets the global switch of torch, which the operator reads instead of an argument."""
-    if not wanted:
-        yield
-        return
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)

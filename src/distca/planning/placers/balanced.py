@@ -171,11 +171,15 @@ class _Loads:
 
 
 def _search_densities(measure: Measure) -> Attempt | None:
-    """Returns the first placement within the bound, or the one that moves the fewest bytes."""
+    """Returns the first placement within the bound, or the one that moves the fewest bytes.
+
+    The tight target is of no use beside dedicated servers, to which tasks have to move anyway.
+    """
     problem = measure.problem
+    only_workers = problem.devices.num_ranks == problem.devices.num_workers
     most_ahead = AHEAD * problem.tolerance
     nearest: Attempt | None = None
-    for target in TARGETS:
+    for target in TARGETS if only_workers else TARGETS[:1]:
         weight = 1.0  # backward costs more
         if nearest is not None and nearest.ahead > 0:
             weight = _equal_weight(problem)

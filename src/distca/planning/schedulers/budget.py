@@ -10,6 +10,7 @@ from __future__ import annotations
 from distca.planning.problem import Problem
 
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
+FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
 RANKS = 64  # up to which it is the same; more ranks have proportionally more
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
 
@@ -22,7 +23,9 @@ class Budget:
 
     @classmethod
     def of(cls, problem: Problem) -> Budget:
-        return cls(BUDGET * max(problem.devices.num_ranks, RANKS) // RANKS)
+        ranks = problem.devices.num_ranks
+        few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
+        return cls(BUDGET // (2 if few_tiles else 1) * max(ranks, RANKS) // RANKS)
 
     @property
     def is_spent(self) -> bool:

@@ -18,28 +18,26 @@ class HeldKeys:
     def __init__(self, shards: PlacedShards) -> None:
         self._shards = shards
         self._held: dict[int, KeySpans] = {}  # document -> who holds its own keys, if asked for
-        self._holders: dict[int, set[int]] = {}  # of documents with a prefix, until keys change
 
     def copy(self) -> HeldKeys:
         """Returns the same keys; lists of spans are replaced, never changed."""
         other = copy(self)
         other._held = {document: dict(held) for document, held in self._held.items()}
-        other._holders = {}
         return other
 
-    def holders(self, document: int) -> Collection[int]:
-        """Returns the ranks that have keys of a document, with those of its prefix."""
+    def possible_holders(self, document: int) -> Collection[int]:
+        """Returns the ranks that may have keys of a document, with those of its prefix."""
         parts = self._shards.all_parts(document)
         if len(parts) == 1:
             return self._own(document)
-        if document not in self._holders:
-            self._holders[document] = {
-                rank
-                for owner, part in parts
-                for rank, spans in self._own(owner).items()
-                if meet(spans, part)
-            }
-        return self._holders[document]
+        return set().union(*(self._own(owner) for owner, _ in parts))
+
+    def holds(self, document: int, rank: int) -> bool:
+        """Returns whether one of these ranks has any."""
+        parts = self._shards.all_parts(document)
+        return len(parts) == 1 or any(
+            meet(self._own(owner).get(rank, ()), part) for owner, part in parts
+        )
 
     def held(self, document: int, rank: int) -> Sequence[Span]:
         """Returns the keys of a document that a rank has, with those of its prefix."""
@@ -60,7 +58,6 @@ class HeldKeys:
     def keep_own(self, document: int, rank: int) -> None:
         """Drops the keys of a document that a worker has, but do not live there."""
         self._own(document)[rank] = list(self._shards.homes(document)[rank])
-        self._holders.clear()
 
     def _own(self, document: int) -> KeySpans:
         """Returns the ranks that have keys of a document, without those of its prefix."""
@@ -71,7 +68,6 @@ class HeldKeys:
     def _take(self, document: int, rank: int, keys: Span) -> list[tuple[int, list[Span], Span]]:
         """Adds keys to a rank; returns what it had of each document they are of, and the keys."""
         taken = []
-        self._holders.clear()
         for owner, part in self._shards.parts(document, keys):
             held = self._own(owner)
             before = held.get(rank, [])

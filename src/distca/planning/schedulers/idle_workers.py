@@ -57,10 +57,12 @@ def _move_whole(ledger: Ledger, shard: int, *, above_bound: bool = False) -> boo
 
 def _servers(ledger: Ledger, document: int, *, above_bound: bool) -> Iterator[int]:
     """Yields the servers that ``_move_whole`` considers, those with most headroom first."""
-    loads = ledger.loads
+    loads, keys = ledger.loads, ledger.keys
     if above_bound:
         servers = ledger.problem.devices.serving.tolist()
     else:
         yield from (headroom.server for headroom in loads.headrooms[-1:])
-        servers = [rank for rank in ledger.keys.holders(document) if loads.serves(rank)]
-    yield from sorted(servers, key=lambda server: (-loads.headroom(server), server))
+        servers = [rank for rank in keys.possible_holders(document) if loads.serves(rank)]
+    for server in sorted(servers, key=lambda server: (-loads.headroom(server), server)):
+        if above_bound or keys.holds(document, server):
+            yield server

@@ -1,6 +1,7 @@
 """Which servers are asked to take a load together."""
 
 from collections.abc import Iterable, Sequence
+from itertools import islice
 
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
@@ -19,16 +20,18 @@ def server_sets(
     shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
     sets = [fewest_servers(loads.headrooms, load, spare=spare, without=reserved)]
     if not shards.is_document[shard]:
-        with_keys = ledger.keys.holders(shards.document[shard])
-        holders = [
-            (headroom, server)
-            for server in with_keys
+        keys, document = ledger.keys, shards.document[shard]
+        possible = [
+            Headroom(headroom, server)
+            for server in keys.possible_holders(document)
             if (headroom := loads.headroom(server)) > 0 and server != home
         ]
-        for headroom, server in sorted(holders, reverse=True)[:NUM_HOLDERS]:
-            if server not in reserved:
-                first = [Headroom(headroom, server)]
-                sets.append(fewest_servers(loads.headrooms, load, first, spare, reserved))
+        holders = (
+            one for one in sorted(possible, reverse=True) if keys.holds(document, one.server)
+        )
+        for holder in islice(holders, NUM_HOLDERS):
+            if holder.server not in reserved:
+                sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
     if shards.several_nodes:
         near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
         sets.append(fewest_servers(near, load, spare=spare, without=reserved))

@@ -1,0 +1,87 @@
+"""Backward calls of tasks with similar numbers of keys. [Note: empty blocks]"""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from distca.attention.backends.alike import ALIKE, BLOCK, WORTH_A_CALL, alike
+from distca.attention.backends.base import Gradients, PackedCall, Saved
+from distca.attention.backends.choice import backends
+from distca.planning.masks import CAUSAL, Mask
+from distca.planning.spans import as_ints, cumulative
+
+
+def num_empty(keys: list[int]) -> int:
+    """Returns the empty thread blocks of a head."""
+    blocks = -(-np.array(keys) // BLOCK)
+    return int((blocks.max() - blocks).sum())
+
+
+@given(st.lists(st.one_of(st.integers(1, 3000), st.integers(1, 1 << 20)), min_size=1, max_size=80))
+def test_parts_are_all_tasks_in_order_and_each_call_is_worth_it(keys: list[int]) -> None:
+    parts = alike(as_ints(keys))
+    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
+    assert parts[-1][1] == len(keys)
+    assert all(first < last for first, last in parts)
+    saved = num_empty(keys) - sum(num_empty(keys[first:last]) for first, last in parts)
+    # A stretch that is cut out of the middle makes two calls more.
+    assert saved >= WORTH_A_CALL * (len(parts) - 1) // 2
+
+
+def test_many_short_tasks_have_a_call_of_their_own() -> None:
+    assert alike(as_ints([300] * 20 + [100_000] + [400] * 30)) == [(0, 20), (20, 21), (21, 51)]
+    assert alike(as_ints([100_000] + [10_000] * 99 + [400] * 99)) == [(0, 1), (1, 100), (100, 199)]
+
+
+def test_few_or_similar_tasks_share_a_call() -> None:
+    assert alike(as_ints([100_000, 300, 100_000])) == [(0, 3)]
+    assert alike(as_ints([8192, 300] * 8)) == [(0, 16)]
+    assert alike(as_ints([100_000, 100_000 // ALIKE + BLOCK] * 1000)) == [(0, 2000)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mask", ["causal", "full", "window:300"])
+def test_gradients_in_parts_are_those_of_one_call(
+    mask: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queries = as_ints([70, 130, 1, 3000, 200, 64, 500, 20])
+    keys = queries + as_ints([0, 900, 40, 3000, 0, 10, 300, 0])
+    flash = next(backend for backend in backends() if backend.name == "flash")
+    draw = torch.Generator("cuda").manual_seed(0)
+
+    def random(rows: int, heads: int) -> torch.Tensor:
+        return torch.randn(rows, heads, 64, generator=draw, device="cuda", dtype=torch.bfloat16)
+
+    num_queries, num_keys = int(queries.sum()), int(keys.sum())
+    q, grad_out, k, v = (
+        random(rows, heads)
+        for rows, heads in ((num_queries, 8), (num_queries, 8), (num_keys, 2), (num_keys, 2))
+    )
+
+    def gradients(worth_a_call: int) -> tuple[Gradients, int]:
+        monkeypatch.setattr("distca.attention.backends.alike.WORTH_A_CALL", worth_a_call)
+        call = PackedCall.of(Mask.parse(mask), cumulative(queries), cumulative(keys), "cuda")
+        attended = flash.forward(q, k, v, call, 0.125)
+        found = flash.backward(grad_out, Saved(q, k, v, *attended), call, 0.125)
+        return found, len(call.parts)
+
+    (whole, one), (found, several) = gradients(1 << 30), gradients(8)
+    assert one == 1 < several
+    for name, expected in whole._asdict().items():
+        torch.testing.assert_close(getattr(found, name), expected, rtol=1e-2, atol=1e-3)
+
+
+def test_parts_have_the_rows_of_their_tasks() -> None:
+    queries, keys = as_ints([5, 300, 7, 9]), as_ints([50, 4_000_000, 70, 90])
+    whole = PackedCall.of(Mask(CAUSAL), cumulative(queries), cumulative(keys), "cpu")
+    lengths = []
+    for part in whole.parts:
+        assert part.call.num_queries == part.queries.stop - part.queries.start
+        assert part.call.num_keys == part.keys.stop - part.keys.start
+        assert part.call.q_offsets.tolist() == list(part.call.q_bounds)
+        assert part.call.max_keys == max(keys for _, keys in part.call.lengths)
+        lengths += part.call.lengths
+    assert len(whole.parts) == 3
+    assert lengths == whole.lengths
