@@ -5,10 +5,12 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from distca.attention.backends.alike import ALIKE, BLOCK, WORTH_A_CALL, alike
-from distca.attention.backends.base import Gradients, PackedCall, Saved
+from distca.attention.backends.base import Gradients, PackedCall, Saved, Scoring
 from distca.attention.backends.choice import backends
+from distca.attention.backends.flash import Flash
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import as_ints, cumulative
 
@@ -39,6 +41,37 @@ def test_few_or_similar_tasks_share_a_call() -> None:
     assert alike(as_ints([100_000, 300, 100_000])) == [(0, 3)]
     assert alike(as_ints([8192, 300] * 8)) == [(0, 16)]
     assert alike(as_ints([100_000, 100_000 // ALIKE + BLOCK] * 1000)) == [(0, 2000)]
+
+
+@pytest.mark.parametrize("mask", ["causal", "full", "window:300"])
+def test_gradients_of_parts_go_to_their_rows(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    queries, keys = as_ints([70, 13, 1, 300, 20, 64]), as_ints([70, 900, 40, 6000, 20, 74])
+    call = PackedCall.of(Mask.parse(mask), cumulative(queries), cumulative(keys), "cpu")
+    reference = next(backend for backend in backends() if backend.name == "reference")
+    draw = torch.Generator().manual_seed(0)
+    q, k, v, grad_out = (
+        torch.randn(rows, heads, 8, generator=draw)
+        for rows, heads in (
+            (call.num_queries, 2),
+            (call.num_keys, 1),
+            (call.num_keys, 1),
+            (call.num_queries, 2),
+        )
+    )
+    calls = []
+
+    def backward(grad_out: Tensor, saved: Saved, call: PackedCall, scoring: Scoring) -> Gradients:
+        calls.append(call.lengths)
+        return reference.backward(grad_out, saved, call, scoring.scale)
+
+    monkeypatch.setattr("distca.attention.backends.flash._backward", backward)
+    monkeypatch.setattr("distca.attention.backends.alike.WORTH_A_CALL", 8)
+    saved = Saved(q, k, v, *reference.forward(q, k, v, call, 0.3))
+    found = Flash().backward(grad_out, saved, call, 0.3)
+    assert len(calls) > 1
+    expected = reference.backward(grad_out, saved, call, 0.3)
+    for name, grad in expected._asdict().items():
+        torch.testing.assert_close(getattr(found, name), grad)
 
 
 @pytest.mark.gpu

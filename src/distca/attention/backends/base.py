@@ -69,19 +69,19 @@ class PackedCall:
     def parts(self) -> list[PackedPart]:
         """Consecutive tasks with similar numbers of keys. [Note: empty blocks]"""
         q, kv = np.array(self.q_bounds), np.array(self.kv_bounds)
+        ends = alike(np.diff(kv))
         return [
             PackedPart(
                 slice(self.q_bounds[first], self.q_bounds[last]),
                 slice(self.kv_bounds[first], self.kv_bounds[last]),
-                PackedCall.of(
-                    self.mask,
-                    q[first : last + 1] - q[first],
-                    kv[first : last + 1] - kv[first],
-                    self.q_offsets.device,
-                ),
+                self if len(ends) == 1 else self._part(q[first : last + 1], kv[first : last + 1]),
             )
-            for first, last in alike(np.diff(kv))
+            for first, last in ends
         ]
+
+    def _part(self, q_bounds: Ints, kv_bounds: Ints) -> PackedCall:
+        device = self.q_offsets.device
+        return PackedCall.of(self.mask, q_bounds - q_bounds[0], kv_bounds - kv_bounds[0], device)
 
     @property
     def num_queries(self) -> int:  # Tq

@@ -80,20 +80,25 @@ class Flash(Backend):
         grad_out, padded = one_head_size_saved(grad_out, saved)
         if deterministic:  # a thread block then takes several blocks of keys, and none is empty
             with _deterministic():
-                return own_head_sizes(_backward(grad_out, padded, call, scoring), saved)
-        found = [
-            _backward(
-                grad_out[part.queries],
-                padded.map(itemgetter(part.queries), itemgetter(part.keys)),
-                part.call,
-                scoring,
-            )
-            for part in call.parts
-        ]
-        grads = (
-            found[0] if len(found) == 1 else Gradients(*map(torch.cat, zip(*found, strict=True)))
-        )
+                grads = _backward(grad_out, padded, call, scoring)
+        elif len(call.parts) == 1:
+            grads = _backward(grad_out, padded, call, scoring)
+        else:
+            grads = _backward_in_parts(grad_out, padded, call, scoring)
         return own_head_sizes(grads, saved)
+
+
+def _backward_in_parts(
+    grad_out: Tensor, saved: Saved, call: PackedCall, scoring: Scoring
+) -> Gradients:
+    """Computes the gradients part by part. [Note: empty blocks]"""
+    grads = Gradients(*map(torch.empty_like, (saved.q, saved.k, saved.v)))
+    for queries, keys, part in call.parts:
+        some = saved.map(itemgetter(queries), itemgetter(keys))
+        found = _backward(grad_out[queries], some, part, scoring)
+        for whole, rows, grad in zip(grads, (queries, keys, keys), found, strict=True):
+            whole[rows] = grad
+    return grads
 
 
 def _backward(grad_out: Tensor, saved: Saved, call: PackedCall, scoring: Scoring) -> Gradients:
