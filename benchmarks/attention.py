@@ -24,8 +24,9 @@ import torch.distributed as dist
 from calibration import TimedCall, calibrated
 from torch import Tensor
 
-from distca.attention.backends.base import Backend, PackedCall, Saved, Traits
+from distca.attention.backends.base import Backend, Saved, Traits
 from distca.attention.backends.choice import backends
+from distca.attention.backends.packed import PackedCall
 from distca.attention.backends.reference import Reference
 from distca.attention.core import CoreAttention
 from distca.attention.passes import BackwardPass, ForwardPass

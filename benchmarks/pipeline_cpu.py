@@ -42,7 +42,8 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.profiler import profile
 from train_cpu import MODEL, batch_of, measured_cost
 
-from distca.attention.backends.base import PackedCall, Saved
+from distca.attention.backends.base import Saved
+from distca.attention.backends.packed import PackedCall
 from distca.attention.backends.sdpa import Sdpa
 from distca.model.initialize import initialize
 from distca.model.llama import Arriving, on_meta, plainly

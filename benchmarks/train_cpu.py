@@ -37,7 +37,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from calibration import TimedCall, calibrated
 
-from distca.attention.backends.base import PackedCall, Saved
+from distca.attention.backends.base import Saved
+from distca.attention.backends.packed import PackedCall
 from distca.attention.backends.sdpa import Sdpa
 from distca.data.documents import Batch, Document
 from distca.model.initialize import initialize

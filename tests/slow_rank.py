@@ -10,7 +10,8 @@ from functools import wraps
 from typing import Any
 from unittest.mock import patch
 
-from distca.attention.backends.base import Backend, PackedCall
+from distca.attention.backends.base import Backend
+from distca.attention.backends.packed import PackedCall
 
 
 @dataclass

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Backend, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Backend, Gradients, Saved
+from distca.attention.backends.packed import PackedCall
 from distca.planning.masks import CAUSAL, FULL, Mask
 
 

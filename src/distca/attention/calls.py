@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.packed import PackedCall
 from distca.attention.keys_behind import Backward, Forward, PreparedKeysBehind
 from distca.dispatch.layout import Call
 from distca.dispatch.moves import Move, copies, sums

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.kernel_sequences import KeysBehind
 from distca.dispatch.tensors import to_device
 

@@ -18,7 +18,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import Attended, Gradients, PackedCall, Saved
+from distca.attention.backends.base import Attended, Gradients, Saved
+from distca.attention.backends.packed import PackedCall
 from distca.attention.calls import PreparedCall
 from distca.attention.prepared import PreparedLayout, PreparedPlan
 from distca.dispatch.latent import Latent, no_latent

@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.backends.base import PackedCall, Saved, Traits
+from distca.attention.backends.base import Saved, Traits
 from distca.attention.backends.choice import choose
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.tensors import TensorSpec
 from distca.model.config import ModelConfig
 from distca.model.layers import After, Before

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distca.attention.backends.alike import ALIKE, BLOCK, WORTH_A_CALL, alike
-from distca.attention.backends.base import Gradients, PackedCall, Saved, Scoring
+from distca.attention.backends.base import Gradients, Saved, Scoring
 from distca.attention.backends.choice import backends
 from distca.attention.backends.flash import Flash
+from distca.attention.backends.packed import PackedCall
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.spans import as_ints, cumulative
 

@@ -12,8 +12,9 @@ import torch
 from attention.oracle import Case, inputs_of
 
 from distca.attention.backends import Traits, choose, fa4, flash
-from distca.attention.backends.base import PackedCall, Saved
+from distca.attention.backends.base import Saved
 from distca.attention.backends.choice import backends
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import CAUSAL, FULL, Mask
 

@@ -16,15 +16,8 @@ from typing import Any
 
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Scoring,
-    Traits,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, Saved, Scoring, Traits
+from distca.attention.backends.packed import PackedCall
 
 _one_at_a_time = Lock()  # two threads in its compiler at the same time abort the process
 _MODULE = "flash_attn.cute.interface"

@@ -12,15 +12,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Scoring,
-    Traits,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, Saved, Scoring, Traits
+from distca.attention.backends.packed import PackedCall
 from distca.attention.backends.padding import (
     one_head_size,
     one_head_size_saved,

@@ -27,14 +27,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Scoring,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, Saved, Scoring
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.tensors import wide
 from distca.planning.masks import CAUSAL, FULL, Mask
 

@@ -10,15 +10,8 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from distca.attention.backends.base import (
-    Attended,
-    Backend,
-    Gradients,
-    PackedCall,
-    Saved,
-    Scoring,
-    Traits,
-)
+from distca.attention.backends.base import Attended, Backend, Gradients, Saved, Scoring, Traits
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.tensors import wide
 from distca.planning.masks import FULL, Mask
 
