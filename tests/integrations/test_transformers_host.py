@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from itertools import islice
+from pathlib import Path
 from threading import current_thread
 from typing import Any
 
@@ -18,10 +19,12 @@ from torch.utils._pytree import tree_leaves
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
+import distca
 from distca.integrations.shared.planned import PlannedAttention
 from distca.integrations.transformers import register
 
 BATCHES = 4
+PACKAGE = str(Path(distca.__file__).parent)
 
 
 class DeviceReads(TorchDispatchMode):
@@ -39,7 +42,7 @@ class DeviceReads(TorchDispatchMode):
 
     def read(self) -> None:
         frame: Any = sys._getframe(2)
-        while frame is not None and "/distca/" not in frame.f_code.co_filename:
+        while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
             frame = frame.f_back
         caller = frame and frame.f_code.co_name
         if caller not in (None, "within"):  # which calls the model
