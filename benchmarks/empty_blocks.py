@@ -9,28 +9,22 @@ one long document beside short ones. Writes benchmarks/results/empty_blocks.md a
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Iterator
-from datetime import date
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
+from gpu_table import gpu_of, gpu_parser, write
 
 from distca.attention.backends import alike
 from distca.data.lengths import distribution
 from distca.measure.bench import Bench
-from distca.measure.profiling import device_name
 from distca.model.sizes import model_config
 from distca.planning.api import place_and_plan
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.policies import policy_of
 
-RESULTS = Path(__file__).parent / "results"
 RANKS, TOKENS, SEEDS = 4, 131072, 2
 POLICIES = {
     "packed data parallelism": policy_of("colocated", "given"),
@@ -82,38 +76,17 @@ def rows_of(bench: Bench, cost: str, model: str) -> list[dict[str, Any]]:
     return found
 
 
-def report(about: str, rows: list[dict[str, Any]]) -> str:
-    names = list(rows[0])
-    lines = ["# Backward calls divided by the keys of their tasks", "", about, ""]
-    lines += [f"| {' | '.join(names)} |", "|" + "---|" * len(names)]
-    for row in rows:
-        cells = (
-            f"{one:.2f}" if isinstance(one, float) else f"{one:,}" if isinstance(one, int) else one
-            for one in row.values()
-        )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = gpu_parser(__doc__.splitlines()[0])
     parser.add_argument("--model", default="llama3.2-1b", help="whose heads are measured")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this machine has no GPU, whose kernels are measured")
-    device = torch.device("cuda")
-    rows = rows_of(Bench(model_config(options.model), device, "flash"), "h200-flash", options.model)
-    about = (
-        f"`python benchmarks/empty_blocks.py --model {options.model}`, {date.today()},"
-        f" {device_name(device)}, torch {torch.__version__}, backend flash."
-    )
-    text = report(about, rows)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "empty_blocks.md").write_text(text)
-    (options.out / "empty_blocks.json").write_text(
-        json.dumps({"about": about, "rows": rows}, indent=1)
+    bench = Bench(model_config(options.model), gpu_of(parser), "flash")
+    write(
+        options.out,
+        "empty_blocks",
+        "Backward calls divided by the keys of their tasks",
+        f"python benchmarks/empty_blocks.py --model {options.model}",
+        rows_of(bench, "h200-flash", options.model),
     )
 
 

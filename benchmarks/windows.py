@@ -8,23 +8,17 @@ A profile holds causal tasks alone; what a task under a window takes is derived 
 
 from __future__ import annotations
 
-import argparse
-import json
-from datetime import date
-from pathlib import Path
 from typing import Any
 
-import torch
+from gpu_table import gpu_of, gpu_parser, write
 
 from distca.measure.bench import Bench
-from distca.measure.profiling import device_name
 from distca.model.sizes import model_config
 from distca.planning.costs.base import PS
 from distca.planning.costs.choice import cost_model
 from distca.planning.masks import Mask, pairs
 from distca.planning.spans import as_ints
 
-RESULTS = Path(__file__).parent / "results"
 COSTS = {"fa4": "h200", "flash": "h200-flash"}
 WINDOWS = (128, 512, 4096)
 # (queries, keys) of the tasks of a call: documents, and shards with the keys before them.
@@ -54,45 +48,21 @@ def rows_of(bench: Bench, costs: list[str]) -> list[dict[str, Any]]:
     return found
 
 
-def report(about: str, rows: list[dict[str, Any]]) -> str:
-    names = list(rows[0])
-    lines = [
-        "# Calls under sliding windows",
-        "",
-        about,
-        "",
-        "Columns with the name of a cost are measured over predicted seconds.",
-        "",
-        f"| {' | '.join(names)} |",
-        "|" + "---|" * len(names),
-    ]
-    for row in rows:
-        cells = (f"{one:.3g}" if isinstance(one, float) else f"{one:,}" for one in row.values())
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = gpu_parser(__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=COSTS, default="flash")
     parser.add_argument("--model", default="llama3-8b", help="whose heads are measured")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if not torch.cuda.is_available():
-        parser.error("this machine has no GPU, whose kernels are measured")
-    device = torch.device("cuda")
-    bench = Bench(model_config(options.model), device, options.backend)
+    bench = Bench(model_config(options.model), gpu_of(parser), options.backend)
     rows = rows_of(bench, [COSTS[options.backend], "analytic"])
-    about = (
-        f"`python benchmarks/windows.py --backend {options.backend} --model {options.model}`,"
-        f" {date.today()}, {device_name(device)}, torch {torch.__version__}."
+    write(
+        options.out,
+        f"windows_{options.backend}",
+        "Calls under sliding windows",
+        f"python benchmarks/windows.py --backend {options.backend} --model {options.model}",
+        rows,
+        "Columns with the name of a cost are measured over predicted seconds.",
     )
-    text = report(about, rows)
-    print(text)
-    options.out.mkdir(parents=True, exist_ok=True)
-    name = f"windows_{options.backend}"
-    (options.out / f"{name}.md").write_text(text)
-    (options.out / f"{name}.json").write_text(json.dumps({"about": about, "rows": rows}, indent=1))
 
 
 if __name__ == "__main__":

@@ -23,14 +23,14 @@ def num_empty(keys: list[int]) -> int:
 
 
 @given(st.lists(st.one_of(st.integers(1, 3000), st.integers(1, 1 << 20)), min_size=1, max_size=80))
-def test_parts_are_all_tasks_in_order_and_each_call_is_worth_it(keys: list[int]) -> None:
-    parts = alike(as_ints(keys))
-    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
-    assert parts[-1][1] == len(keys)
-    assert all(first < last for first, last in parts)
-    saved = num_empty(keys) - sum(num_empty(keys[first:last]) for first, last in parts)
+def test_groups_are_all_tasks_in_order_and_each_call_is_worth_it(keys: list[int]) -> None:
+    groups = alike(as_ints(keys))
+    assert [first for first, _ in groups] == [0, *(last for _, last in groups[:-1])]
+    assert groups[-1][1] == len(keys)
+    assert all(first < last for first, last in groups)
+    saved = num_empty(keys) - sum(num_empty(keys[first:last]) for first, last in groups)
     # A stretch that is cut out of the middle makes two calls more.
-    assert saved >= WORTH_A_CALL * (len(parts) - 1) // 2
+    assert saved >= WORTH_A_CALL * (len(groups) - 1) // 2
 
 
 def test_many_short_tasks_have_a_call_of_their_own() -> None:
@@ -45,7 +45,7 @@ def test_few_or_similar_tasks_share_a_call() -> None:
 
 
 @pytest.mark.parametrize("mask", ["causal", "full", "window:300"])
-def test_gradients_of_parts_go_to_their_rows(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_of_groups_go_to_their_rows(mask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     queries, keys = as_ints([70, 13, 1, 300, 20, 64]), as_ints([70, 900, 40, 6000, 20, 74])
     call = PackedCall.of(Mask.parse(mask), cumulative(queries), cumulative(keys), "cpu")
     reference = next(backend for backend in backends() if backend.name == "reference")
@@ -77,7 +77,7 @@ def test_gradients_of_parts_go_to_their_rows(mask: str, monkeypatch: pytest.Monk
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("mask", ["causal", "full", "window:300"])
-def test_gradients_in_parts_are_those_of_one_call(
+def test_gradients_in_groups_are_those_of_one_call(
     mask: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queries = as_ints([70, 130, 1, 3000, 200, 64, 500, 20])
@@ -99,7 +99,7 @@ def test_gradients_in_parts_are_those_of_one_call(
         call = PackedCall.of(Mask.parse(mask), cumulative(queries), cumulative(keys), "cuda")
         attended = flash.forward(q, k, v, call, 0.125)
         found = flash.backward(grad_out, Saved(q, k, v, *attended), call, 0.125)
-        return found, len(call.parts)
+        return found, len(call.groups)
 
     (whole, one), (found, several) = gradients(1 << 30), gradients(8)
     assert one == 1 < several
@@ -107,15 +107,15 @@ def test_gradients_in_parts_are_those_of_one_call(
         torch.testing.assert_close(getattr(found, name), expected, rtol=1e-2, atol=1e-3)
 
 
-def test_parts_have_the_rows_of_their_tasks() -> None:
+def test_groups_have_the_rows_of_their_tasks() -> None:
     queries, keys = as_ints([5, 300, 7, 9]), as_ints([50, 4_000_000, 70, 90])
     whole = PackedCall.of(Mask(CAUSAL), cumulative(queries), cumulative(keys), "cpu")
     lengths = []
-    for part in whole.parts:
-        assert part.call.num_queries == part.queries.stop - part.queries.start
-        assert part.call.num_keys == part.keys.stop - part.keys.start
-        assert part.call.q_offsets.tolist() == list(part.call.q_bounds)
-        assert part.call.max_keys == max(keys for _, keys in part.call.lengths)
-        lengths += part.call.lengths
-    assert len(whole.parts) == 3
+    for group in whole.groups:
+        assert group.call.num_queries == group.queries.stop - group.queries.start
+        assert group.call.num_keys == group.keys.stop - group.keys.start
+        assert group.call.q_offsets.tolist() == list(group.call.q_bounds)
+        assert group.call.max_keys == max(keys for _, keys in group.call.lengths)
+        lengths += group.call.lengths
+    assert len(whole.groups) == 3
     assert lengths == whole.lengths

@@ -74,21 +74,21 @@ class Flash(Backend):
         if deterministic:  # a thread block then takes several blocks of keys, and none is empty
             with _deterministic():
                 grads = _backward(grad_out, padded, call, scoring)
-        elif len(call.parts) == 1:
+        elif len(call.groups) == 1:
             grads = _backward(grad_out, padded, call, scoring)
         else:
-            grads = _backward_in_parts(grad_out, padded, call, scoring)
+            grads = _backward_in_groups(grad_out, padded, call, scoring)
         return own_head_sizes(grads, saved)
 
 
-def _backward_in_parts(
+def _backward_in_groups(
     grad_out: Tensor, saved: Saved, call: PackedCall, scoring: Scoring
 ) -> Gradients:
-    """Computes the gradients part by part. [Note: empty blocks]"""
+    """Computes the gradients in several calls. [Note: empty blocks]"""
     grads = Gradients(*map(torch.empty_like, (saved.q, saved.k, saved.v)))
-    for queries, keys, part in call.parts:
+    for queries, keys, group in call.groups:
         some = saved.map(itemgetter(queries), itemgetter(keys))
-        found = _backward(grad_out[queries], some, part, scoring)
+        found = _backward(grad_out[queries], some, group, scoring)
         for whole, rows, grad in zip(grads, (queries, keys, keys), found, strict=True):
             whole[rows] = grad
     return grads

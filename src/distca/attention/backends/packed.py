@@ -57,20 +57,20 @@ class PackedCall:
         )
 
     @cached_property
-    def parts(self) -> list[PackedPart]:
+    def groups(self) -> list[PackedGroup]:
         """Consecutive tasks with similar numbers of keys. [Note: empty blocks]"""
         q, kv = np.array(self.q_bounds), np.array(self.kv_bounds)
         ends = alike(np.diff(kv))
         return [
-            PackedPart(
+            PackedGroup(
                 slice(self.q_bounds[first], self.q_bounds[last]),
                 slice(self.kv_bounds[first], self.kv_bounds[last]),
-                self if len(ends) == 1 else self._part(q[first : last + 1], kv[first : last + 1]),
+                self if len(ends) == 1 else self._group(q[first : last + 1], kv[first : last + 1]),
             )
             for first, last in ends
         ]
 
-    def _part(self, q_bounds: Ints, kv_bounds: Ints) -> PackedCall:
+    def _group(self, q_bounds: Ints, kv_bounds: Ints) -> PackedCall:
         device = self.q_offsets.device
         return PackedCall.of(self.mask, q_bounds - q_bounds[0], kv_bounds - kv_bounds[0], device)
 
@@ -98,7 +98,7 @@ class PackedCall:
         return self.mask.reach - 1, 0
 
 
-class PackedPart(NamedTuple):
+class PackedGroup(NamedTuple):
     """Some tasks of a call, as a call of their own."""
 
     queries: slice  # rows of the whole call
