@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from sim.runs import MOVED, batch_of, moved, outcome, scenario
+from sim.runs import batch_of, moved, outcome, scenario
 from sim.tiny import END, KV_BYTES, LAYER, MODEL, Q_BYTES
 
 from distca.pipeline.mesh import MeshShape
@@ -83,10 +83,15 @@ def test_what_dedicated_servers_receive_is_not_the_memory_of_workers(profile: st
 
 
 def test_both_halves_of_a_step_bring_their_tasks(profile: str) -> None:
-    one = scenario(profile, [*MOVED, *MOVED], 1024)
+    """Documents of 768 and 512 + 512 tokens on one GPU, two of 640 on the other.
+
+    One half has 295,296 and 205,120 pairs: queries [128, 256) move. The other has 262,656 and
+    205,120: queries [0, 128) of one document of 512 do.
+    """
+    one = scenario(profile, [768, 640, 640, 512, 512], 3072)
     memory = outcome(one, "distca", MeshShape(dp=2), ping_pong=True, tolerance=0.1).memory
-    assert memory.exchange == 2 * (128 * 2 * Q_BYTES + 384 * KV_BYTES)
-    assert memory.activations == 1024 * (KEPT + WITHIN)
+    assert memory.exchange == 2 * 128 * 2 * Q_BYTES + (256 + 128) * KV_BYTES
+    assert memory.activations == (768 + 2 * 512) * (KEPT + WITHIN)
 
 
 def test_aligned_ticks_hold_more_micro_batches_than_the_usual_pipeline(profile: str) -> None:

@@ -42,14 +42,26 @@ def split(lengths: Ints, count: int, prefixes: Ints | None = None) -> list[Ints]
     return [np.flatnonzero(set_of == number) for number in range(count)]
 
 
+def assign_groups(tokens: Ints, dp: int) -> Ints:
+    """[documents] Assigns each document to a group of workers; groups get about equal tokens."""
+    return _spread(tokens.astype(np.float64), dp)
+
+
 def pack_in_groups(
-    lengths: Ints, dp: int, cp: int = 1, *, multiple: int = 1, prefixes: Ints | None = None
+    lengths: Ints,
+    dp: int,
+    cp: int = 1,
+    *,
+    multiple: int = 1,
+    prefixes: Ints | None = None,
+    group: Ints | None = None,
 ) -> Placement:
     """Places each document on one group of ``cp`` workers, as packed data parallelism does.
 
-    The ``dp`` groups get about equal tokens. Inside a group, documents are packed in order over its
-    workers. Filler documents, numbered after the real ones, make the tokens of every worker a
-    multiple of ``multiple``.
+    Inside a group, documents are packed in order over its workers. Filler documents, numbered after
+    the real ones, make the tokens of every worker a multiple of ``multiple``.
+
+    group: of each document; by default as in ``assign_groups``.
     """
     if dp < 1 or cp < 1 or multiple < 1:
         raise ValueError(f"dp {dp}, cp {cp}, multiple {multiple}: each must be 1 or more")
@@ -57,7 +69,7 @@ def pack_in_groups(
     known = _of_documents_before(lengths, prefixes)
     tokens = lengths - known.length
     # 1. The documents of each group in order, and the row of its tokens where each begins.
-    group = _spread(tokens.astype(np.float64), dp)
+    group = assign_groups(tokens, dp) if group is None else group
     document = np.argsort(group, kind="stable")
     group, size = group[document], tokens[document]
     total = np.zeros(dp, np.int64)

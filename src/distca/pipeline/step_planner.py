@@ -18,8 +18,9 @@ from itertools import count
 
 import numpy as np
 
+from distca.pipeline.halves import groups_then_halves, halves_then_groups
 from distca.pipeline.mesh import MeshShape
-from distca.pipeline.packing import pack_in_groups, pad_to_multiple, split
+from distca.pipeline.packing import pack_in_groups, pad_to_multiple
 from distca.pipeline.pool import pool_masks, pool_placements
 from distca.pipeline.schedule import BACKWARD, FORWARD, Phase, Schedule, Tick
 from distca.pipeline.stages import Layers, backward_layers, stage_layers
@@ -150,21 +151,20 @@ class StepPlanner:
         Returns halves, [micro-batches, halves], and what the placer has scheduled of them.
         """
         num_halves = 1 + self.ping_pong
-        sets = split(lengths, self.micro_batches * num_halves, prefixes)
-        if self.ping_pong:  # so that the halves of a micro-batch have about equal attention
-            pairs = lengths**2.0 - prefixes**2.0
-            sets.sort(key=lambda members: float(np.sum(pairs[members])))
+        into_halves = halves_then_groups if self.policy.places_tokens else groups_then_halves
+        sets = into_halves(lengths, prefixes, self.parallel.dp, self.micro_batches, num_halves)
         place_half = cache(self._place_half)  # halves of equal documents only once
         halves, begun = [], {}
-        for one in sets:
-            placed, given = place_half(tuple(lengths[one].tolist()), tuple(prefixes[one].tolist()))
-            halves.append(Half(one, placed.placement, given))
+        for members, group in sets:
+            columns = lengths[members], prefixes[members], group
+            placed, given = place_half(*(tuple(column.tolist()) for column in columns))
+            halves.append(Half(members, placed.placement, given))
             if placed.begun is not None:
                 begun[placed.placement] = placed.begun
         return tuple(zip(*[iter(halves)] * num_halves, strict=True)), begun
 
     def _place_half(
-        self, lengths: tuple[int, ...], prefixes: tuple[int, ...]
+        self, lengths: tuple[int, ...], prefixes: tuple[int, ...], group: tuple[int, ...]
     ) -> tuple[Placed, Placement]:
         """Places documents such that the tokens of every worker are a multiple of tp.
 
@@ -172,7 +172,12 @@ class StepPlanner:
         """
         p = self.parallel
         given = pack_in_groups(
-            as_ints(lengths), p.dp, p.cp, multiple=p.tp, prefixes=as_ints(prefixes)
+            as_ints(lengths),
+            p.dp,
+            p.cp,
+            multiple=p.tp,
+            prefixes=as_ints(prefixes),
+            group=as_ints(group),
         )
         if not self.policy.places_tokens:
             return Placed(given), given
