@@ -1,4 +1,4 @@
-"""Functions that ranks on a shared GPU run: late exchanges, and many changing plans."""
+"""Functions that ranks on a shared GPU run: late and early exchanges, and many changing plans."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from attention.bodies import attend
 from attention.tokens import SCALE, Tokens
 from strategies import Batch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from distca.attention.core import CoreAttention
 from distca.dispatch.transports.base import Check, Wait
 from distca.dispatch.transports.distributed import DistributedTransport
+from distca.dispatch.transports.exchange_group import new_exchange_group
 from distca.planning.plan import Plan
 
 HEADS = (8, 2, 64)
@@ -92,6 +95,27 @@ def _step(attention: CoreAttention, plan: Plan) -> None:
         for heads in (HEADS[0], HEADS[1], HEADS[1])
     )
     attention(q, k, v, plan).sum().backward()
+
+
+def attention_before_exchange(group: dist.ProcessGroup) -> float:
+    """Returns the share of a call of attention after which an exchange ends, launched after it."""
+    exchanges = new_exchange_group(range(dist.get_world_size(group)))
+    q = torch.randn(1, 8, 131072, 128, dtype=torch.bfloat16, device="cuda")
+    sent, beside = torch.ones(1024, device="cuda"), torch.cuda.Stream()
+    began, computed, exchanged = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        for _ in range(2):  # connects and loads kernels
+            dist.all_reduce(sent, group=exchanges)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(beside):
+                began.record()
+                scaled_dot_product_attention(q, q, q, is_causal=True)
+                computed.record()
+            work = dist.all_reduce(sent, group=exchanges, async_op=True)  # on NCCL's own stream
+            work.wait()
+            exchanged.record()
+            torch.cuda.synchronize()
+    return began.elapsed_time(exchanged) / began.elapsed_time(computed)
 
 
 def disagreeing(group: dist.ProcessGroup, plans: list[Plan]) -> str:

@@ -7,7 +7,13 @@ import torch
 from attention.bodies import FACES, exact
 from attention.test_distributed import CASES
 from attention.tokens import Tokens, assert_exact, errors
-from nccl.bodies import HEADS, attended_late, disagreeing, memory_of_changing_plans
+from nccl.bodies import (
+    HEADS,
+    attended_late,
+    attention_before_exchange,
+    disagreeing,
+    memory_of_changing_plans,
+)
 from ranks import World
 from strategies import Batch
 
@@ -44,6 +50,12 @@ def test_memory_is_flat_over_300_changing_plans(gpu_world: World) -> None:
     for allocated in gpu_world(4).run(memory_of_changing_plans, 300, 100, ranks=4):
         first, *later = (max(allocated[at : at + 100]) for at in (0, 100, 200))
         assert max(later) <= first, allocated[::20]
+
+
+def test_exchanges_overtake_attention(gpu_world: World) -> None:
+    """Else, ranks wait for data until kernels end that were launched before."""
+    shares = gpu_world(2).run(attention_before_exchange, ranks=2)
+    assert max(shares) < 0.5, shares
 
 
 @pytest.mark.parametrize("sizes", ["equal", "different"])

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from distca.dispatch.peers import Peers
+from distca.dispatch.transports.exchange_group import new_exchange_group
 from distca.pipeline.mesh import MeshShape
 from distca.runtime.host_ranks import HostRanks
 
@@ -140,7 +141,7 @@ def _attention_group(parallel: MeshShape) -> dist.ProcessGroup:
     mine: dist.ProcessGroup | None = None
     for index in range(parallel.tp):
         members = list(range(index, parallel.num_ranks, parallel.tp))
-        group = dist.new_group(members)
+        group = new_exchange_group(members)
         mine = group if dist.get_rank() in members else mine
     assert mine is not None
     return mine

@@ -28,6 +28,7 @@ from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 from distca.dispatch.peers import Members, Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import ExchangeError
+from distca.dispatch.transports.exchange_group import exchange_options
 from distca.pipeline.mesh import MeshShape
 from distca.runtime.host_ranks import HostRanks
 
@@ -177,6 +178,7 @@ def _group(
         backend,
         store,
         GroupName(name),
+        backend_options=exchange_options(c10d.default_pg_timeout),
         timeout=c10d.default_pg_timeout,
     )
     c10d._world.pg_group_ranks[group] = {number: place for place, number in enumerate(ranks)}

@@ -24,6 +24,7 @@ from distca.dispatch.background import DaemonExecutor, run_now
 from distca.dispatch.peers import PeerLostError, Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
+from distca.dispatch.transports.exchange_group import timeout_of
 from distca.dispatch.transports.late_checks import LateChecks
 
 _num_transports: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()  # by group
@@ -62,7 +63,7 @@ class DistributedTransport:
         self.number = _num_transports.get(self.group, 0)
         _num_transports[self.group] = self.number + 1
         self._devices = dist.get_backend_config(self.group)
-        self._timeout_s = (timeout or _timeout(self.group)).total_seconds()
+        self._timeout_s = (timeout or timeout_of(self.group)).total_seconds()
         self._thread = _threads.setdefault(self.group, DaemonExecutor())
         self._checks: LateChecks | None = None
         if "cuda:" in self._devices:
@@ -139,9 +140,3 @@ class DistributedTransport:
         senders = [rank for rank, size in enumerate(recv_bytes) if size]
         what = f"for data of ranks {senders}" if senders else "until its data was sent"
         return ExchangeError(f"rank {self.rank} waited {what}: {error}")
-
-
-def _timeout(group: dist.ProcessGroup) -> timedelta:
-    device = "cpu" if "cpu:" in dist.get_backend_config(group) else "cuda"
-    timeout: timedelta = group._get_backend(torch.device(device)).options._timeout
-    return timeout

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distca.dispatch.transports.distributed import DistributedTransport
+from distca.dispatch.transports.exchange_group import new_exchange_group
 from distca.runtime import mesh
 
 
@@ -45,10 +46,12 @@ class PlanGroups:
         everyone: list[Any] = [mine] * dist.get_world_size(world)
         if group is not None:
             dist.all_gather_object(everyone, mine)
-        gloo: dict[str, Any] = {"backend": "gloo", "timeout": timeout}
         # Every rank makes every group, in the same order, also those that it is not in.
         made = {
-            ranks: [dist.new_group(ranks, **options) for options in ({}, gloo)]
+            ranks: (
+                new_exchange_group(ranks),
+                dist.new_group(ranks, backend="gloo", timeout=timeout),
+            )
             for ranks in sorted({*everyone})
         }
         layers, planning = made[mine]
