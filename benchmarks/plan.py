@@ -24,15 +24,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from datetime import date
-from functools import partial
-from itertools import product
+from functools import cache, partial
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
 
 import numpy as np
-from plan_common import MODEL, Row, ended, fastest
+from plan_common import MODEL, Case, Row, ended, fastest, run_again
 from plan_few_ranks import few_ranks, few_ranks_cases, few_ranks_report
 from plan_random import random_batch, random_cases, random_report
 from plan_short import short, short_cases, short_report
@@ -211,11 +211,23 @@ def geometric_mean(values: list[float]) -> float:
     return float(np.exp(np.mean(np.log(np.maximum(values, 0.01)))))
 
 
+@cache
+def loop_s() -> float:
+    """Returns how fast a core is, in seconds that any machine can be compared by."""
+
+    def loop() -> None:
+        for _ in range(10_000_000):
+            pass
+
+    return fastest(loop)[1]
+
+
 def this_run() -> str:
     """When, where and with which command results are measured."""
     return (
         f"{date.today().isoformat()}, {platform.machine()}, Python {platform.python_version()},"
-        f" numpy {np.__version__}, one core: `python {' '.join(sys.argv)}`"
+        f" numpy {np.__version__}, one core, on which ten million iterations of an empty loop take"
+        f" {loop_s():.2f} s: `python {' '.join(sys.argv)}`"
     )
 
 
@@ -321,7 +333,7 @@ def report(results: dict[str, Any]) -> str:
 class Section(NamedTuple):
     """A part of the results: its cases, and the rows of each."""
 
-    cases: Callable[[bool], Sequence[tuple[Any, ...]]]  # of all or, if True, of a quick look
+    cases: Callable[[bool], Sequence[Case]]  # of all or, if True, of a quick look
     rows: Callable[..., Iterator[Row]]
 
 
@@ -335,7 +347,7 @@ SECTIONS = {
 }
 
 
-def rows_of(name: str, case: tuple[Any, ...]) -> list[Row]:
+def rows_of(name: str, case: Case) -> list[Row]:
     return [*SECTIONS[name].rows(*case)]
 
 
@@ -354,12 +366,15 @@ def main() -> None:
     if arguments.only and not path.exists():
         parser.error(f"--only adds to {path}, which does not exist: run all parts first")
     results = json.loads(path.read_text()) if arguments.only else {}
+    measured: dict[str, dict[Case, list[Row]]] = {}
     with ProcessPoolExecutor(arguments.jobs) as pool:
         for name in [arguments.only] if arguments.only else SECTIONS:
             todo = SECTIONS[name].cases(arguments.quick)
             done = pool.map(partial(rows_of, name), todo)
-            rows = [row for some in track(done, name, len(todo)) for row in some]
-            results[name] = {"run": this_run(), "rows": rows}
+            measured[name] = dict(zip(todo, track(done, name, len(todo)), strict=True))
+    for name, rows in measured.items():
+        run_again(rows, partial(rows_of, name))  # alone
+        results[name] = {"run": this_run(), "rows": [*chain.from_iterable(rows.values())]}
     text = report(results)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(results) + "\n")

@@ -14,21 +14,29 @@ from distca.planning.placement import Placement
 MODEL = "llama3-8b"
 COSTS = ("pairs", "analytic", "h200")
 BEST_OF = 3  # runs, of which the fastest counts
-IF_ABOVE = 12  # runs of a plan that is above the aim: other processes only make it slower
+AGAIN = 6  # rounds in which cases with plans above the aim run again: others only make them slower
 Row = dict[str, Any]
+Case = tuple[Any, ...]
 Made = TypeVar("Made")
 
 
-def fastest(make: Callable[[], Made], aim_s: float = np.inf) -> tuple[Made, float]:
+def fastest(make: Callable[[], Made]) -> tuple[Made, float]:
     """Returns what is made, and the least seconds of one core that it takes."""
-    seconds = np.inf
-    for number in range(IF_ABOVE):
-        if number >= BEST_OF and seconds <= aim_s:
-            break
+    seconds = []
+    for _ in range(BEST_OF):
         began = time.process_time()  # since others may use the machine
         made = make()
-        seconds = min(seconds, time.process_time() - began)
-    return made, float(seconds)
+        seconds.append(time.process_time() - began)
+    return made, min(seconds)
+
+
+def run_again(rows: dict[Case, list[Row]], run: Callable[[Case], list[Row]]) -> None:
+    """Runs cases with plans above the aim again, in turns, and keeps the least seconds."""
+    for _ in range(AGAIN):
+        for case, before in rows.items():
+            if any("allowed_s" in row and row["seconds"] > row["allowed_s"] for row in before):
+                for row, again in zip(before, run(case), strict=True):
+                    row["seconds"] = min(row["seconds"], again["seconds"])
 
 
 def allowed_s(documents: int, servers: int) -> float:

@@ -55,7 +55,7 @@ def few_ranks(data: str, servers: int, cost: str, seed: int) -> Iterator[Row]:
         if way == STEP and (len(lengths) < 2 or servers > 8):
             continue  # a half needs a document
         aim_s = allowed_s(len(lengths), servers)
-        plans, seconds = fastest(plan, aim_s)
+        plans, seconds = fastest(plan)
         for one in plans:
             verify(one)
         yield {

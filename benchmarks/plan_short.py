@@ -49,7 +49,7 @@ def short(name: str, servers: int, tokens: int) -> Iterator[Row]:
         policy = policy_of("distca", placement)
         aim_s = allowed_s(len(lengths), servers)
         plan = partial(place_and_plan, given, policy, model=MODEL, cost=cost)
-        made, seconds = fastest(plan, aim_s)
+        made, seconds = fastest(plan)
         verify(made)
         yield {
             "data": name,
