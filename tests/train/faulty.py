@@ -47,15 +47,16 @@ def places(group: dist.ProcessGroup, settings: list[str], texts: list[str]) -> E
 
     with _events(events), patch.object(injector, "strike", strike):
         trainer = Trainer(Config.read(None, settings))
-        if trainer.model is not None:
-            save = trainer.checkpoints.save
+        if trainer.weights is not None:
+            checkpoints = trainer.weights.checkpoints
+            save = checkpoints.save
 
             def saving(step: int, extra: Any) -> None:
                 events.append(("save", step))
                 save(step, extra)
-                trainer.checkpoints.wait()  # so that what it does in the background comes now
+                checkpoints.wait()  # so that what it does in the background comes now
 
-            trainer.checkpoints.save = saving  # type: ignore[method-assign]
+            checkpoints.save = saving  # type: ignore[method-assign]
         trainer._show = lambda record: events.append(("record", record["step"]))
         fit_with_faults(trainer, parse_all(texts))
     return events

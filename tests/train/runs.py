@@ -127,8 +127,8 @@ def fit_with_nan(
 def save_with_nan(group: dist.ProcessGroup, settings: list[str]) -> str:
     """The error of a save after one weight has become NaN."""
     trainer = Trainer(Config.read(None, settings))
-    assert trainer.model is not None
-    parameter = next(trainer.model.parameters())
+    assert trainer.weights is not None
+    parameter = next(trainer.weights.model.parameters())
     with torch.no_grad():
         (parameter.to_local() if isinstance(parameter, DTensor) else parameter)[-1] = math.nan
     try:
@@ -136,7 +136,7 @@ def save_with_nan(group: dist.ProcessGroup, settings: list[str]) -> str:
     except RuntimeError as error:
         return str(error)
     finally:
-        trainer._unlock()
+        trainer.folder.unlock()
     return ""
 
 

@@ -68,7 +68,7 @@ def steps_with_faults(trainer: Trainer, faults: Sequence[Fault]) -> Iterator[Rec
 
     A server that has joined a run later calls it too, after ``prepare_faults``.
     """
-    rank, planner, log = trainer.context.rank, trainer.ranks.planner, FaultLog(trainer.folder)
+    rank, planner, log = trainer.context.rank, trainer.ranks.planner, FaultLog(trainer.folder.path)
     mine = [one for one in log.missing(faults) if one.rank(trainer.own.parallel) == rank]
     injector = Injector(mine, rank, TickSlots.of(planner), planner.ping_pong, log)
     if mine:
@@ -108,8 +108,8 @@ class Injector:
         trainer.ranks.runner = replace(trainer.runner, observe=self._end_tick)
         for attention in trainer.runner.attentions:
             attention.watch = self
-        if trainer.model is not None:
-            trainer.checkpoints.before_write = self._write_checkpoint
+        if trainer.weights is not None:
+            trainer.weights.checkpoints.before_write = self._write_checkpoint
 
     def begin(self, step: int) -> None:
         """Is called before a step, and again before one that is taken again."""

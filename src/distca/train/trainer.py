@@ -29,27 +29,25 @@ from distca.model.llama import Llama
 from distca.runtime.garbage import freeze_long_lived
 from distca.runtime.host_ranks import HostRanks
 from distca.runtime.joining import Description, Joined
-from distca.runtime.launched import RankFailedError, is_launched, mark_repeated
+from distca.runtime.launched import RankFailedError, mark_repeated
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.regroup import NotNeededError
 from distca.runtime.stalls import stacks_if_stalled
 from distca.runtime.step import StepRunner
-from distca.runtime.together import from_all_ranks, together
-from distca.train import agreement, setup, weights
+from distca.runtime.together import together
+from distca.train import agreement, setup
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
 from distca.train.gathered_record import gathered_record
-from distca.train.metrics import ABANDONED, Record, Records, writing_to
-from distca.train.optimizer import clip, is_finite, learning_rate
-from distca.train.run_lock import RunLock
+from distca.train.metrics import Record
+from distca.train.optimizer import learning_rate
+from distca.train.run_folder import RunFolder, Tell
 from distca.train.run_ranks import RunRanks
-from distca.train.step_folders import newest
 from distca.train.stop import StopRequest
 from distca.train.trace import tracing
-from distca.train.trackers import Trackers
+from distca.train.weights import Weights
 
 Show = Callable[[Record], None]
-Tell = Callable[[str], None]
 
 
 class Trainer:
@@ -61,6 +59,8 @@ class Trainer:
     sides: runs that share the memory of a rank.
     survives: whether the run goes on without dedicated servers that are lost (``RunRanks``).
     """
+
+    weights: Weights | None  # None on a dedicated server
 
     def __init__(
         self,
@@ -77,14 +77,13 @@ class Trainer:
         own = self._prepare(sides)
         survives = survives and config.parallel.servers > 0
         self._take_place(own, join_mesh(own.parallel, self.device, survives=survives))
-        self.folder = Path(from_all_ranks(config.out)[0])
-        self._lock = self._lock_folder()
+        self.folder = RunFolder.of_ranks(config, self.context, self._tell_user)
         try:
             if not self.context.only_serves:
-                self._build()
-            self._agree_on_start()
+                self.weights = self._build()
+            self.folder.resume(self.weights, self.context.world_group, self._restore)
         except BaseException:
-            self._unlock()
+            self.folder.unlock()
             raise
 
     @classmethod
@@ -96,6 +95,8 @@ class Trainer:
         trainer._begin(config, None, None, stop)
         trainer.device = joined.context.device
         trainer._take_place(own, joined.context)
+        rank = joined.context.rank
+        trainer.folder = RunFolder(Path(config.out), config, rank, trainer._tell_user)
         trainer._skipped = joined.state["skipped"]
         trainer._restore(joined.state)
         trainer.ranks.restore(joined.state)
@@ -106,11 +107,10 @@ class Trainer:
     ) -> None:
         self.config, self._show, self._tell = config, show, tell
         self.stop = stop or StopRequest()
-        self.folder, self._lock = Path(config.out), None
         self.first_step, self._skipped = 0, 0
         self.before_step: Callable[[int], None] | None = None  # also if it is taken again
         self.faults: Sequence[str] = ()  # of ``--inject``, for servers that join
-        self.model: Llama | None = None
+        self.weights = None
         self.is_needed = True  # until a server of the same set is lost
 
     def _take_place(self, own: setup.Components, context: RankContext) -> None:
@@ -147,7 +147,7 @@ class Trainer:
             store = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
             self._tell_user(f"servers can join: distca serve --join {store}")
         try:
-            records = self._open_records()
+            records = self.folder.open_records(self.first_step)
             for step in range(self.first_step, train.steps):
                 if step > self.first_step:
                     self._change_servers(step)
@@ -174,15 +174,15 @@ class Trainer:
         except NotNeededError:
             self.is_needed = self.stop.requested  # otherwise it has not left by itself
         else:
-            if self.model is not None:
-                self.checkpoints.wait()
+            if self.weights is not None:
+                self.weights.checkpoints.wait()
         finally:
             gc.unfreeze()
             self.ranks.end()
             batches.close()
             if records is not None:
                 records.close()
-            self._unlock()
+            self.folder.unlock()
 
     def evaluate(self) -> dict[str, float]:
         """Returns losses of the first ``eval_tokens`` tokens of held-out documents.
@@ -194,7 +194,7 @@ class Trainer:
 
         def once() -> dict[str, float]:
             batches = islice(self.loader.evaluation(tokens), count)
-            return evaluate(self.model, self.runner, self.ranks.planner, batches, self._stop_now)
+            return evaluate(self._model, self.runner, self.ranks.planner, batches, self._stop_now)
 
         return self.ranks.survive("an evaluation", once)
 
@@ -210,7 +210,7 @@ class Trainer:
         """Returns what a process has to know that wants to join; the first rank publishes it."""
         if self._host.peers is None or self.context.rank:
             return None
-        config = replace(self.config, out=str(self.folder.absolute()))
+        config = replace(self.config, out=str(self.folder.path.absolute()))
         return Description(
             config=config.to_json(),
             num_ranks=self.own.parallel.num_ranks,
@@ -224,81 +224,36 @@ class Trainer:
         state = {"step": step, "loader": self._loader_state, "skipped": self._skipped}
         self.ranks.change_servers(f"step {step}", state)
 
-    def _lock_folder(self) -> RunLock | None:
-        """Locks the folder on rank 0, unless the launcher has done so."""
-        lock = None
-        with together(self.context.world_group):
-            if self.context.rank == 0 and not is_launched():
-                lock = RunLock(self.folder)
-        return lock
-
     def _tell_user(self, sentence: str) -> None:
         if self._tell is not None and self.context.rank == 0:
             self._tell(sentence)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            self._lock.release()
-
-    def _build(self) -> None:
+    def _build(self) -> Weights:
         assert self.context.stage is not None
         layers = self.ranks.planner.stages[self.context.stage]
-        self.model, self.optimizer, self.checkpoints = weights.build(
-            self.config, self.model_config, layers, self.context, self.folder
-        )
+        path = self.folder.path
+        return Weights.build(self.config, self.model_config, layers, self.context, path)
 
-    def _agree_on_start(self) -> None:
-        """Continues on all ranks from the step and the data position that rank 0 has loaded."""
-        start: list[Any] = [None]
-        with together(self.context.world_group):
-            if self.model is not None and self.config.resume:
-                chosen = None if self.config.from_step < 0 else self.config.from_step
-                resumed = self.checkpoints.resume(chosen)
-                start = [resumed and (resumed.extra, resumed.notes)]
-        dist.broadcast_object_list(start, src=0, group=self.context.world_group)
-        words = f"starting new in {self.folder}"
-        notes: list[str] = []
-        if start[0] is not None:
-            extra, notes = start[0]
-            with together(self.context.world_group):
-                self._restore(extra)
-            words = f"resumed from step {self.first_step} of {self.folder}"
-        if self.model is not None:
-            aside = self.checkpoints.set_aside_after(self.first_step if start[0] else -1)
-            notes += [f"{name} is later, and is kept but not used" for name in aside]
-        for line in (*notes, words):
-            self._tell_user(line)
-
-    def _restore(self, extra: dict[str, Any]) -> None:
+    def _restore(self, extra: dict[str, Any]) -> int:
+        """Continues at the step and the data position of a checkpoint; returns the step."""
         try:
             self.first_step = int(extra["step"])
             self.loader.restore(extra["loader"])
         except (KeyError, TypeError, AttributeError, IndexError) as error:
             raise ValueError(
-                f"extra.json of the checkpoint in {self.folder} is damaged ({error!r}): use --from"
-                " with an earlier step"
+                f"extra.json of the checkpoint in {self.folder.path} is damaged ({error!r}): use"
+                " --from with an earlier step"
             ) from None
         self._loader_state = extra["loader"]
-
-    def _open_records(self) -> Records | None:
-        if self.context.rank:
-            return None
-        with writing_to(self.folder):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self.config.save(self.folder / "config.json")
-            trackers = Trackers(self.config.log, self.folder, self.config.to_json())
-            records = Records(self.folder, self.first_step, trackers)
-        if self._tell is not None and (count := records.num_abandoned):
-            self._tell(f"{count} records of later steps were moved to {self.folder / ABANDONED}")
-        return records
+        return self.first_step
 
     def _step(self, step: int) -> Record:
         start = time.perf_counter()
         self._loader_state = self.ranks.batch.loader_state
         compute = partial(self._compute_gradients, step)
         loss, norm, skipped = self.ranks.survive(f"step {step}", compute)
-        if self.model is not None:
-            self._update(step, skipped)
+        if self.weights is not None:
+            self.weights.drop_gradients() if skipped else self.weights.update(step)
         taken = time.perf_counter() - start
         record = {"step": step, "lr": learning_rate(step, self.config.train), "skipped": skipped}
         record |= gathered_record(
@@ -324,38 +279,32 @@ class Trainer:
             self.before_step(step)
         fetched, norm = self.ranks.batch, 0.0
         try:
-            launched = self.runner.train(self.model, fetched.step, fetched.prepared)
+            launched = self.runner.train(self._model, fetched.step, fetched.prepared)
             self.ranks.plan_ahead()
             loss = float(launched)  # waits for the device
-            if self.model is not None:
-                norm = clip(self.model, self.config.train.clip, self.context.pipeline_group)
+            if self.weights is not None:
+                norm = self.weights.clip()
             skip = self._host.any(not (math.isfinite(loss) and math.isfinite(norm)))
         except ExchangeError:
-            if self.model is not None:
-                self.optimizer.zero_grad()
+            if self.weights is not None:
+                self.weights.drop_gradients()
             raise
         return loss, norm, skip
 
-    def _update(self, step: int, skip: bool) -> None:
-        """Updates the weights with the gradients, or only drops these."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, self.config.train)
-        if not skip:
-            self.optimizer.step()
-        self.optimizer.zero_grad()
-
     def _fail(self, what: str) -> None:
         """Ends the run on all ranks, after the save that is in progress."""
-        if self.model is not None:
-            self.checkpoints.wait()
-        found = newest(self.folder / "checkpoints")
-        where = f"the last checkpoint is {found}" if found else "there is no checkpoint"
+        if self.weights is not None:
+            self.weights.checkpoints.wait()
         error = RankFailedError(
-            f"{what}; {where}: lower train.lr or train.clip, look at the data of this step, or set"
-            " train.skip_non_finite"
+            f"{what}; {self.folder.newest_checkpoint}: lower train.lr or train.clip, look at the"
+            " data of this step, or set train.skip_non_finite"
         )
         mark_repeated(error, self.context.rank > 0)
         raise error
+
+    @property
+    def _model(self) -> Llama | None:
+        return None if self.weights is None else self.weights.model
 
     @property
     def _host(self) -> HostRanks:
@@ -376,13 +325,13 @@ class Trainer:
 
         if step != self.config.train.trace:
             return nullcontext()
-        return tracing(self.folder / "traces", self.context.rank, all_ranks)
+        return tracing(self.folder.path / "traces", self.context.rank, all_ranks)
 
     def _save(self, step: int) -> None:
         """Writes the checkpoint after a step; it is named by how many steps were taken."""
-        bad = self.model is not None and not is_finite(self.model)
+        bad = self.weights is not None and not self.weights.are_finite
         if self.ranks.survive("a checkpoint", lambda: self._host.any(bad)):
             self._fail(f"weights are not finite after step {step}, so they are not saved")
-        if self.model is not None:
+        if self.weights is not None:
             extra = {"step": step + 1, "loader": self._loader_state}
-            self.checkpoints.save(step + 1, extra)
+            self.weights.checkpoints.save(step + 1, extra)
