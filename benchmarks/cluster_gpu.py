@@ -49,7 +49,6 @@ from distca.model.config import ModelConfig
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.runtime import launch, launched
-from distca.runtime.garbage import freeze_long_lived
 from distca.runtime.lost_ranks import naming_lost_ranks
 from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.nccl import loaded_version, version_text
@@ -141,8 +140,6 @@ def run_rank(options: argparse.Namespace) -> None:
     start = cell.num_steps
     for number in range(start - options.warm_up, options.steps):
         counts = number >= start
-        if number == start:
-            freeze_long_lived()  # as the trainer does after its first step
         batch = batch_of(options, seed=number if counts else 10**6 + number)
         names = [*sides]
         turn = number % len(names)

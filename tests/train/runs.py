@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import threading
@@ -45,14 +44,6 @@ def preparing(group: dist.ProcessGroup, settings: list[str]) -> dict[str, int]:
     with preparing_threads() as counts:
         fit(group, settings)
     return dict(counts)
-
-
-def frozen_objects(group: dist.ProcessGroup, settings: list[str]) -> list[int]:
-    """How many objects collections of garbage do not visit: in each step, and after the last."""
-    trainer, counts = Trainer(Config.read(None, settings)), []
-    trainer.before_step = lambda step: counts.append(gc.get_freeze_count())
-    trainer.fit()
-    return [*counts, gc.get_freeze_count()]
 
 
 def stop_in_evaluation(

@@ -20,6 +20,7 @@ lets servers leave and join between two steps, in the same way.
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -36,7 +37,6 @@ from distca.pipeline.speeds import LearnedSpeeds
 from distca.pipeline.step_planner import StepPlanner
 from distca.runtime import lost_ranks
 from distca.runtime.batches import Prefetched, Prefetcher
-from distca.runtime.garbage import freeze_long_lived
 from distca.runtime.joining import Description, publish, publish_end
 from distca.runtime.launched import is_launched, report_lost, report_started
 from distca.runtime.mesh import RankContext
@@ -133,7 +133,7 @@ class RunRanks:
                 if not self._can_go_on():
                     raise
             lost += self._go_on()
-            freeze_long_lived()  # closes the connections of the old groups now
+            gc.collect()  # closes the connections of the old groups now
         self._record_losses(lost, during)
         return result
 

@@ -9,7 +9,6 @@ attention.
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import time
@@ -26,7 +25,6 @@ import torch.distributed as dist
 from distca.dispatch.ranges import named
 from distca.dispatch.transports.base import ExchangeError
 from distca.model.llama import Llama
-from distca.runtime.garbage import freeze_long_lived
 from distca.runtime.host_ranks import HostRanks
 from distca.runtime.joining import Description, Joined
 from distca.runtime.launched import RankFailedError, mark_repeated
@@ -166,8 +164,6 @@ class Trainer:
                     records.write(record)
                 if self._show is not None and self.context.rank == 0:
                     self._show(record)
-                if step == self.first_step:
-                    freeze_long_lived()
                 yield record
                 if record["stopped"]:
                     break
@@ -177,7 +173,6 @@ class Trainer:
             if self.weights is not None:
                 self.weights.checkpoints.wait()
         finally:
-            gc.unfreeze()
             self.ranks.end()
             batches.close()
             if records is not None:
