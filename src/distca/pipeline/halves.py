@@ -1,6 +1,5 @@
 """Splits a batch into micro-batches and halves, whose documents belong to groups of workers."""
 
-from collections import Counter
 from typing import NamedTuple
 
 import numpy as np
@@ -21,13 +20,9 @@ def halves_then_groups(
 ) -> list[Members]:
     """Splits documents, and then assigns those of each half.
 
-    A placer makes the tokens of all workers equal in each half. Halves of one micro-batch are next
-    to each other, and have about equal attention.
+    A placer makes the tokens of all workers equal in each half.
     """
-    sets = split(lengths, micro_batches * num_halves, prefixes)
-    if num_halves > 1:
-        sets.sort(key=lambda members: _attention(lengths[members], prefixes[members]))
-    tokens = lengths - prefixes
+    sets, tokens = _sets(lengths, prefixes, micro_batches, num_halves), lengths - prefixes
     return [Members(members, assign_groups(tokens[members], dp)) for members in sets]
 
 
@@ -39,17 +34,27 @@ def groups_then_halves(
     For documents that stay in their group: a long one in one half leaves few tokens to the other
     half of its group, and all groups have about equal tokens in both together.
     """
-    sets = halves_then_groups(lengths, prefixes, dp, micro_batches, num_halves)
     if num_halves == 1 or dp == 1:  # the workers of one group have equal tokens in every half
-        return sets
-    halves = []
+        return halves_then_groups(lengths, prefixes, dp, micro_batches, num_halves)
+    sets, halves = _sets(lengths, prefixes, micro_batches, num_halves), []
     for ping, pong in zip(sets[::2], sets[1::2], strict=True):
-        both = np.union1d(ping.document, pong.document)
+        both = np.union1d(ping, pong)
         group = assign_groups((lengths - prefixes)[both], dp)
         parts = _split_groups(lengths[both], prefixes[both], group)
         parts.sort(key=lambda part: _attention(lengths[both[part]], prefixes[both[part]]))
         halves += [Members(both[part], group[part]) for part in parts]
     return halves
+
+
+def _sets(lengths: Ints, prefixes: Ints, micro_batches: int, num_halves: int) -> list[Ints]:
+    """Splits documents into sets, two of about equal attention for each micro-batch of two halves.
+
+    These are next to each other.
+    """
+    sets = split(lengths, micro_batches * num_halves, prefixes)
+    if num_halves > 1:
+        sets.sort(key=lambda members: _attention(lengths[members], prefixes[members]))
+    return sets
 
 
 def _split_groups(lengths: Ints, prefixes: Ints, group: Ints) -> list[Ints]:
@@ -58,21 +63,23 @@ def _split_groups(lengths: Ints, prefixes: Ints, group: Ints) -> list[Ints]:
     A half takes as long as the group with the most tokens in it, so groups should split alike: the
     longest document of every group is in the first half. Documents with a shared prefix are in one.
     """
-    tree, tokens = np.cumsum(prefixes == 0) - 1, lengths - prefixes
-    trees: list[Counter[int]] = [Counter() for _ in range(int(tree[-1]) + 1)]  # tokens by group
-    for number, where, size in zip(tree.tolist(), group.tolist(), tokens.tolist(), strict=True):
-        trees[number][where] += size
-    order = np.argsort(-np.bincount(tree, tokens), kind="stable")
-    half_of = np.zeros(len(trees), np.int64)
-    filled: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    root, tokens = np.flatnonzero(prefixes == 0), lengths - prefixes
+    tree = np.cumsum(prefixes == 0) - 1  # of each document
+    order = np.argsort(-np.add.reduceat(tokens, root), kind="stable")
+    bounds, where, size = [*root.tolist(), len(tree)], group.tolist(), tokens.tolist()
+    ahead = [0] * (max(where) + 1)  # tokens of a group in the first half, less those in the second
+    second = []  # trees in the second half
     for number in order.tolist():
-        first, second = (
-            sum(half[where] * size for where, size in trees[number].items()) for half in filled
-        )
-        half_of[number] = chosen = int(second < first)
-        filled[chosen].update(trees[number])
-    if not half_of.any():  # no group has two documents
-        half_of[order[1::2]] = 1
+        members, lead = range(bounds[number], bounds[number + 1]), 0
+        for one in members:
+            lead += ahead[where[one]] * size[one]
+        sign = -1 if lead > 0 else 1
+        for one in members:
+            ahead[where[one]] += sign * size[one]
+        if lead > 0:
+            second.append(number)
+    half_of = np.zeros(len(root), np.int64)
+    half_of[second or order[1::2]] = 1  # every second tree if no group has two documents
     return [np.flatnonzero(half_of[tree] == half) for half in range(2)]
 
 
