@@ -58,13 +58,6 @@ FEW_DOCUMENTS = 64  # up to which other placements are tried as well
 
 
 def balanced_placement(problem: Problem) -> Placed:
-    """Places documents evenly, and what they send mostly inside nodes."""
-    even = _even_placement(problem)
-    gathered = gather_in_nodes(even.placement, problem)
-    return even if gathered is even.placement else Placed(gathered)
-
-
-def _even_placement(problem: Problem) -> Placed:
     """Places the documents of a problem such that tokens per worker differ by one tile at most.
 
     If there are too few short documents to fill up the workers, or if dedicated servers compute a
@@ -72,25 +65,29 @@ def _even_placement(problem: Problem) -> Placed:
     placements for the scheduler is returned then: the one found, documents in order, or, where
     these do not suffice, each document dealt over all workers.
     """
+
+    def gathered(placement: Placement) -> Placement:
+        return gather_in_nodes(placement, problem)
+
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
     prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [_placement(nearest, problem)]
+        candidates = [gathered(_placement(nearest, problem))]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return Placed(candidates[0])
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return best_of([*candidates, in_order], problem)
+        return best_of([*candidates, gathered(in_order)], problem)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
-        candidates.append(in_order)
+        candidates.append(gathered(in_order))
     dealt = _deal_over_all(in_order, problem) if few else None
     if len(candidates) == 1 and dealt is None:
         return Placed(candidates[0])
-    return best_of(candidates, problem, fallback=dealt)
+    return best_of(candidates, problem, fallback=None if dealt is None else gathered(dealt))
 
 
 def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
