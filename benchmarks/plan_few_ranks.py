@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 
 import numpy as np
-from plan_common import COSTS, MODEL, Row, allowed_s, fastest
+from plan_common import ABOVE, COSTS, MODEL, Row, allowed_s, fastest
 
 from distca.data.lengths import distribution
 from distca.pipeline.mesh import MeshShape
@@ -77,7 +77,7 @@ def few_ranks_report(rows: list[Row]) -> list[str]:
     lines = [
         "",
         f"## Few ranks ({TOKENS // 1024}K tokens a rank; costs pairs, analytic, h200; best of"
-        " three; one core)",
+        f" three; {ABOVE}; one core)",
         "",
         "Imbalance is the largest of the plans that cuts at tiles allow to meet the bound.",
         "",

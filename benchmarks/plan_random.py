@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from plan_common import COSTS, Row, allowed_s, ended, fastest
+from plan_common import ABOVE, COSTS, Row, allowed_s, ended, fastest
 
 from distca.data.lengths import distribution
 from distca.planning.api import place_and_plan
@@ -185,7 +185,7 @@ def _tree(rng: Generator, lengths: Any, ranks: int) -> Placement:
 
 def random_report(rows: list[Row]) -> list[str]:
     """Groups of ranks, and the batches that are closest to what is allowed."""
-    lines = ["", f"## {len(rows)} random batches (best of three; one core)", ""]
+    lines = ["", f"## {len(rows)} random batches (best of three; {ABOVE}; one core)", ""]
     lines += ["| ranks | batches | median s | largest s | largest / allowed | above |"]
     lines += ["|---|---|---|---|---|---|"]
     for first, last in ((2, 8), (9, 16), (17, 32), (33, 64)):

@@ -247,8 +247,10 @@ class Trainer:
         self._loader_state = self.ranks.batch.loader_state
         compute = partial(self._compute_gradients, step)
         loss, norm, skipped = self.ranks.survive(f"step {step}", compute)
-        if self.weights is not None:
-            self.weights.drop_gradients() if skipped else self.weights.update(step)
+        if self.weights is not None and skipped:
+            self.weights.drop_gradients()
+        elif self.weights is not None:
+            self.weights.update(step)
         taken = time.perf_counter() - start
         record = {"step": step, "lr": learning_rate(step, self.config.train), "skipped": skipped}
         record |= gathered_record(
