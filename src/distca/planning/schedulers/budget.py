@@ -7,12 +7,16 @@ surplus of their rank leave as a whole, and single moves do the rest (``repair``
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from distca.planning.problem import Problem
 
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
 RANKS = 64  # up to which it is the same; more ranks have proportionally more
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
+FEW_SERVERS = 2  # of a request; pieces for others are found one after the other
+SERVER = 3  # requests that take as long as each other server of the widest request
 
 
 class Budget:
@@ -30,3 +34,13 @@ class Budget:
     @property
     def is_spent(self) -> bool:
         return self.left <= 0
+
+
+def work_of(num_servers: Sequence[int]) -> int:
+    """Returns the work of one evaluation.
+
+    num_servers: for how many servers each of its requests is.
+    """
+    if not num_servers:
+        return 0
+    return EVALUATION + len(num_servers) + SERVER * max(max(num_servers) - FEW_SERVERS, 0)

@@ -93,6 +93,10 @@ class Ledger:
         """Returns the shards of a worker of which nothing was moved, the heaviest first."""
         return self.unmoved(self.shards.heaviest_first(worker))
 
+    def is_dedicated(self, rank: int) -> bool:
+        """Returns whether a rank serves only."""
+        return rank >= self.problem.placement.num_workers
+
     def unmoved(self, shards: Ints) -> Ints:
         """Returns those shards of which nothing was moved."""
         return shards[~self._moved[shards]]

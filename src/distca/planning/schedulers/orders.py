@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.devices import UNLIMITED
-from distca.planning.schedulers.budget import EVALUATION, Budget
+from distca.planning.schedulers.budget import Budget, work_of
 from distca.planning.schedulers.idle_workers import empty_idle_workers
 from distca.planning.schedulers.ledger import MARGIN, Ledger
 from distca.planning.schedulers.moves_to_keys import (
@@ -27,8 +27,9 @@ from distca.planning.schedulers.moves_to_keys import (
     possible_moves,
 )
 from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.schedulers.questions import Found, Question, Shedding, evaluate
 from distca.planning.schedulers.repair import repair
-from distca.planning.schedulers.shedding import Found, Question, Shedding, evaluate, shed
+from distca.planning.schedulers.shedding import shed
 from distca.planning.schedulers.short_documents import shed_whole_documents
 from distca.planning.schedulers.surplus import SurplusRanks, workers_above_capacity
 from distca.planning.tasks import Tasks
@@ -258,5 +259,5 @@ def _least_moved(questions: Mapping[Branch, Question], most: int) -> dict[Branch
 
 def _work(questions: Collection[Question]) -> int:
     """Returns how many requests take as long as the questions."""
-    num_requests = sum(len(requests) for _, wanted in questions for requests in wanted.values())
-    return EVALUATION + num_requests if num_requests else 0
+    asked = [one for _, wanted in questions for requests in wanted.values() for one in requests]
+    return work_of([len(request.servers) for request in asked])

@@ -9,6 +9,7 @@ from functools import cached_property
 import numpy as np
 
 from distca.planning.costs.base import TaskCost
+from distca.planning.masks import FULL
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
 from distca.planning.spans import Bools, Ints, Span, Spans, as_ints, union
@@ -104,6 +105,17 @@ class PlacedShards:
         placement, many = self.problem.placement, MANY_TILES * self.problem.grain.spacing
         long: Bools = self.problem.masks.is_causal & (placement.lengths >= many)
         return self.is_document & long[placement.document]
+
+    @cached_property
+    def shares_keys(self) -> Bools:
+        """[shards] Whether other shards of the document need many of the same keys.
+
+        Under a window or chunks that are shorter than the shard, few are needed twice.
+        """
+        placement = self.problem.placement
+        reach = self.problem.masks.reach[placement.document]
+        is_near = (reach != FULL) & (np.abs(reach) <= placement.stop - placement.start)
+        return ~self.is_document & ~is_near
 
     @cached_property
     def least_piece(self) -> Ints:

@@ -3,22 +3,20 @@
 Many ranks shed at once, because one numpy operation on the cuts of many shards takes little longer
 than on those of one. Each rank of a batch *reserves* the servers that it would take if ranks came
 one after the other. If another rank of the batch takes one of them all the same, it waits for the
-next batch.
+next batch. Ranks share dedicated servers, which have headroom for many of them.
 """
 
 import bisect
-from collections.abc import Generator, Iterator, Sequence
-from typing import TypeVar
-
-import numpy as np
+from collections.abc import Container, Iterator, Sequence
 
 from distca.planning.schedulers.budget import Budget
-from distca.planning.schedulers.cuts import NUM_TOPS, Choices, Cut, evaluate_requests
+from distca.planning.schedulers.cuts import Cut
 from distca.planning.schedulers.ledger import Ledger, Request
 from distca.planning.schedulers.loads import Headroom
-from distca.planning.schedulers.requests import merge
+from distca.planning.schedulers.questions import Found, Shedding, Wanted, evaluate
 from distca.planning.schedulers.server_sets import fewest_servers, server_sets
 from distca.planning.schedulers.short_documents import shed_whole_documents
+from distca.planning.schedulers.taken_servers import TakenServers, may_share
 
 # Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
@@ -27,16 +25,7 @@ MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles
 # Shares are below 1, because short pieces cost more than their share of the load.
 NUM_PARTIAL = 8  # how many of the largest headrooms are filled
 SHARES = (0.95, 0.85, 0.7, 0.5)
-# In one evaluation, all requests have the width of those for the most servers. More than so many
-# for a single piece are evaluated apart: this saves more than an evaluation takes.
-APART = 16
-
-
-T = TypeVar("T")
-Wanted = dict[int, list[Request]]  # rank -> its requests
-Found = dict[int, list[tuple[Choices, int]]]  # rank -> choices that fit, and their rows
-Question = tuple[Ledger, Wanted]
-Shedding = Generator[Question, Found, T]  # yields questions to ``evaluate``
+SPARES = (0, 2)  # instead of all up to ``MAX_SPARE``
 
 
 def shed(
@@ -59,15 +48,15 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int], budget: Budget) -> Shedd
     _drop_done(ledger, waiting)
     requests, reserved = _requests(ledger, waiting)
     found = yield ledger, requests
-    moves, taken, stuck = [], set[int](), []
+    moves, taken, stuck = [], TakenServers(ledger), []
     limit = ledger.peak_traffic
     for rank, options in found.items():
         best = [choices.best(row, limit) for choices, row in options]
         for option in sorted(best, key=lambda option: option.score):
             cut = option.cut()
             cut = _fit_remainder(ledger, cut, max(limit, cut.peak), taken, reserved)
-            if taken.isdisjoint(piece.server for piece in cut.pieces):
-                taken.update(piece.server for piece in cut.pieces)
+            if taken.leave_room_for(cut):
+                taken.add(cut)
                 moves.append((cut.shard, cut.pieces))
                 limit, waiting[rank] = max(limit, cut.peak), 0
                 break
@@ -112,7 +101,7 @@ def _requests(
     documents: set[int] = set()
     for rank, spare in waiting.items():
         heaviest = _shards_to_cut(ledger, rank)
-        shared = {shards.document[shard] for shard in heaviest if not shards.is_document[shard]}
+        shared = {shards.document[shard] for shard in heaviest if shards.shares_keys[shard]}
         if not documents.isdisjoint(shared):
             continue
         surplus = min(ledger.loads.surplus(rank), int(shards.load[heaviest[0]]))
@@ -121,7 +110,8 @@ def _requests(
             break
         requests[rank] = _requests_of(ledger, heaviest, spare, reserved)
         documents |= shared
-        reserved |= dict.fromkeys(_reserve(headrooms, surplus, fewest, reserved), rank)
+        servers = _reserve(headrooms, surplus, fewest, reserved)
+        reserved |= {one: rank for one in servers if not may_share(ledger, one, surplus)}
     return requests, reserved
 
 
@@ -181,51 +171,6 @@ def _reserve(
             return
 
 
-def evaluate(questions: Sequence[Question]) -> list[Found]:
-    """Returns for each rank of each ledger the choices that fit."""
-    found: list[Found] = [{rank: [] for rank in wanted} for _, wanted in questions]
-    requests = (one for _, wanted in questions for asked in wanted.values() for one in asked)
-    num_single = sum(len(request.servers) == 1 for request in requests)
-    for single in ((True,), (False,)) if num_single > APART else ((True, False),):
-        _evaluate(questions, single, found)
-    return found
-
-
-def _evaluate(questions: Sequence[Question], single: Sequence[bool], found: list[Found]) -> None:
-    """Adds the choices that fit, of requests for a single piece, for several, or for both."""
-    parts, origin, slots = [], [], 1
-    for index, (ledger, wanted) in enumerate(questions):
-        asked = [
-            (rank, half)
-            for rank, requests in wanted.items()
-            for request in requests
-            if (len(request.servers) == 1) in single
-            for half in _halves(ledger, request)
-        ]
-        if asked:
-            parts.append((ledger, [request for _, request in asked]))
-            origin += [(index, rank) for rank, _ in asked]
-            slots = max(slots, *(len(request.servers) for _, request in asked))
-    if parts:
-        merged = merge([ledger.requests(requests, slots) for ledger, requests in parts])
-        chosen = evaluate_requests(merged, parts[0][0].problem.shape)
-        for row in np.flatnonzero(chosen.fits.any(axis=1)).tolist():
-            index, rank = origin[row]
-            found[index][rank].append((chosen, row))
-
-
-def _halves(ledger: Ledger, request: Request) -> list[Request]:
-    """Returns two requests for a single piece, because it has twice as many candidates.
-
-    A short shard has not.
-    """
-    if len(request.servers) > 1:
-        return [request]
-    start, stop = ledger.shards.span(request.shard)
-    is_short = stop - start < (NUM_TOPS - 1) * ledger.problem.grain.spacing
-    return [request._replace(half=half) for half in ((1,) if is_short else (1, 2))]
-
-
 def _loads_to_keep(ledger: Ledger, shard: int) -> list[int]:
     """Returns loads of a shard that may stay: all but the surplus, or none, to fetch no keys."""
     shards, headrooms = ledger.shards, ledger.loads.headrooms
@@ -262,7 +207,7 @@ def _tries(ledger: Ledger, shard: int, keeps: Sequence[int]) -> Wanted:
             for servers in server_sets(ledger, shard, load - keep, spare, {})
         ]
         for keep in keeps
-        for spare in range(MAX_SPARE + 1)
+        for spare in SPARES
     ]
     return {n: one for n, one in enumerate(tries) if not n or one != tries[n - 1]}
 
@@ -274,12 +219,12 @@ def _first_cut(ledger: Ledger, found: Found) -> Cut | None:
         if options:
             best = [choices.best(row, limit) for choices, row in options]
             cut = min(best, key=lambda option: option.score).cut()
-            return _fit_remainder(ledger, cut, max(limit, cut.peak), set(), {})
+            return _fit_remainder(ledger, cut, max(limit, cut.peak), {}, {})
     return None
 
 
 def _fit_remainder(
-    ledger: Ledger, cut: Cut, limit: int, taken: set[int], reserved: dict[int, int]
+    ledger: Ledger, cut: Cut, limit: int, taken: Container[int], reserved: dict[int, int]
 ) -> Cut:
     """Moves the last piece of a cut to the smallest headroom that holds it, to save large ones.
 
@@ -294,13 +239,14 @@ def _fit_remainder(
     arriving = (piece.stop - piece.start) * shape.q_bytes + (need[1] - need[0]) * shape.kv_bytes
     memory_bytes = shards.memory_bytes(document, piece.span)
     same_node = shards.same_node(piece.server, home)
-    taken = taken.union(other.server for other in cut.pieces)
+    own = {other.server for other in cut.pieces}
     for headroom in headrooms[bisect.bisect_left(headrooms, (piece.load, -1)) :]:
         server = headroom.server
         if server == piece.server:
             break
         if (
             server not in taken
+            and server not in own
             and reserved.get(server, home) == home
             and ledger.received[server] + arriving <= limit
             and ledger.free_bytes[server] >= memory_bytes
