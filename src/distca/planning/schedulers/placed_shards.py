@@ -114,7 +114,7 @@ class PlacedShards:
         """
         placement = self.problem.placement
         reach = self.problem.masks.reach[placement.document]
-        is_near = (reach != FULL) & (np.abs(reach) <= placement.stop - placement.start)
+        is_near: Bools = (reach != FULL) & (np.abs(reach) <= placement.stop - placement.start)
         return ~self.is_document & ~is_near
 
     @cached_property
