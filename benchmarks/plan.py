@@ -34,7 +34,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # one core, as stated
 import numpy as np
 from plan_common import MODEL, Case, Row, ended, fastest, run_again
 from plan_few_ranks import few_ranks, few_ranks_cases, few_ranks_report
-from plan_random import random_batch, random_cases, random_report
+from plan_random import many_ranks_cases, random_batch, random_cases, random_report
 from plan_short import short, short_cases, short_report
 from rich.progress import track
 
@@ -322,6 +322,7 @@ def report(results: dict[str, Any]) -> str:
     for name, report_of in (
         ("few_ranks", few_ranks_report),
         ("random", random_report),
+        ("many_ranks", random_report),
         ("short", short_report),
     ):
         lines += report_of(results[name]["rows"])
@@ -343,6 +344,7 @@ SECTIONS = {
     "steps": Section(step_cases, steps),
     "few_ranks": Section(few_ranks_cases, few_ranks),
     "random": Section(random_cases, random_batch),
+    "many_ranks": Section(many_ranks_cases, random_batch),
     "short": Section(short_cases, short),
 }
 
