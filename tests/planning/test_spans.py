@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from distca.planning.spans import (
     Spans,
     as_ints,
+    covered,
     cumulative,
     expand,
     gaps,
@@ -96,6 +97,21 @@ def test_overlaps_with_nothing(empty: int) -> None:
     sides = [to_spans([(0, 0, 5)]), to_spans([(0, 0, 5)])]
     sides[empty] = to_spans([])
     assert len(overlaps(*sides).left) == 0
+
+
+@given(SPANS, SPANS)
+def test_covered_adds_up_what_each_other_span_has(
+    rows: list[tuple[int, int, int]], others: list[tuple[int, int, int]]
+) -> None:
+    expected = [
+        sum(
+            max(0, min(stop, high) - max(start, low))
+            for other, low, high in others
+            if other == group
+        )
+        for group, start, stop in rows
+    ]
+    assert covered(to_spans(rows), to_spans(others)).tolist() == expected
 
 
 @given(SPANS)

@@ -88,6 +88,29 @@ def overlaps(left: Spans, right: Spans) -> Overlaps:
     )
 
 
+def covered(spans: Spans, others: Spans) -> Ints:
+    """[spans] Returns how much of each span others of its group cover, added up over all of them.
+
+    There may be very many overlaps, so they are not listed: of points p, sum(min(x, p)) is found by
+    cumulative sums, and others [start, stop) cover sum(min(x, stop) - min(x, start)) before x.
+    """
+    stride = int(max(spans.stop.max(initial=0), others.stop.max(initial=0))) + 1
+    first = spans.group * stride
+
+    def sum_of_least(points: Ints) -> Ints:
+        key = np.sort(others.group * stride + points)
+        total = cumulative(key % stride)
+        begin, end = key.searchsorted(first), key.searchsorted(first + stride)
+        below = [key.searchsorted(first + x) for x in (spans.start, spans.stop)]
+        low, high = (
+            total[index] - total[begin] + x * (end - index)
+            for index, x in zip(below, (spans.start, spans.stop), strict=True)
+        )
+        return high - low
+
+    return sum_of_least(others.stop) - sum_of_least(others.start)
+
+
 def cover_error(spans: Spans, first: Ints, last: Ints) -> str:
     """Returns which tokens sorted spans do not cover exactly once; empty if there are none.
 

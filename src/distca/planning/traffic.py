@@ -5,12 +5,13 @@ that needs them and does not hold them, no matter how many of its tasks use them
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.planning.models import ModelShape
 from distca.planning.placement import Placement
-from distca.planning.spans import Bools, Ints, Spans, overlaps, union
+from distca.planning.spans import Bools, Ints, Spans, covered, overlaps, union
 from distca.planning.tasks import Tasks
 
 LSE_BYTES = 4  # log-sum-exp: one float32 per head and query
@@ -25,6 +26,9 @@ class KeyMoves:
     stop: Ints
     source: Ints
     server: Ints
+
+
+_NO_KEYS = KeyMoves(*np.zeros((5, 0), np.int64))
 
 
 @dataclass(frozen=True, eq=False)
@@ -113,14 +117,24 @@ def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_rank
     return used
 
 
-def flows(tasks: Tasks, placement: Placement, shape: ModelShape, *, backward: bool) -> Flows:
+def flows(
+    tasks: Tasks,
+    placement: Placement,
+    shape: ModelShape,
+    *,
+    backward: bool,
+    keys: KeyMoves | None = None,
+) -> Flows:
     """Returns what is sent for tasks.
 
     Forward: q, k and v out, o back. Backward: q, o, do, log-sum-exp, k and v out, dq, dk and dv
     back, because servers keep no tensors of the forward pass. Queries come first, then keys, then
     the matrices that expand latents.
+
+    keys: those that are sent, if not all that the tasks need.
     """
-    moved, keys = tasks.moved, key_moves(tasks, placement)
+    moved = tasks.moved
+    keys = key_moves(tasks, placement) if keys is None else keys
     q_out, q_back = shape.q_bytes, shape.o_bytes
     if backward:
         q_out, q_back = shape.q_bytes + 2 * shape.o_bytes + LSE_BYTES * shape.heads, shape.q_bytes
@@ -140,19 +154,56 @@ def traffic(
     tasks: Tasks, placement: Placement, shape: ModelShape, node: Ints, *, backward: bool = False
 ) -> Traffic:
     """Adds up what is sent for tasks by rank. node: [ranks]"""
-    between = flows(tasks, placement, shape, backward=backward)
-    send, recv = np.zeros((2, len(node)), np.int64)
+    distinct = _keys_on_servers(tasks, placement)
+    others = flows(tasks, placement, shape, backward=backward, keys=_NO_KEYS)
+    keys = _moved_keys(distinct, placement, node)
+    out, back = shape.kv_bytes, shape.kv_bytes * backward
+    send, recv = keys.sent * out + keys.received * back, keys.received * out + keys.sent * back
     for sender, receiver, num_bytes in (
-        (between.source, between.target, between.out),
-        (between.target, between.source, between.back),
+        (others.source, others.target, others.out),
+        (others.target, others.source, others.back),
     ):
         np.add.at(send, sender, num_bytes)
         np.add.at(recv, receiver, num_bytes)
-    crossing = node[between.source] != node[between.target]
-    cross_node = int((between.out + between.back)[crossing].sum())
-    distinct = _keys_on_servers(tasks, placement)
+    crossing = node[others.source] != node[others.target]
+    cross_node = int((others.out + others.back)[crossing].sum()) + keys.crossing * (out + back)
     copied = int(tasks.keys.sum() - (distinct.stop - distinct.start).sum())
     return Traffic(send, recv, cross_node, copied * shape.kv_memory_bytes)
+
+
+class _MovedKeys(NamedTuple):
+    """How many keys ranks send and receive, [ranks], and how many cross nodes."""
+
+    sent: Ints
+    received: Ints
+    crossing: int
+
+
+def _moved_keys(needs: Spans, placement: Placement, node: Ints) -> _MovedKeys:
+    """Counts the keys of ``key_moves``, by sums over overlaps instead of one by one.
+
+    If documents are dealt over many workers, each worker needs keys of nearly all others.
+
+    needs: the keys that servers need; groups are (server, document).
+    """
+    count = max(placement.num_documents, 1)
+    server, document = np.divmod(needs.group, count)
+    shards = placement.spans  # by document
+    worker = placement.worker[placement.by_document]
+    order = np.argsort(worker * count + shards.group, kind="stable")
+    own = Spans((worker * count + shards.group)[order], shards.start[order], shards.stop[order])
+    met = overlaps(needs, own)
+    held = met.stop - met.start  # keys that live on the server already
+    received, sent = np.zeros((2, len(node)), np.int64)
+    np.add.at(received, server, needs.stop - needs.start)
+    np.subtract.at(received, server[met.left], held)
+    np.add.at(sent, worker, covered(shards, Spans(document, needs.start, needs.stop)))
+    np.subtract.at(sent, worker[order][met.right], held)
+    if not np.any(node != node[0]):
+        return _MovedKeys(sent, received, 0)
+    homes = Spans(node[worker] * count + shards.group, shards.start, shards.stop)
+    near = covered(homes, Spans(node[server] * count + document, needs.start, needs.stop))
+    return _MovedKeys(sent, received, int(sent.sum() - (near.sum() - held.sum())))
 
 
 def _keys_on_servers(tasks: Tasks, placement: Placement) -> Spans:
