@@ -1,6 +1,6 @@
 """Plans compared with the published head-tail greedy: imbalance, bytes, busiest rank, seconds.
 
-    python benchmarks/plan.py                  all cases, about ten minutes on one core
+    python benchmarks/plan.py                  all cases, about a quarter of an hour on one core
     python benchmarks/plan.py --jobs 4         the same on four cores, each with one thread
     python benchmarks/plan.py --quick          a few of them
     python benchmarks/plan.py --only short     one part; the other results are kept

@@ -28,9 +28,6 @@ class KeyMoves:
     server: Ints
 
 
-_NO_KEYS = KeyMoves(*np.zeros((5, 0), np.int64))
-
-
 @dataclass(frozen=True, eq=False)
 class Flows:
     """Bytes between pairs of ranks in one layer and direction.
@@ -117,24 +114,20 @@ def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_rank
     return used
 
 
-def flows(
-    tasks: Tasks,
-    placement: Placement,
-    shape: ModelShape,
-    *,
-    backward: bool,
-    keys: KeyMoves | None = None,
-) -> Flows:
+def flows(tasks: Tasks, placement: Placement, shape: ModelShape, *, backward: bool) -> Flows:
     """Returns what is sent for tasks.
 
     Forward: q, k and v out, o back. Backward: q, o, do, log-sum-exp, k and v out, dq, dk and dv
     back, because servers keep no tensors of the forward pass. Queries come first, then keys, then
     the matrices that expand latents.
-
-    keys: those that are sent, if not all that the tasks need.
     """
+    return _flows(tasks, key_moves(tasks, placement), placement, shape, backward=backward)
+
+
+def _flows(
+    tasks: Tasks, keys: KeyMoves, placement: Placement, shape: ModelShape, *, backward: bool
+) -> Flows:
     moved = tasks.moved
-    keys = key_moves(tasks, placement) if keys is None else keys
     q_out, q_back = shape.q_bytes, shape.o_bytes
     if backward:
         q_out, q_back = shape.q_bytes + 2 * shape.o_bytes + LSE_BYTES * shape.heads, shape.q_bytes
@@ -155,8 +148,8 @@ def traffic(
 ) -> Traffic:
     """Adds up what is sent for tasks by rank. node: [ranks]"""
     distinct = _keys_on_servers(tasks, placement)
-    others = flows(tasks, placement, shape, backward=backward, keys=_NO_KEYS)
-    keys = _moved_keys(distinct, placement, node)
+    keys, no_keys = _moved_keys(distinct, placement, node), KeyMoves(*np.zeros((5, 0), np.int64))
+    others = _flows(tasks, no_keys, placement, shape, backward=backward)
     out, back = shape.kv_bytes, shape.kv_bytes * backward
     send, recv = keys.sent * out + keys.received * back, keys.received * out + keys.sent * back
     for sender, receiver, num_bytes in (
