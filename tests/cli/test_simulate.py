@@ -64,6 +64,14 @@ def test_people_see_a_table_and_a_verdict(run: Any) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_people_see_how_a_cluster_deviates_from_an_ideal_one(run: Any) -> None:
+    options = ("--jitter=0.05", "--transfer-sms=0.25", "--slow=1=0.5", "--policy=wlb")
+    assert (
+        "\ndeviations: kernels vary by 5%, transfers occupy 25% of the SMs, GPU 1 at 0.5 x"
+        in run(*SMALL, *options)[0]
+    )
+
+
 @pytest.mark.parametrize(("factor", "is_shown"), [(1.0, False), (1.001, True)])
 def test_a_policy_that_repeats_another_is_left_out(
     small: dict[str, Any], factor: float, is_shown: bool
@@ -174,13 +182,15 @@ def test_options_go_over_a_file_and_a_file_over_defaults(
 def test_all_numbers_of_a_cluster_can_be_given() -> None:
     settings = Settings(
         gpus_per_node=4, memory="80GB", inside="200GB/s", across="12.5GB", latency=50.0,
-        profile="h200-flash", jitter=0.1, link_jitter=0.2, slow=["1=0.5"], unknown_speeds=True,
+        profile="h200-flash", jitter=0.1, link_jitter=0.2, transfer_sms=0.25, slow=["1=0.5"],
+        unknown_speeds=True,
     )  # fmt: skip
     machines = Study.of(settings).scenarios[0].cluster
     assert (machines.gpus, machines.gpus_per_node, machines.memory_bytes) == (64, 4, 80 * 10**9)
     assert (machines.inside.bytes_per_s, machines.across.bytes_per_s) == (200e9, 12.5e9)
     assert machines.across.latency_s == pytest.approx(50e-6)
     assert (machines.profile, machines.jitter, machines.link_jitter) == ("h200-flash", 0.1, 0.2)
+    assert machines.transfer_sms == 0.25
     assert machines.known is False
 
 
@@ -292,6 +302,7 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--latency=-1"], "--latency -1: give 0 or more"),
         (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash, a file"),
         (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
+        (["--transfer-sms=1"], "transfer_sms = 1.0: it must be at least 0 and below 1"),
         (["--slow=3"], "--slow 3: write the GPU's number and its speed"),
         (["--slow=99=1"], "GPU 99 of speed 1.0: give a number below 64"),
         (["--lengths=x"], "x does not exist"),

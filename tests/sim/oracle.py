@@ -10,6 +10,8 @@ Every rank has a list of instructions, which its compute stream executes in orde
 The port runs transfers in the order in which they were queued. A transfer is done on a rank when
 the rank and all its partners have spent their own seconds on it; until then it occupies the rank's
 port. Ranks without seconds of a transfer do not take part in it.
+
+While its port is occupied, a rank computes with the share of its SMs that transfers leave to it.
 """
 
 from __future__ import annotations
@@ -44,8 +46,12 @@ class Played:
     waited: list[float]
 
 
-def play(programs: Sequence[Program], transfers: Mapping[Hashable, OracleTransfer]) -> Played:
-    return _Play(programs, transfers).played()
+def play(
+    programs: Sequence[Program],
+    transfers: Mapping[Hashable, OracleTransfer],
+    transfer_sms: float = 0.0,
+) -> Played:
+    return _Play(programs, transfers, transfer_sms).played()
 
 
 @dataclass
@@ -53,7 +59,9 @@ class _Rank:
     todo: deque[Instruction]
     queue: deque[Hashable] = field(default_factory=deque)  # handed to the port
     sending: Hashable = None
-    computing: bool = False
+    computing: int | None = None  # the event at which it is done, unless the port changes before
+    left: float = 0.0  # seconds of computing with all SMs, at the time ``since``
+    since: float = 0.0
     waits_since: float | None = None
     done: set[Hashable] = field(default_factory=set)
     finish: float = 0.0
@@ -64,10 +72,13 @@ class _Rank:
 
 class _Play:
     def __init__(
-        self, programs: Sequence[Program], transfers: Mapping[Hashable, OracleTransfer]
+        self,
+        programs: Sequence[Program],
+        transfers: Mapping[Hashable, OracleTransfer],
+        transfer_sms: float,
     ) -> None:
         self.ranks = [_Rank(deque(program)) for program in programs]
-        self.transfers = transfers
+        self.transfers, self.transfer_sms = transfers, transfer_sms
         self.through: dict[Hashable, set[int]] = {name: set() for name in transfers}
         self.heap: list[tuple[float, int, str, int]] = []
         self.ticket = count()
@@ -76,23 +87,49 @@ class _Play:
         for number in range(len(self.ranks)):
             self.go_on(number, 0.0)
         while self.heap:
-            now, _, what, number = heapq.heappop(self.heap)
+            now, ticket, what, number = heapq.heappop(self.heap)
             if what == "computed":
-                self.ranks[number].computing, self.ranks[number].finish = False, now
-                self.go_on(number, now)
+                if ticket == self.ranks[number].computing:
+                    self.has_computed(number, now)
             else:
                 self.is_through(number, now)
         assert not any(rank.todo for rank in self.ranks), "deadlock"
         columns = ([getattr(rank, name) for rank in self.ranks] for name in Played.__annotations__)
         return Played(*columns)
 
-    def at(self, time: float, what: str, number: int) -> None:
-        heapq.heappush(self.heap, (time, next(self.ticket), what, number))
+    def at(self, time: float, what: str, number: int) -> int:
+        ticket = next(self.ticket)
+        heapq.heappush(self.heap, (time, ticket, what, number))
+        return ticket
+
+    def speed(self, number: int) -> float:
+        return 1.0 if self.ranks[number].sending is None else 1 - self.transfer_sms
+
+    def compute(self, number: int, seconds: float, now: float) -> None:
+        """Computes what takes some seconds with all SMs, at the speed that there is now."""
+        rank = self.ranks[number]
+        rank.left, rank.since = seconds, now
+        rank.computing = self.at(now + seconds / self.speed(number), "computed", number)
+
+    def occupy(self, number: int, name: Hashable, now: float) -> None:
+        """Gives the port to a transfer, or to none, which changes the speed of computing."""
+        rank = self.ranks[number]
+        done = (now - rank.since) * self.speed(number)
+        rank.sending = name
+        if rank.computing is not None:
+            rank.busy += now - rank.since
+            self.compute(number, max(rank.left - done, 0.0), now)
+
+    def has_computed(self, number: int, now: float) -> None:
+        rank = self.ranks[number]
+        rank.busy += now - rank.since
+        rank.computing, rank.finish = None, now
+        self.go_on(number, now)
 
     def go_on(self, number: int, now: float) -> None:
         """Executes instructions on the compute stream until one of them takes time."""
         rank = self.ranks[number]
-        if rank.computing:
+        if rank.computing is not None:
             return
         while rank.todo:
             verb, what = rank.todo[0]
@@ -104,9 +141,7 @@ class _Play:
                 rank.waits_since, rank.finish = None, now
             rank.todo.popleft()
             if verb == "run":
-                rank.busy += what
-                rank.computing = True
-                self.at(now + what, "computed", number)
+                self.compute(number, what, now)
                 return
             if verb == "send" and number in self.transfers[what].seconds:
                 rank.queue.append(what)
@@ -122,7 +157,7 @@ class _Play:
         """Starts the next transfer if the port is free."""
         rank = self.ranks[number]
         if rank.sending is None and rank.queue:
-            rank.sending = rank.queue.popleft()
+            self.occupy(number, rank.queue.popleft(), now)
             self.at(now + self.transfers[rank.sending].seconds[number], "through", number)
 
     def is_through(self, number: int, now: float) -> None:
@@ -136,7 +171,8 @@ class _Play:
         for other in ended:
             rank = self.ranks[other]
             rank.done.add(name)
-            rank.sending, rank.port = None, now
+            rank.port = now
+            self.occupy(other, None, now)
             self.begin(other, now)
         for other in ended:
             self.go_on(other, now)

@@ -75,6 +75,8 @@ def test_clusters_that_are_known_by_name_are_usable(name: str) -> None:
         ({"jitter": -0.1}, "jitter = -0.1: it must be at least 0 and below 1"),
         ({"jitter": 1.0}, "jitter = 1.0: it must be at least 0 and below 1"),
         ({"link_jitter": 2.0}, "link_jitter = 2.0: it must be at least 0 and below 1"),
+        ({"transfer_sms": 1.0}, "transfer_sms = 1.0: it must be at least 0 and below 1"),
+        ({"transfer_sms": -0.1}, "transfer_sms = -0.1: it must be at least 0 and below 1"),
     ],
 )
 def test_machines_that_cannot_be_are_refused(changes: dict[str, Any], message: str) -> None:

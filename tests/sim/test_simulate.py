@@ -351,6 +351,19 @@ def test_free_links_save_time_with_jitter_too(profile: str, strategy: Strategy) 
     assert 0 < found.free_s <= found.step_s
 
 
+@strategies
+def test_kernels_take_longer_where_transfers_beside_them_occupy_sms(
+    profile: str, strategy: Strategy
+) -> None:
+    """With packed bins, only the ring of dynamic groups is beside kernels of their own streams."""
+    free, shared = (uneven(profile, transfer_sms=share) for share in (0.0, 0.5))
+    before, after = (simulate(one, strategy, batch_of(one)) for one in (free, shared))
+    slowed = strategy.disaggregated or strategy.policy == "dynamic-cp"
+    assert (after.busy_s.sum() > before.busy_s.sum()) == slowed
+    assert (after.step_s > before.step_s) == slowed
+    assert after.num_bytes == before.num_bytes
+
+
 def test_packed_ranks_are_the_more_idle_the_more_there_are(profile: str) -> None:
     """Eight sequences of 200 tokens, one of them one document and the others 200: the more groups
     share them, the more of them wait for that one. Links take no time."""

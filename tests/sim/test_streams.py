@@ -115,6 +115,83 @@ def test_nothing_to_send_takes_no_time() -> None:
     assert streams.num_bytes == 0
 
 
+# -- kernels beside transfers --------------------------------------------------------------------
+
+
+def beside_a_transfer(
+    transfer_s: float, kernel_s: list[float], transfer_sms: float, ranks: int = 2
+) -> Streams:
+    """Ranks 0 and 1 send for some seconds while all ranks compute."""
+    streams = even(ranks, transfer_sms=transfer_sms)
+    streams.send("one", pair(transfer_s, transfer_s, ranks))
+    streams.run("two", np.array(kernel_s))
+    return streams
+
+
+def test_kernels_have_the_sms_that_a_transfer_leaves() -> None:
+    """With 3 of 4 SMs, 6 s of work take 8 s, and 3 s take 4 s; the transfer ends at 10."""
+    streams = beside_a_transfer(10.0, [6.0, 3.0], transfer_sms=0.25)
+    assert streams.compute.tolist() == streams.busy.tolist() == [8.0, 4.0]
+
+
+def test_from_the_end_of_a_transfer_on_kernels_have_all_sms() -> None:
+    """By 4 s, when the transfer ends, 3 s of the work are done; the other 5 s or 1 s remain."""
+    streams = beside_a_transfer(4.0, [8.0, 4.0], transfer_sms=0.25)
+    assert streams.compute.tolist() == [4.0 + 5.0, 4.0 + 1.0]
+
+
+def test_ranks_without_a_transfer_are_not_slowed() -> None:
+    streams = beside_a_transfer(4.0, [8.0, 8.0, 8.0], transfer_sms=0.25, ranks=3)
+    assert streams.compute.tolist() == [9.0, 9.0, 8.0]
+
+
+def test_a_transfer_that_waits_for_its_partner_slows_kernels_too() -> None:
+    """Rank 1 comes at 6 and sends until 8. Until then rank 0 loses a quarter of its time."""
+    streams = even(transfer_sms=0.25)
+    streams.run("late", np.array([0.0, 6.0]))
+    streams.send("one", pair(2.0, 2.0))
+    streams.run("two", np.array([7.0, 0.0]))
+    assert streams.compute.tolist() == [9.0, 6.0]
+
+
+def test_transfers_in_a_row_slow_a_kernel_until_the_last_is_done() -> None:
+    streams = even(transfer_sms=0.5)
+    for _ in range(2):
+        streams.send("one", pair(3.0, 3.0))
+    streams.run("two", np.array([2.0, 4.0]))
+    assert streams.compute.tolist() == [4.0, 6.0 + 1.0]
+
+
+def test_a_kernel_behind_a_transfer_is_not_slowed() -> None:
+    streams = even(transfer_sms=0.5)
+    streams.wait(streams.send("one", pair(3.0, 3.0)))
+    streams.run("two", np.array([2.0, 4.0]))
+    assert streams.compute.tolist() == [5.0, 7.0]
+
+
+@given(kernels(2), st.floats(0.01, 10.0), st.sampled_from([0.1, 0.25, 0.6]))
+def test_kernels_take_what_tiny_steps_of_time_add_up_to(
+    kernel_s: list[float], transfer_s: float, share: float
+) -> None:
+    tick = 0.01
+    taken = []
+    for left in kernel_s:
+        now = 0.0
+        while left > 0:
+            left -= tick * (1 - share if now < transfer_s else 1.0)
+            now += tick
+        taken.append(now)
+    streams = beside_a_transfer(transfer_s, kernel_s, share)
+    assert streams.compute.tolist() == pytest.approx(taken, abs=3 * tick)
+
+
+@given(kernels(2), st.floats(0.01, 10.0))
+def test_transfers_without_sms_cost_kernels_nothing(
+    kernel_s: list[float], transfer_s: float
+) -> None:
+    assert beside_a_transfer(transfer_s, kernel_s, 0.0).compute.tolist() == kernel_s
+
+
 # -- exchanges -----------------------------------------------------------------------------------
 
 NEAR, FAR = Link(100.0, 1.0), Link(10.0, 2.0)  # bytes a second, and seconds before them
@@ -289,13 +366,17 @@ def stories(draw: Draw) -> tuple[int, list[tuple[str, Any]]]:
     return ranks, story
 
 
-@given(stories(), st.booleans(), st.data())
+@given(stories(), st.booleans(), st.sampled_from([0.0, 0.25, 0.6]), st.data())
 def test_any_program_takes_what_the_oracle_says(
-    drawn: tuple[int, list[tuple[str, Any]]], isolated: bool, data: st.DataObject
+    drawn: tuple[int, list[tuple[str, Any]]],
+    isolated: bool,
+    transfer_sms: float,
+    data: st.DataObject,
 ) -> None:
     ranks, story = drawn
     speed = data.draw(speeds(ranks))
-    streams, done = Streams(np.array(speed), isolated=isolated), {}
+    streams = Streams(np.array(speed), isolated=isolated, transfer_sms=transfer_sms)
+    done = {}
     programs: list[Program] = [[] for _ in range(ranks)]
     named = {}
     for n, (verb, what) in enumerate(story):
@@ -310,7 +391,7 @@ def test_any_program_takes_what_the_oracle_says(
         for rank, program in enumerate(programs):
             run = what[rank] / speed[rank] if verb == "run" else None
             program.append((verb, {"run": run, "send": n, "wait": what}[verb]))
-    expected = play(programs, named)
+    expected = play(programs, named, transfer_sms)
     assert streams.compute.tolist() == close(expected.finish)
     assert streams.port.tolist() == close(expected.port)
     assert streams.busy.tolist() == close(expected.busy)

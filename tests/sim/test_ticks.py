@@ -74,9 +74,14 @@ MESHES = [
 ]
 
 
-@given(data=st.data(), mesh=st.sampled_from(MESHES), ping_pong=st.booleans())
+@given(
+    data=st.data(),
+    mesh=st.sampled_from(MESHES),
+    ping_pong=st.booleans(),
+    transfer_sms=st.sampled_from([0.0, 0.25]),
+)
 def test_any_step_takes_what_the_oracle_says(
-    profile: str, data: st.DataObject, mesh: MeshShape, ping_pong: bool
+    profile: str, data: st.DataObject, mesh: MeshShape, ping_pong: bool, transfer_sms: float
 ) -> None:
     layers = data.draw(st.integers(mesh.pp, 3))
     micro_batches = data.draw(st.integers(1, 3))
@@ -85,8 +90,8 @@ def test_any_step_takes_what_the_oracle_says(
     lengths = data.draw(st.lists(most, min_size=sets, max_size=sets + 4))
     rates = rates_of(profile, mesh, layers)
     step = planned(rates, lengths, micro_batches=micro_batches, ping_pong=ping_pong)
-    streams = ran(rates, step)
-    expected = play(*step_of(step, mesh, rates.cluster, layers))
+    streams = ran(rates, step, transfer_sms=transfer_sms)
+    expected = play(*step_of(step, mesh, rates.cluster, layers), transfer_sms)
     assert streams.compute.tolist() == close(expected.finish)
     assert streams.port.tolist() == close(expected.port)
     assert streams.busy.tolist() == close(expected.busy)

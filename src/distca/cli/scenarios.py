@@ -113,6 +113,7 @@ def cluster_of(settings: Settings) -> Cluster:
         profile=settings.profile or known.profile,
         jitter=settings.jitter,
         link_jitter=settings.link_jitter,
+        transfer_sms=settings.transfer_sms,
         known=not settings.unknown_speeds,
     )
 

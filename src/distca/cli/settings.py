@@ -67,6 +67,9 @@ class ClusterOptions:
         "SHARE", "Relative standard deviation of kernel times, such as 0.05.", 0.0
     )
     link_jitter: float = _cluster("SHARE", "Relative standard deviation of exchange times.", 0.0)
+    transfer_sms: float = _cluster(
+        "SHARE", "Share of a GPU's SMs that transfers occupy, such as 0.1.", 0.0
+    )
     slow: list[str] | None = _cluster(
         "GPU=SPEED", "Relative speed of one GPU, such as 3=0.5; may be repeated."
     )

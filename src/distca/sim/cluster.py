@@ -1,4 +1,4 @@
-"""Clusters: nodes of GPUs, links inside and between nodes, slow GPUs and jitter.
+"""Clusters: nodes of GPUs, links inside and between nodes, and how they deviate from ideal ones.
 
 The simulator follows plan ranks. A plan rank stands for the GPUs of one tensor-parallel group,
 which do the same thing at the same time, each with its share of the heads. Plan ranks are assigned
@@ -40,6 +40,8 @@ class Cluster:
     """GPUs, nodes and links.
 
     jitter, link_jitter: relative standard deviations of the seconds of kernels and of transfers.
+    transfer_sms: share of a GPU's SMs that a transfer occupies while it is under way or waits for
+        its partners, so that kernels beside it have the rest.
     """
 
     name: str
@@ -52,6 +54,7 @@ class Cluster:
     slow: Mapping[int, float] = field(default_factory=dict)  # speeds of GPUs other than 1
     jitter: float = 0.0
     link_jitter: float = 0.0
+    transfer_sms: float = 0.0
     known: bool = True  # whether the planner knows the speeds of slow GPUs
 
     def __post_init__(self) -> None:
@@ -65,8 +68,8 @@ class Cluster:
                     f"GPU {gpu} of speed {speed}: give a number below {self.gpus} and a speed"
                     " above 0"
                 )
-        for what, value in (("jitter", self.jitter), ("link_jitter", self.link_jitter)):
-            if not 0 <= value < 1:
+        for what in ("jitter", "link_jitter", "transfer_sms"):
+            if not 0 <= (value := getattr(self, what)) < 1:
                 raise ValueError(f"{what} = {value}: it must be at least 0 and below 1")
 
     @property

@@ -115,12 +115,7 @@ class PackedStep:
         cluster, order = self._rates.cluster, self._packed.order
         speed = np.ones((order.size, self._packed.width))
         speed[order] = self._speed[stage]
-        return Streams(
-            speed.reshape(-1),
-            jitter=cluster.jitter,
-            link_jitter=cluster.link_jitter,
-            seed=(self._seed, stage, phase == BACKWARD),
-        )
+        return Streams.on(cluster, speed.reshape(-1), seed=(self._seed, stage, phase == BACKWARD))
 
 
 def events(timeline: Timeline, width: int) -> list[Event]:

@@ -194,13 +194,8 @@ def _run(rates: Rates, planned: Planned, record: bool, seed: int) -> _Timed:
         busy_s = step.busy.reshape(-1) + step.optimizer_s
         found = tuple(events(timeline, planned.width)) if record else ()
         return _Timed(step_s, busy_s, step.num_bytes, found)
-    streams = Streams(
-        cluster.speed(p.num_plan_ranks, p.tp),
-        jitter=cluster.jitter,
-        link_jitter=cluster.link_jitter,
-        record=record,
-        seed=seed,
-    )
+    speed = cluster.speed(p.num_plan_ranks, p.tp)
+    streams = Streams.on(cluster, speed, record=record, seed=seed)
     run_ticks(rates, planned, streams)
     found = tuple(streams.events or ())
     return _Timed(float(streams.compute.max()), streams.busy, streams.num_bytes, found)

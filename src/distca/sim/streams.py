@@ -1,7 +1,9 @@
 """The time on all plan ranks at once: a compute stream and a network port for each.
 
 A rank computes one kernel after another and sends one transfer after another; computation and
-communication overlap. Arrays have one entry for each rank, so one call advances all of them.
+communication overlap. A transfer that is under way, or waits for its partners, may occupy a share
+of the rank's SMs, which computation beside it does without. Arrays have one entry for each rank, so
+one call advances all of them.
 """
 
 from __future__ import annotations
@@ -87,6 +89,7 @@ class Event:
 class Streams:
     """The streams of all plan ranks.
 
+    jitter, link_jitter, transfer_sms: as those of a ``Cluster``.
     isolated: simulates every rank as if its partners were always ready, as a replay measures it.
     record: keeps an event for every operation.
     """
@@ -97,6 +100,7 @@ class Streams:
         *,
         jitter: float = 0.0,
         link_jitter: float = 0.0,
+        transfer_sms: float = 0.0,
         isolated: bool = False,
         record: bool = False,
         seed: int | Sequence[int] = 0,
@@ -110,12 +114,33 @@ class Streams:
         self.events: list[Event] | None = [] if record else None
         self._isolated, self._speed = isolated, speed
         self._jitter, self._link_jitter = jitter, link_jitter
+        self._transfer_sms = transfer_sms
         self._draw = np.random.default_rng(seed)
+
+    @classmethod
+    def on(
+        cls,
+        cluster: Cluster,
+        speed: Floats,
+        *,
+        record: bool = False,
+        seed: int | Sequence[int] = 0,
+    ) -> Streams:
+        """Returns streams that deviate from ideal ones as the GPUs and links of a cluster do."""
+        return cls(
+            speed,
+            jitter=cluster.jitter,
+            link_jitter=cluster.link_jitter,
+            transfer_sms=cluster.transfer_sms,
+            record=record,
+            seed=seed,
+        )
 
     def run(self, what: str, seconds: Floats) -> None:
         """Runs kernels on the compute stream, 0 seconds on ranks without any."""
         start = self.compute
-        taken = self._with_jitter(seconds / self._speed, self._jitter)
+        alone = self._with_jitter(seconds / self._speed, self._jitter)
+        taken = alone + self._lost_to_transfers(alone)
         self.compute = start + taken
         self.busy = self.busy + taken
         self._record("compute", what, start, self.compute)
@@ -144,6 +169,14 @@ class Streams:
         start = self.compute.copy()
         start[ranks] = since[ranks]
         self._record("tick", what, start, self.compute)
+
+    def _lost_to_transfers(self, alone: Floats) -> Floats:
+        """Returns seconds that kernels take longer than alone, because transfers occupy SMs."""
+        share = self._transfer_sms
+        slowed = alone / (1 - share)  # if a transfer is under way until the end
+        under_way = np.maximum(self.port - self.compute, 0.0)
+        lost: Floats = share * np.minimum(slowed, under_way)
+        return lost
 
     def _with_jitter(self, seconds: Floats, jitter: float) -> Floats:
         if not jitter:
