@@ -20,33 +20,21 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from cluster_predict import predictor
+from cluster_options import batch_of, model_of, options_of, planners_of
+from cluster_predict import predictor, transfer_sms_of
 from cluster_report import Cell, read_cell, table, write_cell
-from cluster_sides import (
-    LIMITS,
-    WAYS,
-    PlannedSide,
-    Side,
-    TorchContextParallel,
-    planners,
-)
+from cluster_sides import WAYS, PlannedSide, Side, TorchContextParallel
 
 from distca.attention.core import CoreAttention
-from distca.data.documents import Batch, Document
-from distca.data.length_names import FORMS, names_distribution
-from distca.data.lengths import distribution, take
-from distca.data.readers import read_lengths
+from distca.data.documents import Batch
 from distca.model.config import ModelConfig
-from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.runtime import launch, launched
 from distca.runtime.lost_ranks import naming_lost_ranks
@@ -56,54 +44,7 @@ from distca.runtime.parallelize import Precision
 from distca.runtime.shared_gpu import share_gpu
 from distca.train.setup import join_world
 
-RESULTS = Path(__file__).parent / "results"
 LOGS = Path("runs/cluster_gpu/logs")
-VOCABULARY = 4096  # small, so that layers dominate as in a deep model
-STEP_LIMIT_S = 120  # a step that takes longer hangs: its stacks go to the log of the rank
-EVEN_DOCUMENTS = 8  # of a rank, with lengths "even"
-
-
-def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument(
-        "--lengths", default="pretrain", help=f"even, {FORMS}; or a file of lengths"
-    )
-    parser.add_argument("--context", default="128K")
-    parser.add_argument("--backend", default="flash")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--model", default="llama3.2-1b", help="whose layers are trained")
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--sides", default=",".join(WAYS))
-    parser.add_argument(
-        "--dynamic-cp-limits",
-        type=float,
-        nargs="*",
-        default=(),
-        help="tokens of a rank over the mean; the first that can be kept. Default: none",
-    )
-    parser.add_argument("--keep-activations", action="store_true", help="recompute nothing")
-    parser.add_argument("--profile", help="of `distca profile --share-gpu`, to predict steps")
-    parser.add_argument("--warm-up", type=int, default=2, help="steps of a side that do not count")
-    parser.add_argument("--step-limit", type=float, default=STEP_LIMIT_S, help="seconds")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--minutes", type=float, default=1e9, help="after which no round starts")
-    parser.add_argument("--trace", action="store_true", help="then profile a step of each side")
-    parser.add_argument("--cpu", action="store_true", help="2 ranks, context 512, 2 steps, gloo")
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    options = parser.parse_args(arguments)
-    if options.cpu:
-        tiny = {"ranks": 2, "context": "512", "backend": "auto", "steps": 2, "model": "debug"}
-        vars(options).update(tiny)
-    unknown = set(options.sides.split(",")) - set(WAYS)
-    if unknown:
-        parser.error(f"sides {', '.join(sorted(unknown))} are unknown: choose of {', '.join(WAYS)}")
-    options.tokens = tokens_of(options.context)
-    return options
-
-
-def tokens_of(text: str) -> int:
-    return int(text[:-1]) * 1024 if text[-1] in "Kk" else int(text)
 
 
 def main() -> None:
@@ -130,9 +71,15 @@ def run_rank(options: argparse.Namespace) -> None:
     began = time.perf_counter()
     device = join_world()
     context = join_mesh(MeshShape(dp=options.ranks), device)
-    config = model_of(options, device)
-    cell = cell_of(options, config, device)
-    predict = predictor(options.profile, config, options.ranks, not options.keep_activations)
+    config = model_of(options)
+    cell = cell_of(options, device)
+    predict = predictor(
+        options.profile,
+        config,
+        options.ranks,
+        recompute=not options.keep_activations,
+        transfer_sms=transfer_sms_of(options.ranks, cell.about["SMs"]),
+    )
     sides, refused = sides_of(options, config, context)
     first = context.rank == 0
     for name, reason in refused.items():
@@ -188,14 +135,7 @@ def is_over(deadline: float, context: RankContext) -> bool:
     return bool(over)
 
 
-def model_of(options: argparse.Namespace, device: torch.device) -> ModelConfig:
-    named = model_config(options.model)
-    if device.type == "cpu":
-        return replace(named, layers=options.layers)
-    return replace(named, layers=options.layers, vocab_size=VOCABULARY, tied=False)
-
-
-def cell_of(options: argparse.Namespace, config: ModelConfig, device: torch.device) -> Cell:
+def cell_of(options: argparse.Namespace, device: torch.device) -> Cell:
     """Returns the cell of this command: a new one, or the one to continue with ``--resume``."""
     gpu = device.type == "cuda"
     about: dict[str, Any] = {
@@ -227,9 +167,6 @@ def sides_of(
     """Returns the sides by name, and why others cannot run."""
     gpu, recompute = context.device.type == "cuda", not options.keep_activations
     precision = Precision(torch.bfloat16 if gpu else torch.float32)
-    cost = options.profile or (
-        {"flash": "h200-flash"}.get(options.backend, "h200") if gpu else "cpu"
-    )
     attentions = tuple(
         CoreAttention(context.attention_group, backend=options.backend) for _ in range(2)
     )
@@ -246,34 +183,15 @@ def sides_of(
             except ValueError as error:
                 refused[name] = str(error)
             continue
-        choices = planners(
-            way,
-            config,
-            options.ranks,
-            options.tokens,
-            cost,
-            recompute=recompute,
-            limits={**LIMITS, "dynamic-cp": options.dynamic_cp_limits},
-        )
         sides[name] = PlannedSide(
-            config, context, precision, choices, attentions, recompute=recompute
+            config,
+            context,
+            precision,
+            planners_of(options, config, way),
+            attentions,
+            recompute=recompute,
         )
     return sides, refused
-
-
-def batch_of(options: argparse.Namespace, seed: int) -> Batch:
-    """Returns the documents of a step, the same on every rank; their tokens are random."""
-    spec = options.lengths
-    if spec == "even":
-        spec = f"fixed:{options.tokens // EVEN_DOCUMENTS}"
-    rng, tokens = np.random.default_rng(seed), options.ranks * options.tokens
-    if names_distribution(spec):
-        lengths = distribution(spec, options.tokens).batch(tokens, seed)
-    else:  # in another order in every step
-        known = np.minimum(read_lengths(spec), options.tokens)
-        lengths = take(rng.permutation(np.tile(known, -(-tokens // int(known.sum())))), tokens)
-    vocabulary = 256 if options.cpu else VOCABULARY
-    return Batch(tuple(Document.from_tokens(rng.integers(0, vocabulary, n)) for n in lengths))
 
 
 def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from distca.model.config import ModelConfig
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_plan import StepPlan
 from distca.planning.costs.profile import Profile
+from distca.runtime.shared_gpu import nccl_ctas
 from distca.sim.cluster import Cluster, Link
 from distca.sim.rates import Rates
 from distca.sim.streams import Streams
@@ -20,22 +21,31 @@ from distca.sim.ticks import run_ticks
 Predict = Callable[[StepPlan | None, MeshShape], float | None]
 
 
-def predictor(path: str | None, config: ModelConfig, ranks: int, recompute: bool) -> Predict:
+def predictor(
+    path: str | None, config: ModelConfig, ranks: int, *, recompute: bool, transfer_sms: float
+) -> Predict:
     """Returns a function that predicts the seconds of a step; None without profile or plan."""
     if path is None:
         return lambda plan, parallel: None
     link = link_of(Profile.read(path))
-    cluster = Cluster("shared", ranks, ranks, 0, link, link, profile=path)
+    cluster = Cluster(
+        "shared", ranks, ranks, 0, link, link, profile=path, transfer_sms=transfer_sms
+    )
     rates_on = cache(lambda parallel: Rates(config.shape, cluster, parallel, recompute))
 
     def predict(plan: StepPlan | None, parallel: MeshShape) -> float | None:
         if plan is None:
             return None
-        streams = Streams(np.ones(ranks))
+        streams = Streams.on(cluster, np.ones(ranks))
         run_ticks(rates_on(parallel), as_run(plan), streams)
         return float(streams.compute.max())
 
     return predict
+
+
+def transfer_sms_of(ranks: int, sms: int) -> float:
+    """Returns the share of a rank's SMs that NCCL may occupy; 0 on a CPU, which has none."""
+    return nccl_ctas(ranks) / sms if sms else 0.0
 
 
 def link_of(profile: Profile) -> Link:

@@ -158,6 +158,8 @@ say more than seconds.
 - *loss difference*: the largest one to `{BASELINE}` in any step.
 - *step GiB*: memory beyond weights and optimizer states at the peak of a step.
 - *allocator retries*: how often a rank was short of memory and emptied the allocator's cache.
+- *measured/predicted*: seconds over those of the simulator, from a profile of the same ranks;
+  transfers occupy the SMs that NCCL may use (`benchmarks/cluster_predict_again.py`).
 - `head-tail-cp` trains one row of about `context` tokens after the other, as published; all other
   sides have one micro-batch.
 - `{TORCH_CP}` is PyTorch's `context_parallel` with SDPA, as it ships. It knows no documents, so it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
@@ -147,6 +148,14 @@ def planners(
     ]
 
 
+def plan_step(choices: Sequence[StepPlanner], batch: Batch) -> Step:
+    """Plans a step with the first planner that can."""
+    for planner in choices[:-1]:
+        with suppress(ValueError):  # documents do not fit under this limit of tokens
+            return Step.of(planner, batch)
+    return Step.of(choices[-1], batch)
+
+
 @dataclass(frozen=True, eq=False)
 class PlannedStep:
     side: PlannedSide
@@ -180,17 +189,9 @@ class PlannedSide(Side):
         self.runner = StepRunner(self.context, halves, recompute, precision.compute)
 
     def prepare(self, batch: Batch) -> PlannedStep:
-        step = self.plan(batch)
+        step = plan_step(self.choices, batch)
         self.runner.warm_up(self.model, step.plan)
         return PlannedStep(self, step, self.runner.prepare(step.plan))
-
-    def plan(self, batch: Batch) -> Step:
-        for planner in self.choices[:-1]:
-            try:
-                return Step.of(planner, batch)
-            except ValueError:  # documents do not fit under this limit of tokens
-                continue
-        return Step.of(self.choices[-1], batch)
 
     def plan_of(self, ready: Ready) -> StepPlan | None:
         assert isinstance(ready, PlannedStep)

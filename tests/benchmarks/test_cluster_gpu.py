@@ -29,7 +29,7 @@ LINK = Link(50e9, 30e-6)
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, ModuleType]]:
     """The script and its parts, which import each other as if from their folder."""
-    names = ("cluster_sides", "cluster_report", "cluster_predict", "cluster_gpu")
+    names = ("cluster_report", "cluster_predict", "cluster_predict_again")
     sys.path.insert(0, str(FOLDER))
     try:
         yield {name: __import__(name) for name in names}
@@ -116,14 +116,66 @@ def test_a_prediction_is_that_of_the_simulator(
 ) -> None:
     config = replace(model_config("llama3.2-1b"), layers=2, vocab_size=4096, tied=False)
     parallel = MeshShape(dp=4)
-    cluster = Cluster("shared", 4, 4, 0, LINK, LINK, profile=profile)
+    cluster = Cluster("shared", 4, 4, 0, LINK, LINK, profile=profile, transfer_sms=0.25)
     scenario = Scenario(config.shape, cluster, 16384, 4)
     (batch,) = scenario.batches(1)
     simulated = simulate(scenario, Strategy("distca", parallel, ping_pong=ping_pong), batch)
     assert isinstance(simulated.planned, StepPlan)
-    predict = scripts["cluster_predict"].predictor(profile, config, 4, recompute=True)
+    predict = scripts["cluster_predict"].predictor(
+        profile, config, 4, recompute=True, transfer_sms=0.25
+    )
     assert predict(simulated.planned, parallel) == pytest.approx(simulated.step_s, rel=1e-6)
     assert predict(None, parallel) is None
+
+
+@pytest.mark.parametrize(("ranks", "sms", "share"), [(4, 32, 8 / 32), (8, 14, 4 / 14), (2, 0, 0)])
+def test_transfers_occupy_the_sms_that_nccl_may_use(
+    scripts: dict[str, ModuleType], ranks: int, sms: int, share: float
+) -> None:
+    assert scripts["cluster_predict"].transfer_sms_of(ranks, sms) == share
+
+
+@pytest.fixture
+def measured(scripts: dict[str, ModuleType], profile: str) -> Any:
+    """Two measured steps, with the bytes of their plans and without predictions."""
+    options = f"--lengths prolong --context 4K --layers 1 --profile {profile}"
+    command = f"python benchmarks/cluster_gpu.py {options} (1 step, then 1 with --resume)"
+    cell = scripts["cluster_report"].Cell(about(profile=profile, command=command), 4 * 4096)
+    again = scripts["cluster_predict_again"]
+    chosen = again.options_of(options.split())
+    for name, way in (("given+ping-pong", again.WAYS["given+ping-pong"]), ("torch-cp", None)):
+        for seed in range(2):
+            record = figures(1.0)
+            if way is not None:
+                choices = again.planners_of(chosen, again.model_of(chosen), way)
+                plan = again.plan_step(choices, again.batch_of(chosen, seed)).plan
+                record["bytes"] = plan.num_bytes
+            cell.add(name, record)
+    return cell
+
+
+def test_measured_steps_are_predicted_again(scripts: dict[str, ModuleType], measured: Any) -> None:
+    again = scripts["cluster_predict_again"].predict_again
+    side = measured.sides["given+ping-pong"]
+    again(measured, transfer_sms=0.0)
+    free = side["predicted"]
+    assert min(free) > 0
+    assert free[0] != free[1]
+    again(measured)  # 8 thread blocks on 32 SMs
+    assert all(slowed > alone for slowed, alone in zip(side["predicted"], free, strict=True))
+    assert measured.sides["torch-cp"]["predicted"] == [None, None]
+
+
+def test_other_plans_than_those_that_ran_predict_nothing(
+    scripts: dict[str, ModuleType], measured: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    side = measured.sides["given+ping-pong"]
+    side["bytes"][1] += 1
+    scripts["cluster_predict_again"].predict_again(measured)
+    assert side["predicted"] == [None, None]
+    assert (
+        "given+ping-pong has other plans now, and keeps its predictions" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.slow

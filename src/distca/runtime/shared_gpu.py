@@ -69,7 +69,7 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
         variables |= {SHARE_GPU: "0", MULTI_RANK: "1"}
         # By default, thread blocks come in clusters of four, which need four free SMs that lie next
         # to each other. Between those of other ranks that wait, they may never find them.
-        shares = {MAX_CTAS: max(CTAS // num_ranks, 1), CLUSTER_SIZE: 0}
+        shares = {MAX_CTAS: nccl_ctas(num_ranks), CLUSTER_SIZE: 0}
         if side_by_side:
             shares[THREADS] = max(100 // num_ranks, 1)
         variables |= {name: os.environ.get(name, str(value)) for name, value in shares.items()}
@@ -79,6 +79,11 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
         gpu = _probe(os.environ | variables, logs if side_by_side else None)
         memory = rank_bytes(gpu["free_bytes"], num_ranks)
         yield SharedGpu(num_ranks, variables, gpu["name"], gpu["sms"], memory, nccl, side_by_side)
+
+
+def nccl_ctas(num_ranks: int) -> int:
+    """Returns how many thread blocks NCCL may use on each rank, unless another number is set."""
+    return max(CTAS // num_ranks, 1)
 
 
 def _probe(environment: Mapping[str, str], logs: Path | None) -> dict[str, Any]:
