@@ -54,6 +54,28 @@ def test_a_task_may_go_to_a_faster_rank_that_finishes_later() -> None:
     assert imbalance < problem.devices.imbalance(load)
 
 
+def test_a_rank_makes_room_for_a_piece() -> None:
+    # The smallest piece of the long document has 131,072 pairs, and every other rank has headroom
+    # for 27,088. Seven of them take a short document each from the eighth, which takes the piece.
+    placement = Placement.from_ranks([[1024], *[[128] * 60] * 8])
+    problem = PlanOptions(model=MODEL, cost="pairs", mask="full").problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    repaired, imbalance = repairs.repair(problem, problem.cost.backward, tasks)
+    pairs = np.bincount(repaired.server, repaired.pairs(placement, problem.reach))
+    assert sorted(pairs.tolist()) == [917_504] + [999_424] * 8
+    assert 1.0 < imbalance < 1.01
+    assert int((repaired.server != repaired.home).sum()) == 8
+
+
+def test_no_room_is_made_where_memory_or_headroom_is_short() -> None:
+    for ranks, memory in ((8, None), (9, 16 << 20)):  # six others; all memory is taken
+        placement = Placement.from_ranks([[1024], *[[128] * 60] * (ranks - 1)])
+        options = PlanOptions(model=MODEL, cost="pairs", mask="full", memory_bytes=memory)
+        problem = options.problem(placement)
+        tasks = Tasks.at_home(placement, problem.reach)
+        assert repairs.repair(problem, problem.cost.backward, tasks)[0] is tasks
+
+
 def test_pieces_that_become_one_again_are_not_cut_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     # Merging raises the load here, so that the same moves would be made again and again.
     lengths = [797, 3977, 519, 4052, 579, 936, 16384, 7663, 5981, 1301, 16384, 3699, 1224, 950]
