@@ -86,6 +86,13 @@ def expansion_moves(tasks: Tasks, placement: Placement) -> tuple[Ints, Ints]:
 
 def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
     """[tasks] Returns whether queries or keys of a task have to be received from other ranks."""
+    held = num_keys_on(tasks.server, tasks.key_spans, placement)
+    waits: Bools = (tasks.home != tasks.server) | (held < tasks.keys)
+    return waits
+
+
+def num_keys_on(rank: Ints, keys: Spans, placement: Placement) -> Ints:
+    """[spans] Returns how many keys of each span live on a rank."""
     count = placement.num_documents
     order = np.lexsort((placement.start, placement.document, placement.worker))
     own = Spans(
@@ -93,11 +100,10 @@ def needs_peers(tasks: Tasks, placement: Placement) -> Bools:
         placement.start[order],
         placement.stop[order],
     )
-    task, keys = placement.prefixes.owned(tasks.key_spans)
-    met = overlaps(Spans(tasks.server[task] * count + keys.group, keys.start, keys.stop), own)
-    held = np.bincount(task[met.left], met.stop - met.start, minlength=len(tasks))
-    waits: Bools = (tasks.home != tasks.server) | (held < tasks.keys)
-    return waits
+    span, parts = placement.prefixes.owned(keys)
+    met = overlaps(Spans(rank[span] * count + parts.group, parts.start, parts.stop), own)
+    held = np.bincount(span[met.left], met.stop - met.start, minlength=len(rank))
+    return held.astype(np.int64)
 
 
 def memory_bytes(tasks: Tasks, placement: Placement, shape: ModelShape, num_ranks: int) -> Ints:

@@ -13,6 +13,9 @@ from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.moves_to_keys import possible_moves
 from distca.planning.schedulers.placed_shards import PlacedShards
+from distca.planning.spans import as_ints
+from distca.planning.tasks import Tasks
+from distca.planning.traffic import flows
 
 
 def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
@@ -45,6 +48,7 @@ def check(problem: Problem) -> None:
     assert len(found) == len(set(found))
     assert set(found) == one_by_one(shards)
     check_moves(shards, [(shard, rank) for _, shard, rank in found])
+    check_all_at_once(shards, [(shard, rank) for _, shard, rank in found])
 
 
 def check_moves(shards: PlacedShards, moves: list[tuple[int, int]]) -> None:
@@ -61,6 +65,59 @@ def check_moves(shards: PlacedShards, moves: list[tuple[int, int]]) -> None:
     assert whole.loads.headrooms == pieces.loads.headrooms
     for one, other in zip(vars(whole.tasks()).values(), vars(pieces.tasks()).values(), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def check_all_at_once(shards: PlacedShards, moves: list[tuple[int, int]]) -> None:
+    """What ranks send, and the keys that they have, are those of the tasks after all moves."""
+    ledger, problem = Ledger(shards), shards.problem
+    shard, server = as_ints(moves).reshape(-1, 2).T
+    ledger.send_to_keys(shard, server)
+    tasks = ledger.tasks()
+    sent, received = np.zeros((2, problem.devices.num_ranks), np.int64)
+    flow = flows(tasks, problem.placement, problem.shape, backward=False)
+    for sender, receiver, num_bytes in (
+        (flow.source, flow.target, flow.out),
+        (flow.target, flow.source, flow.back),
+    ):
+        np.add.at(sent, sender, num_bytes)
+        np.add.at(received, receiver, num_bytes)
+    np.testing.assert_array_equal(ledger.sent, sent)
+    np.testing.assert_array_equal(ledger.received, received)
+    held = {
+        (rank, document, key)
+        for document, length in enumerate(problem.placement.lengths.tolist())
+        for rank in range(problem.devices.num_ranks)
+        for span in ledger.keys.held(document, rank)
+        for key in range(*span)
+        if key < length
+    }
+    assert held == keys_with_prefixes(problem, tasks)
+
+
+def keys_with_prefixes(problem: Problem, tasks: Tasks) -> set[tuple[int, int, int]]:
+    """Returns (rank, document, key) that ranks have: those of their tasks, and their own."""
+    prefixes, own = problem.placement.prefixes, set()
+    spans = list(zip(tasks.server, tasks.document, tasks.kv_start, tasks.kv_stop, strict=True))
+    spans += [(w, d, start, stop) for w, d, start, stop in problem.placement.shards()]
+    for rank, document, start, stop in spans:
+        for key in range(start, stop):
+            owner = document
+            while key < prefixes.length[owner]:
+                owner = int(prefixes.parent[owner])
+            own.add((int(rank), int(owner), key))
+
+    def owner_of(document: int, key: int) -> int:
+        while key < prefixes.length[document]:
+            document = int(prefixes.parent[document])
+        return document
+
+    return {
+        (rank, document, key)
+        for rank in range(problem.devices.num_ranks)
+        for document, length in enumerate(problem.placement.lengths.tolist())
+        for key in range(length)
+        if (rank, owner_of(document, key), key) in own
+    }
 
 
 @given(batches())

@@ -207,7 +207,7 @@ class WorkOfSearches:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.steps: dict[OrderSearch, list[int]] = {}
-        self.budgets: dict[OrderSearch, int] = {}
+        self.budgets: dict[OrderSearch, Budget] = {}
         steps, searches = self.steps, list[OrderSearch]()
 
         def recorded(name: str) -> None:
@@ -215,7 +215,7 @@ class WorkOfSearches:
 
             def call(search: OrderSearch, *args: object) -> object:
                 steps.setdefault(search, [])
-                self.budgets.setdefault(search, Budget.of(search._shards.problem).left)
+                self.budgets.setdefault(search, Budget.of(search._shards.problem))
                 searches.append(search)
                 return method(search, *args)
 
@@ -255,7 +255,7 @@ HARD = [8192, 300, 300, 2000, 8192, 8192, 700, 100, 6000, 1500, 30_000, 450] * 6
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=LENGTHS,
-    ranks=st.integers(2, 64),
+    ranks=st.integers(2, 64) | st.sampled_from([96, 192]),
     cost=st.sampled_from(COSTS),
     servers=st.sampled_from([0, 0, 2]),
     mask=st.sampled_from(["causal", "window:512", "window:4096"]),
@@ -266,6 +266,7 @@ HARD = [8192, 300, 300, 2000, 8192, 8192, 700, 100, 6000, 1500, 30_000, 450] * 6
 @example(HARD, 32, "h200", 2, "window:512", 0.9, None, "balanced")
 @example(HARD, 64, "h200", 0, "causal", None, None, "given")
 @example(HARD, 24, "pairs", 0, "causal", 0.0, 0.25, "balanced")
+@example([131_072] * 4, 128, "analytic", 0, "causal", None, None, "given")  # ranks get stuck
 def test_every_search_keeps_its_budget(
     lengths: list[int],
     ranks: int,
@@ -295,7 +296,21 @@ def test_every_search_keeps_its_budget(
         )
     assert len(work.steps) <= 4  # three placements, and the other direction
     for search, steps in work.steps.items():
-        assert sum(steps[:-1]) < work.budgets[search]  # no step begins once it is spent
+        assert sum(steps[:-1]) < work.budgets[search].left  # no step begins once it is spent
+        assert len(steps) <= work.budgets[search].steps_left
+
+
+def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None:
+    few, many = (
+        [
+            Budget.of(placed([[tokens]] * ranks, "pairs").problem)
+            for ranks in (budget.RANKS, 4 * budget.RANKS)
+        ]
+        for tokens in (1024, 65536)
+    )
+    assert [one.left for one in few] == [budget.BUDGET // 2] * 2
+    assert [one.left for one in many] == [budget.BUDGET, 4 * budget.BUDGET]
+    assert [one.steps_left for one in few] == [UNLIMITED, budget.NUM_STEPS]
 
 
 class Count:

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.problem import Problem
 
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
-RANKS = 64  # up to which it is the same; more ranks have proportionally more
+RANKS = 64  # up to which it is the same; more ranks with many tiles have proportionally more
+NUM_STEPS = 24  # of more ranks, which shed in eight batches
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
 FEW_SERVERS = 2  # of a request; pieces for others are found one after the other
 SERVER = 3  # requests that take as long as each other server of the widest request
@@ -22,18 +24,25 @@ SERVER = 3  # requests that take as long as each other server of the widest requ
 class Budget:
     """The work that is left to a search."""
 
-    def __init__(self, left: int) -> None:
-        self.left = left
+    def __init__(self, left: int, steps_left: int = UNLIMITED) -> None:
+        self.left, self.steps_left = left, steps_left
 
     @classmethod
     def of(cls, problem: Problem) -> Budget:
         ranks = problem.devices.num_ranks
         few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
-        return cls(BUDGET // (2 if few_tiles else 1) * max(ranks, RANKS) // RANKS)
+        many = ranks > RANKS
+        budget = BUDGET // 2 if few_tiles else BUDGET * (ranks if many else RANKS) // RANKS
+        return cls(budget, NUM_STEPS) if many else cls(budget)
+
+    def spend(self, work: int) -> None:
+        """Counts a step of the search."""
+        self.left -= work
+        self.steps_left -= 1
 
     @property
     def is_spent(self) -> bool:
-        return self.left <= 0
+        return self.left <= 0 or self.steps_left <= 0
 
 
 def work_of(num_servers: Sequence[int]) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from copy import copy
 
-from distca.planning.schedulers.placed_shards import KeySpans, PlacedShards, joined
+from distca.planning.schedulers.key_spans import KeysOnRanks, KeySpans, joined
+from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import Ints, Span, gaps, meet, with_span
 
 
@@ -15,8 +16,8 @@ class HeldKeys:
     Keys of a prefix belong to the document that has them, so that its continuations share them.
     """
 
-    def __init__(self, shards: PlacedShards) -> None:
-        self._shards = shards
+    def __init__(self, shards: PlacedShards, start: KeysOnRanks | None = None) -> None:
+        self._shards, self._start = shards, start
         self._held: dict[int, KeySpans] = {}  # document -> who holds its own keys, if asked for
 
     def copy(self) -> HeldKeys:
@@ -62,7 +63,10 @@ class HeldKeys:
     def _own(self, document: int) -> KeySpans:
         """Returns the ranks that have keys of a document, without those of its prefix."""
         if document not in self._held:
-            self._held[document] = dict(self._shards.held_at_home(document))
+            start = self._shards.held_at_home(document)
+            if self._start is not None:
+                start = self._start.of(document) or start
+            self._held[document] = dict(start)
         return self._held[document]
 
     def _take(self, document: int, rank: int, keys: Span) -> list[tuple[int, list[Span], Span]]:

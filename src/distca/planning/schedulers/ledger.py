@@ -4,32 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
-from functools import cache
-from heapq import nlargest
-from typing import NamedTuple
+from functools import partial
 
 import numpy as np
 
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.held_keys import HeldKeys
-from distca.planning.schedulers.loads import Headroom, Loads
+from distca.planning.schedulers.key_spans import KeysOnRanks
+from distca.planning.schedulers.loads import Loads
 from distca.planning.schedulers.placed_shards import PlacedShards
-from distca.planning.schedulers.requests import HeldSpans, KeySources, Requests, Targets
-from distca.planning.spans import Floats, Ints, Span, as_ints
+from distca.planning.spans import Bools, Ints, as_ints
 from distca.planning.tasks import Tasks
+from distca.planning.traffic import traffic
 
-NUM_SOURCES = 4  # owners of a document whose sent bytes limit a cut, the busiest; 2 do as well
 MARGIN = 0.002  # by which estimates of the load are lowered: a tenth of the default tolerance
-INSIDE_NODE = 0.125  # weight of a byte inside a node: NVLink is about 8 times as fast as a NIC
-
-
-class Request(NamedTuple):
-    """Servers that should take all of a shard but a load that may stay at home."""
-
-    shard: int
-    keep: int
-    servers: list[Headroom]
-    half: int = 0  # see ``requests.Requests``
 
 
 class Ledger:
@@ -100,78 +88,6 @@ class Ledger:
     def unmoved(self, shards: Ints) -> Ints:
         """Returns those shards of which nothing was moved."""
         return shards[~self._moved[shards]]
-
-    def requests(self, wanted: Sequence[Request], num_slots: int) -> Requests:
-        """Describes shards and servers of requests, all together.
-
-        num_slots: the most servers that a request may have.
-        """
-        shards, placement = self.shards, self.problem.placement
-        number = [request.shard for request in wanted]
-        empty = Headroom(0, -1)
-        slots = ([empty] * (num_slots - len(r.servers)) + r.servers for r in wanted)
-        # One flat list takes a third of the time that nested ones take.
-        flat = as_ints([number for row in slots for headroom in row for number in headroom])
-        headroom, server = flat.reshape(len(wanted), num_slots, 2).transpose(2, 1, 0)[..., None]
-        home = placement.worker[number, None]
-        start, stop = placement.start[number, None], placement.stop[number, None]
-        sources = [np.arange(len(number))[:, None], home, start, stop]
-        other_owners = cache(self._other_owners)  # several requests are for the same shard
-        others = [
-            (row, worker, *span)
-            for row, shard in enumerate(number)
-            for worker, span in other_owners(shard)
-        ]
-        row, worker, start, stop = (
-            np.concatenate([column, more[:, None]])
-            for column, more in zip(sources, as_ints(others).reshape(-1, 4).T, strict=True)
-        )
-        row = row[:, 0]
-        return Requests(
-            shards=shards.cuttable(number),
-            number=number,
-            half=as_ints([request.half for request in wanted])[:, None],
-            keep=as_ints([request.keep for request in wanted])[:, None],
-            targets=Targets(
-                server,
-                headroom,
-                np.where(server < 0, 0, self.free_bytes[server]),
-                self.received[server],
-                self._byte_weight(server, home),
-            ),
-            sources=KeySources(
-                row, worker, start, stop, self.sent[worker], self._byte_weight(worker, home[row])
-            ),
-            held=self._held(wanted, num_slots),
-        )
-
-    def _byte_weight(self, rank: Ints, home: Ints) -> Floats:
-        """Returns what a byte between two ranks counts."""
-        node = self.problem.devices.node
-        return np.where((node[rank] == node[home]) & self.shards.several_nodes, INSIDE_NODE, 1.0)
-
-    def _other_owners(self, shard: int) -> list[tuple[int, Span]]:
-        """Returns the other shards of the document whose workers send the most."""
-        shards = self.shards
-        if shards.is_document[shard]:
-            return []
-        own, sent = (shards.home[shard], shards.span(shard)), self.sent.tolist()
-        owners = shards.owners(shards.document[shard]).items()
-        others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
-        return nlargest(NUM_SOURCES - 1, others, key=lambda other: sent[other[0]])
-
-    def _held(self, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
-        """Returns the keys that servers of requests hold; of whole documents only home has any."""
-        held_keys = cache(self.keys.held)
-        held = [
-            (num_slots - len(request.servers) + index, row, *span)
-            for row, request in enumerate(wanted)
-            if not self.shards.is_document[request.shard]
-            for index, (_, server) in enumerate(request.servers)
-            for span in held_keys(self.shards.document[request.shard], server)
-        ]
-        slot, row, start, stop = as_ints(held).reshape(-1, 4).T
-        return HeldSpans(slot, row, start[:, None], stop[:, None])
 
     def move(self, moves: Sequence[tuple[int, list[Piece]]]) -> None:
         """Moves pieces of shards to their servers; the rest of each shard stays at home.
@@ -244,6 +160,24 @@ class Ledger:
         self.loads.move(load, home, server)
         self.server[shard], self._moved[shard] = server, True
 
+    def send_to_keys(self, shards: Ints, server: Ints) -> None:
+        """Moves many shards at once, each as a whole. None of them is a whole document.
+
+        Only what is sent, and who has which keys, is counted here.
+        """
+        problem, cut = self.problem, ~self.shards.is_document
+        count = partial(
+            traffic, placement=problem.placement, shape=problem.shape, node=problem.devices.node
+        )
+        at_home = not self._moved[cut].any()
+        before = self.shards.traffic_at_home if at_home else count(self.tasks(cut))
+        self.server[shards], self._moved[shards] = server, True
+        tasks = self.tasks(cut)
+        after = count(tasks)
+        self.sent += after.send - before.send
+        self.received += after.recv - before.recv
+        self.keys = HeldKeys(self.shards, KeysOnRanks.of_tasks(tasks, problem))
+
     def move_documents(self, documents: Ints, server: Ints) -> None:
         """Moves many shards at once that are whole documents, each to its server."""
         placement, shape = self.problem.placement, self.problem.shape
@@ -288,11 +222,13 @@ class Ledger:
         np.add.at(self.sent, source, num_bytes)
         np.add.at(self.received, target, num_bytes)
 
-    def tasks(self) -> Tasks:
-        """Returns the tasks of all shards, cut and uncut."""
+    def tasks(self, among: Bools | None = None) -> Tasks:
+        """Returns the tasks of all shards, cut and uncut, or of some of them."""
         p = self.problem.placement
         pieces = np.concatenate([as_ints([[]] * 4), *self._pieces], axis=1)
         uncut = np.delete(np.arange(len(p.document)), pieces[0])
         whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self.server[uncut]])
         rows = np.concatenate([whole, pieces], axis=1)
+        if among is not None:
+            rows = rows[:, among[rows[0]]]
         return Tasks.build(p, self.problem.reach, rows)

@@ -12,9 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import NO_RANK, NOT_LOOKED_AT, PlacedShards
-from distca.planning.spans import Ints, Spans, overlaps
+from distca.planning.spans import Ints, Spans, as_ints, overlaps
+from distca.planning.traffic import num_keys_on
 
 
 class Moves(NamedTuple):
@@ -46,8 +48,13 @@ def move_to_keys(ledger: Ledger, moves: Moves, max_adopted: float) -> None:
     heaviest_load: list[int] = shards.load[heaviest].tolist()
     most_adopted: list[float] = (max_adopted * loads.capacity).tolist()
     homes, moving = placement.worker[moves.shard].tolist(), shards.load[moves.shard].tolist()
-    columns = (column.tolist() for column in moves)
-    for saved_bytes, shard, rank, home, load in zip(*columns, homes, moving, strict=True):
+    memory = _memory_bytes(ledger, moves.shard)
+    free_bytes: list[int] = ledger.free_bytes.tolist()
+    moved: dict[int, int] = {}  # shard -> rank
+    columns = (column.tolist() for column in (*moves, *memory))
+    for saved_bytes, shard, rank, used, freed, home, load in zip(
+        *columns, homes, moving, strict=True
+    ):
         gain = float(saved_bytes)
         if before := loads.surplus(home):
             gain += shedding_bytes(before) - shedding_bytes(max(before - load, 0))
@@ -57,11 +64,31 @@ def move_to_keys(ledger: Ledger, moves: Moves, max_adopted: float) -> None:
         # A rank without headroom for a shard takes it if it can shed more of its heaviest one.
         if gain <= 0 or (after > 0 and (after > heaviest_load[rank] or load > most_adopted[rank])):
             continue
-        if after > 0 and ledger.is_cut(int(heaviest[rank])):
+        if after > 0 and (ledger.is_cut(int(heaviest[rank])) or int(heaviest[rank]) in moved):
             continue
-        memory_bytes = shards.memory_bytes(shards.document[shard], shards.span(shard))
-        if memory_bytes <= ledger.free_bytes[rank]:
-            ledger.move_whole(shard, rank)
+        if used <= free_bytes[rank]:
+            free_bytes[rank] -= used
+            free_bytes[home] += freed
+            loads.move(load, home, rank)
+            moved[shard] = rank
+    ledger.free_bytes[:] = free_bytes
+    if moved:
+        ledger.send_to_keys(as_ints(list(moved)), as_ints(list(moved.values())))
+
+
+def _memory_bytes(ledger: Ledger, shard: Ints) -> tuple[Ints, Ints]:
+    """[shards] Returns what shards take on another server, and keys fetched for them at home.
+
+    Both are 0 if memory is not limited.
+    """
+    problem, placement, shape = ledger.problem, ledger.problem.placement, ledger.problem.shape
+    if np.all(problem.devices.memory_bytes == UNLIMITED):
+        return np.zeros_like(shard), np.zeros_like(shard)
+    document, start, stop = placement.document[shard], placement.start[shard], placement.stop[shard]
+    first, last = problem.masks.first_key(document, start), problem.masks.last_key(document, stop)
+    num_own = num_keys_on(placement.worker[shard], Spans(document, first, last), placement)
+    used = shape.qo_bytes * (stop - start) + shape.kv_memory_bytes * (last - first)
+    return used, shape.kv_memory_bytes * (last - first - num_own)
 
 
 def may_gain(ledger: Ledger) -> Ints:

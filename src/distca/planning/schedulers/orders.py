@@ -129,7 +129,7 @@ class OrderSearch:
         answers: dict[Branch, Found | None] = {branch: None}
         while questions := _ask(answers):
             work.append(_work(questions.values()))
-            self._budget.left -= work[-1]
+            self._budget.spend(work[-1])
             answers = _answer(questions)
         return work
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -12,7 +12,8 @@ from distca.planning.costs.base import TaskCost
 from distca.planning.masks import FULL
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.cuttable import CuttableShards
-from distca.planning.spans import Bools, Ints, Span, Spans, as_ints, union
+from distca.planning.schedulers.key_spans import KeysOnRanks, KeySpans, joined
+from distca.planning.spans import Bools, Ints, Span, as_ints
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import Traffic, traffic
 
@@ -20,7 +21,6 @@ MANY_TILES = 8  # of a document, beyond which the place of a cut hardly matters
 FEW_RANKS = 32  # up to which single cuts matter; with more, differences average out
 NO_RANK, NOT_LOOKED_AT = -1, -2  # instead of a rank
 EXACT = 0.95  # share of the searches for cuts that have to end at the best one, beyond so many
-KeySpans = dict[int, list[Span]]  # rank -> disjoint spans of one document's keys
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class PlacedShards:
     is_document: Bools  # [shards] whether the shard is a whole document and shares no prefix
     home: list[int]  # [shards]
     document: list[int]  # [shards]
+    tasks_at_home: Tasks  # of shards that are not whole documents
     traffic_at_home: Traffic  # keys that documents which span workers need, if no shard moves
     several_nodes: bool
     moves_to_keys: Ints  # [2, shards] what ``moves_to_keys`` has found: saved bytes, and the worker
@@ -65,6 +66,7 @@ class PlacedShards:
             is_document=is_document,
             home=placement.worker.tolist(),
             document=placement.document.tolist(),
+            tasks_at_home=at_home,
             traffic_at_home=traffic(at_home, placement, problem.shape, node),
             several_nodes=bool(np.any(node != node[0])),
             moves_to_keys=np.full((2, len(size)), NOT_LOOKED_AT),
@@ -195,26 +197,13 @@ class PlacedShards:
         Workers fetch the keys that their shards need, and those of a prefix for continuations.
         """
         if document not in self._held:
-            (group, start, stop), workers = self._keys_at_home, self.problem.placement.num_workers
-            rows = slice(*group.searchsorted([document * workers, (document + 1) * workers]))
-            held: KeySpans = {}
-            columns = (column[rows].tolist() for column in (group, start, stop))
-            for one, low, high in zip(*columns, strict=True):
-                held.setdefault(one % workers, []).append((low, high))
+            held = self._keys_at_home.of(document)
             self._held[document] = held or self.homes(document)  # a whole document fetches none
         return self._held[document]
 
     @cached_property
-    def _keys_at_home(self) -> Spans:
-        """The keys of shards that are not whole documents; groups are (document, worker)."""
-        placement, masks = self.problem.placement, self.problem.masks
-        shard = np.flatnonzero(~self.is_document)
-        document = placement.document[shard]
-        first = masks.first_key(document, placement.start[shard])
-        last = masks.last_key(document, placement.stop[shard])
-        number, keys = placement.prefixes.owned(Spans(document, first, last))
-        group = keys.group * placement.num_workers + placement.worker[shard[number]]
-        return union(Spans(group, keys.start, keys.stop))
+    def _keys_at_home(self) -> KeysOnRanks:
+        return KeysOnRanks.of_tasks(self.tasks_at_home, self.problem)
 
     def homes_of(self, document: int, keys: Span) -> tuple[Ints, Ints]:
         """Returns where some of the document's own tokens live: workers, and how many on each.
@@ -269,18 +258,3 @@ class PlacedShards:
         first, last = self.keys_needed(document, queries)
         shape = self.problem.shape
         return (queries[1] - queries[0]) * shape.qo_bytes + (last - first) * shape.kv_memory_bytes
-
-
-def joined(parts: Iterable[tuple[KeySpans, Span]]) -> KeySpans:
-    """Returns what ranks have of each part, together; parts are in order, as spans are."""
-    result: KeySpans = {}
-    for held, (low, high) in parts:
-        for rank, spans in held.items():
-            for start, stop in spans:
-                start, stop = max(start, low), min(stop, high)
-                if start < stop:
-                    before = result.setdefault(rank, [])
-                    if before and before[-1][1] == start:
-                        start = before.pop()[0]
-                    before.append((start, stop))
-    return result

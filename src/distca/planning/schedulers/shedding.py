@@ -9,11 +9,11 @@ next batch. Ranks share dedicated servers, which have headroom for many of them.
 import bisect
 from collections.abc import Container, Iterator, Sequence
 
-from distca.planning.schedulers.budget import Budget
+from distca.planning.schedulers.budget import RANKS, Budget
 from distca.planning.schedulers.cuts import Cut
-from distca.planning.schedulers.ledger import Ledger, Request
+from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
-from distca.planning.schedulers.questions import Found, Shedding, Wanted, evaluate
+from distca.planning.schedulers.questions import Found, Request, Shedding, Wanted, evaluate
 from distca.planning.schedulers.server_sets import fewest_servers, server_sets
 from distca.planning.schedulers.short_documents import shed_whole_documents
 from distca.planning.schedulers.taken_servers import TakenServers, may_share
@@ -65,10 +65,13 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int], budget: Budget) -> Shedd
             if waiting[rank] > MAX_SPARE:
                 stuck.append(rank)
     ledger.move(moves)
+    many = ledger.problem.devices.num_ranks > RANKS
     for rank in stuck:
         if budget.is_spent:
             break
-        if (yield from _shed_some(ledger, int(ledger.uncut(rank)[0]))):
+        if many:  # each would take an evaluation, and single moves do as well
+            del waiting[rank]
+        elif (yield from _shed_some(ledger, int(ledger.uncut(rank)[0]))):
             waiting[rank] = 0
         elif not moves:
             del waiting[rank]
