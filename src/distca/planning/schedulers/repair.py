@@ -52,8 +52,9 @@ def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float
         shard = placement.shard_of(tasks.document, tasks.q_start)
         rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])  # as in ``Tasks.build``
         while moves_left > 0 and devices.imbalance(load) > 1.0 + problem.tolerance:
-            pieces = _pieces(problem, documents, rows, int(np.argmax(devices.finish_ps(load))))
-            moves = _best_move(problem, pieces, rows, load)
+            finish = devices.finish_ps(load)
+            pieces = _pieces(problem, documents, rows, int(finish.argmax()))
+            moves = _best_move(problem, pieces, rows, load, finish)
             moves = moves or _moves_that_make_room(problem, documents, pieces, rows, load)
             if not moves:
                 break
@@ -99,13 +100,14 @@ def _pieces(problem: Problem, documents: DocumentLoads, rows: Ints, rank: int) -
     return _Pieces(rank, mine[task], document[task], low, high, load, freed)
 
 
-def _best_move(problem: Problem, pieces: _Pieces, rows: Ints, load: Ints) -> list[_Move]:
+def _best_move(
+    problem: Problem, pieces: _Pieces, rows: Ints, load: Ints, finish: Ints
+) -> list[_Move]:
     """Returns the move after which the later of the two ranks is earliest, or none if none helps.
 
     Of those that are within the bound, it is the one with the fewest bytes.
     """
     devices, worst = problem.devices, pieces.rank
-    finish = devices.finish_ps(load)
     servers, num_pieces = _servers(devices, finish), len(pieces.row)
     taken = [devices.finish_ps(load[server] + pieces.added_load, server) for server in servers]
     later = np.maximum(devices.finish_ps(load[worst] - pieces.freed_load, worst), taken).ravel()

@@ -1,12 +1,13 @@
 """Which servers are asked to take a load together."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
 
 NUM_HOLDERS = 3  # servers with keys of the document that are tried (docs/planning.md)
+MANY_HOLDERS = 0.25  # of all servers with headroom, among which some are then found at once
 
 
 def server_sets(
@@ -20,22 +21,26 @@ def server_sets(
     shards, loads, home = ledger.shards, ledger.loads, ledger.shards.home[shard]
     sets = [fewest_servers(loads.headrooms, load, spare=spare, without=reserved)]
     if not shards.is_document[shard]:
-        keys, document = ledger.keys, shards.document[shard]
-        possible = [
-            Headroom(headroom, server)
-            for server in keys.possible_holders(document)
-            if (headroom := loads.headroom(server)) > 0 and server != home
-        ]
-        holders = (
-            one for one in sorted(possible, reverse=True) if keys.holds(document, one.server)
-        )
-        for holder in islice(holders, NUM_HOLDERS):
+        for holder in islice(_holders(ledger, shard), NUM_HOLDERS):
             if holder.server not in reserved:
                 sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
     if shards.several_nodes:
         near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
         sets.append(fewest_servers(near, load, spare=spare, without=reserved))
     return [one for index, one in enumerate(sets) if one and one not in sets[:index]]
+
+
+def _holders(ledger: Ledger, shard: int) -> Iterator[Headroom]:
+    """Yields the servers that have keys of a shard's document, the largest headroom first."""
+    keys, loads, home = ledger.keys, ledger.loads, ledger.shards.home[shard]
+    document = ledger.shards.document[shard]
+    possible, largest = keys.possible_holders(document), reversed(loads.headrooms)
+    if len(possible) < MANY_HOLDERS * len(loads.headrooms):  # sorting these takes less time
+        some = [Headroom(loads.headroom(server), server) for server in possible]
+        largest = iter(sorted((one for one in some if one.load > 0), reverse=True))
+    for one in largest:
+        if one.server != home and one.server in possible and keys.holds(document, one.server):
+            yield one
 
 
 def fewest_servers(
