@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -11,6 +13,7 @@ from recorded import Collectives, Events, RecordedAttention
 from runtime.bodies import Case, context_of
 from torch import Tensor
 
+from distca.attention.overlap import AsyncAttention, SlotAttention
 from distca.data.documents import Batch
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.model.initialize import initialize
@@ -85,6 +88,26 @@ def counted_step(group: dist.ProcessGroup, case: Case, batch: Batch) -> tuple[in
     with Collectives() as collectives:
         runner.train(model, step)
     return len(model.seams), collectives.counts
+
+
+def uses_prepared_plans(group: dist.ProcessGroup, case: Case, batch: Batch) -> bool:
+    """Whether the layers of a step use the very plans that were prepared, and no copies."""
+    context, used = context_of(case.parallel), []
+    model = on_meta(case.config)
+    parallelize(model, context, Precision())
+    initialize(model, seed=0)
+    runner, step = StepRunner.of(context, backend="sdpa"), Step.of(case.planner(), batch)
+    prepared = runner.prepare(step.plan)
+    dispatch = SlotAttention.__call__
+
+    def recorded(attention: SlotAttention, layer: int, *others: Any) -> AsyncAttention:
+        used.append(dispatch(attention, layer, *others))
+        return used[-1]
+
+    with patch.object(SlotAttention, "__call__", recorded):
+        runner.train(model, step, prepared)
+    known = {id(plan) for tick in prepared for slot in tick for plan in slot}
+    return len(used) == case.config.layers and {id(one.plan) for one in used} <= known
 
 
 def _record_linear(seam: Seam, positions: Sequence[Tensor], events: Events) -> None:

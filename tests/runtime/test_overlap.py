@@ -6,7 +6,7 @@ import pytest
 from ranks import World
 from recorded import exposed
 from runtime.bodies import TINY, Case, batch_of
-from runtime.recording import operations, recorded_step
+from runtime.recording import operations, recorded_step, uses_prepared_plans
 
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import BACKWARD, FORWARD
@@ -43,3 +43,8 @@ def test_a_server_runs_the_same_program_without_linear_layers(world: World) -> N
         for events, program in zip(ticks, PROGRAMS, strict=True):
             mine = [op for op in program if rank < 2 or op[0] != "linear"]
             assert operations(events) == mine
+
+
+def test_fsdp_does_not_copy_plans(world: World) -> None:
+    """It walks through the arguments of a seam, which takes longer the more documents there are."""
+    assert all(world(2).run(uses_prepared_plans, Case(MeshShape(dp=2)), BATCH, ranks=2))

@@ -27,7 +27,6 @@ that all three nodes run even if only the sinks have a gradient.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,15 +41,17 @@ from distca.dispatch.latent import Latent
 from distca.dispatch.ranges import place
 
 
-@dataclass(frozen=True)
 class SlotAttention:
     """The attention of a stage's layers in one tick, which the model calls layer by layer.
+
+    It is no dataclass, because it is an argument of modules that FSDP shards: FSDP looks for
+    tensors in dataclasses, and would copy all plans with all their spans at every seam.
 
     slots: [layers][halves] the prepared plans, beginning with that of ``first_layer``.
     """
 
-    slots: Sequence[Sequence[PreparedPlan]]
-    first_layer: int
+    def __init__(self, slots: Sequence[Sequence[PreparedPlan]], first_layer: int) -> None:
+        self.slots, self.first_layer = slots, first_layer
 
     def __call__(self, layer: int, half: int, q: Tensor, k: Tensor, v: Tensor) -> "AsyncAttention":
         """Dispatches one layer and half."""

@@ -19,6 +19,7 @@ from distca.data.loader import Loader
 from distca.dispatch.background import DaemonExecutor, on_this_stream
 from distca.pipeline.step_plan import Half, StepPlan
 from distca.pipeline.step_planner import StepPlanner
+from distca.planning.spans import expand
 from distca.runtime.prepared import PreparedTicks
 
 Prepare = Callable[[StepPlan], PreparedTicks]
@@ -48,21 +49,22 @@ class Step:
 
     def rows(self, half: Half, worker: int) -> TokenRows:
         """Packs the tokens of one worker of a stage; filler documents are zeros without labels."""
-        placement = half.placement
-        shards = [np.zeros((4, 0), np.int64)]
-        for shard in np.flatnonzero(placement.worker == worker).tolist():
-            number = int(placement.document[shard])
-            span = slice(int(placement.start[shard]), int(placement.stop[shard]))
-            size = span.stop - span.start
-            tokens, labels = np.zeros(size, np.int64), np.full(size, IGNORE)
-            if number < len(half.members):
-                document = self.batch.documents[int(half.members[number])]
-                own = slice(span.start - document.prefix, span.stop - document.prefix)
-                tokens, labels = document.tokens[own], document.labels[own]
-            positions = np.arange(span.start, span.stop)
-            lengths = np.full(size, placement.lengths[number])
-            shards.append(np.stack([tokens, positions, labels, lengths]))
-        return TokenRows(*torch.from_numpy(np.concatenate(shards, axis=1)))
+        placement, members = half.placement, half.members.tolist()
+        shard = np.flatnonzero(placement.worker == worker)
+        number, start, stop = (
+            column[shard] for column in (placement.document, placement.start, placement.stop)
+        )
+        size = stop - start
+        positions, lengths = expand(start, size), np.repeat(placement.lengths[number], size)
+        tokens, labels = np.zeros_like(positions), np.full_like(positions, IGNORE)
+        # There may be thousands of shards, and the device waits for the first rows of a step.
+        columns = (column.tolist() for column in (number, start, stop, np.cumsum(size)))
+        for one, low, high, end in zip(*columns, strict=True):
+            if one < len(members):
+                document, here = self.batch.documents[members[one]], slice(end - high + low, end)
+                own = slice(low - document.prefix, high - document.prefix)
+                tokens[here], labels[here] = document.tokens[own], document.labels[own]
+        return TokenRows(*map(torch.from_numpy, (tokens, positions, labels, lengths)))
 
 
 @dataclass(frozen=True, eq=False)
