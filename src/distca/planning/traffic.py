@@ -187,8 +187,12 @@ def _moved_keys(needs: Spans, placement: Placement, node: Ints) -> _MovedKeys:
     """
     count = max(placement.num_documents, 1)
     server, document = np.divmod(needs.group, count)
-    shards = placement.spans  # by document
-    worker = placement.worker[placement.by_document]
+    # Most documents are whole on one worker, and the scheduler counts the others alone.
+    is_needed = np.zeros(count, bool)
+    is_needed[document] = True
+    some = np.flatnonzero(is_needed[placement.spans.group])
+    shards = Spans(*(column[some] for column in placement.spans))  # by document
+    worker = placement.worker[placement.by_document[some]]
     order = np.argsort(worker * count + shards.group, kind="stable")
     own = Spans((worker * count + shards.group)[order], shards.start[order], shards.stop[order])
     met = overlaps(needs, own)

@@ -37,7 +37,7 @@ def _deviations(machines: Record) -> str:
         for what, key in (("kernels", "jitter"), ("transfers", "link_jitter"))
         if machines[key]
     ]
-    if share := machines.get("transfer_sms"):  # records of earlier versions have none
+    if share := machines["transfer_sms"]:
         words.append(f"transfers occupy {_share(share)} of the SMs")
     words += [f"GPU {gpu} at {speed:g} x speed" for gpu, speed in machines["slow"].items()]
     if machines["slow"] and not machines["known"]:

@@ -226,9 +226,10 @@ class Ledger:
         """Returns the tasks of all shards, cut and uncut, or of some of them."""
         p = self.problem.placement
         pieces = np.concatenate([as_ints([[]] * 4), *self._pieces], axis=1)
-        uncut = np.delete(np.arange(len(p.document)), pieces[0])
-        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self.server[uncut]])
-        rows = np.concatenate([whole, pieces], axis=1)
+        is_uncut = np.ones(len(p.document), bool) if among is None else among.copy()
+        is_uncut[pieces[0]] = False
+        uncut = np.flatnonzero(is_uncut)
         if among is not None:
-            rows = rows[:, among[rows[0]]]
-        return Tasks.build(p, self.problem.reach, rows)
+            pieces = pieces[:, among[pieces[0]]]
+        whole = np.stack([uncut, p.start[uncut], p.stop[uncut], self.server[uncut]])
+        return Tasks.build(p, self.problem.reach, np.concatenate([whole, pieces], axis=1))
