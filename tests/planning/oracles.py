@@ -18,6 +18,7 @@ import numpy.typing as npt
 from strategies import KV_BYTES, Q_BYTES, Batch, Entry
 
 from distca.planning.costs.choice import cost_model
+from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 
 Token = tuple[int, int]
@@ -73,6 +74,14 @@ def planned(batch: Batch, **changes: Any) -> Plan | None:
         if "memory_bytes" not in batch.options or "memory" not in str(error):
             raise
         return None
+
+
+def owner_of(placement: Placement, document: int, key: int) -> int:
+    """Returns the document that has a key of a document, which may lie in its prefix."""
+    prefixes = placement.prefixes
+    while key < prefixes.length[document]:
+        document = int(prefixes.parent[document])
+    return document
 
 
 def shards_of(ranks: Sequence[Sequence[Entry]]) -> list[list[Shard]]:

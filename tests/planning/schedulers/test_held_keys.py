@@ -2,7 +2,7 @@
 
 from attention.test_prefixes import tree_plans
 from hypothesis import given
-from planning.oracles import planned
+from planning.oracles import owner_of, planned
 from strategies import Batch, batches
 
 from distca.planning.options import PlanOptions
@@ -16,14 +16,12 @@ Key = tuple[int, int, int]  # worker, document that has the token, position
 
 def keys_at_home(problem: Problem) -> set[Key]:
     """Returns the keys that the queries of every worker need, one by one."""
-    prefixes, keys = problem.placement.prefixes, set()
-    for worker, document, start, stop in problem.placement.shards():
-        for position in range(*problem.masks.keys_needed(document, (start, stop))):
-            owner = document
-            while position < prefixes.length[owner]:
-                owner = int(prefixes.parent[owner])
-            keys.add((worker, owner, position))
-    return keys
+    placement = problem.placement
+    return {
+        (worker, owner_of(placement, document, position), position)
+        for worker, document, start, stop in placement.shards()
+        for position in range(*problem.masks.keys_needed(document, (start, stop)))
+    }
 
 
 def check(shards: PlacedShards) -> None:

@@ -3,15 +3,17 @@
 import numpy as np
 from attention.test_prefixes import tree_plans
 from hypothesis import given
-from planning.oracles import planned
+from planning.oracles import owner_of, planned
+from planning.test_traffic import sent_and_received
 from strategies import Batch, batches
 
 from distca.planning.options import PlanOptions
+from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.problem import Problem
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
-from distca.planning.schedulers.moves_to_keys import possible_moves
+from distca.planning.schedulers.moves_to_keys import may_gain, move_to_keys, possible_moves
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import as_ints
 from distca.planning.tasks import Tasks
@@ -73,51 +75,45 @@ def check_all_at_once(shards: PlacedShards, moves: list[tuple[int, int]]) -> Non
     shard, server = as_ints(moves).reshape(-1, 2).T
     ledger.send_to_keys(shard, server)
     tasks = ledger.tasks()
-    sent, received = np.zeros((2, problem.devices.num_ranks), np.int64)
     flow = flows(tasks, problem.placement, problem.shape, backward=False)
-    for sender, receiver, num_bytes in (
-        (flow.source, flow.target, flow.out),
-        (flow.target, flow.source, flow.back),
-    ):
-        np.add.at(sent, sender, num_bytes)
-        np.add.at(received, receiver, num_bytes)
+    sent, received = sent_and_received(flow, problem.devices.num_ranks)
     np.testing.assert_array_equal(ledger.sent, sent)
     np.testing.assert_array_equal(ledger.received, received)
     held = {
         (rank, document, key)
-        for document, length in enumerate(problem.placement.lengths.tolist())
+        for document in range(problem.placement.num_documents)
         for rank in range(problem.devices.num_ranks)
         for span in ledger.keys.held(document, rank)
         for key in range(*span)
-        if key < length
     }
-    assert held == keys_with_prefixes(problem, tasks)
+    assert held == keys_with_prefixes(problem.placement, tasks)
 
 
-def keys_with_prefixes(problem: Problem, tasks: Tasks) -> set[tuple[int, int, int]]:
+def keys_with_prefixes(placement: Placement, tasks: Tasks) -> set[tuple[int, int, int]]:
     """Returns (rank, document, key) that ranks have: those of their tasks, and their own."""
-    prefixes, own = problem.placement.prefixes, set()
-    spans = list(zip(tasks.server, tasks.document, tasks.kv_start, tasks.kv_stop, strict=True))
-    spans += [(w, d, start, stop) for w, d, start, stop in problem.placement.shards()]
+    columns = (tasks.server, tasks.document, tasks.kv_start, tasks.kv_stop)
+    spans = [*placement.shards(), *zip(*(column.tolist() for column in columns), strict=True)]
+    on_ranks: dict[tuple[int, int], set[int]] = {}  # (owner, key) -> ranks
     for rank, document, start, stop in spans:
         for key in range(start, stop):
-            owner = document
-            while key < prefixes.length[owner]:
-                owner = int(prefixes.parent[owner])
-            own.add((int(rank), int(owner), key))
-
-    def owner_of(document: int, key: int) -> int:
-        while key < prefixes.length[document]:
-            document = int(prefixes.parent[document])
-        return document
-
+            on_ranks.setdefault((owner_of(placement, document, key), key), set()).add(rank)
     return {
         (rank, document, key)
-        for rank in range(problem.devices.num_ranks)
-        for document, length in enumerate(problem.placement.lengths.tolist())
+        for document, length in enumerate(placement.lengths.tolist())
         for key in range(length)
-        if (rank, owner_of(document, key), key) in own
+        for rank in on_ranks[owner_of(placement, document, key), key]
     }
+
+
+def check_memory(shards: PlacedShards) -> None:
+    """Loads and memory after all moves are those after the same moves one by one."""
+    together, alone = Ledger(shards), Ledger(shards)
+    move_to_keys(together, possible_moves(shards, may_gain(together)), max_adopted=1.0)
+    for shard in np.flatnonzero(together.server != alone.server).tolist():
+        alone.move_whole(shard, int(together.server[shard]))
+    np.testing.assert_array_equal(together.free_bytes, alone.free_bytes)
+    np.testing.assert_array_equal(together.loads.per_rank, alone.loads.per_rank)
+    assert together.loads.headrooms == alone.loads.headrooms
 
 
 @given(batches())
@@ -125,6 +121,9 @@ def test_any_batch(batch: Batch) -> None:
     plan = planned(batch)
     if plan is not None:
         check(PlanOptions(**{"model": plan.shape} | batch.options).problem(plan.placement))
+        limited = {"model": plan.shape} | batch.options | {"memory_bytes": 1 << 40}
+        problem = PlanOptions(**limited).problem(plan.placement)
+        check_memory(PlacedShards.of(problem, problem.cost.backward))
 
 
 @given(tree_plans())

@@ -161,9 +161,9 @@ class Ledger:
         self.server[shard], self._moved[shard] = server, True
 
     def send_to_keys(self, shards: Ints, server: Ints) -> None:
-        """Moves many shards at once, each as a whole. None of them is a whole document.
+        """Moves shards as a whole, none of which is a document, and counts what is sent for all.
 
-        Only what is sent, and who has which keys, is counted here.
+        The caller has moved their loads and memory, one by one, since these decide what moves.
         """
         problem, cut = self.problem, ~self.shards.is_document
         count = partial(
