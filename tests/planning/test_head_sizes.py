@@ -65,7 +65,7 @@ def test_sizes_are_part_of_the_fingerprint() -> None:
 @pytest.mark.parametrize(
     ("sizes", "sentence"),
     [
-        ({"v_head_dim": 0}, "v_head_dim = 0: it must be a whole number, 1 or more"),
+        ({"v_head_dim": 0}, "v_head_dim = 0: it must be a whole number from 1 to 1048576"),
         ({"latent_dim": 8, "rope_dim": 6}, "latent_dim = 8 and rope_dim = 6 .* fewer than its 6"),
         ({"rope_dim": 2}, "latent_dim = 0 and rope_dim = 2 .* a latent has 1 or more elements"),
         ({"model": "deepseek-v3", "heads": None}, "model deepseek-v3 and heads are both given"),

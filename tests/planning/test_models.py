@@ -36,7 +36,7 @@ def test_grouped_heads_make_keys_lighter() -> None:
 @pytest.mark.parametrize(
     ("shape", "message"),
     [
-        ((0, 1, 8), "heads = 0 in model m: it must be a whole number, 1 or more"),
+        ((0, 1, 8), "heads = 0 in model m: it must be a whole number from 1 to 1048576"),
         ((4, 0, 8), "kv_heads = 0 in model m"),
         ((4, 4, -8), "head_dim = -8 in model m"),
         ((6, 4, 8), "6 heads over 4 kv heads in model m: heads must be a multiple"),

@@ -41,7 +41,9 @@ def _any_placement(problem: Problem, max_pairs: float) -> float:
     other_servers = np.ceil(lengths[full] ** 2 / max_pairs) - 1
     keys = float(np.sum(np.maximum(other_servers, 0) * lengths[full]))
     squares, first = (lengths[causal] + 0.5) ** 2, prefix[causal]
-    while len(squares):
+    # No document has more slices than there are ranks, unless costs per pair are far above the
+    # lowest; with fewer slices, the bound is lower and still one.
+    for _ in range(problem.devices.num_ranks):
         squares = squares - 2 * max_pairs
         left = squares > (first + 0.5) ** 2
         squares, first = squares[left], first[left]

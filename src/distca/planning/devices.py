@@ -125,8 +125,8 @@ class Devices:
         """The speeds of all ranks together, and their other work at speed 1 in picoseconds."""
         return float(np.sum(self.speed)), float(np.sum(self.speed * self.busy_ps))
 
-    def finish_ps(self, load: Ints, rank: int | slice = slice(None)) -> Ints:
-        """Returns finishing times, of each rank [ranks] or of several loads on one rank."""
+    def finish_ps(self, load: Ints, rank: int | slice | Ints = slice(None)) -> Ints:
+        """Returns finishing times, of each rank [ranks], or of loads on the ranks named."""
         finish: Ints = self.busy_ps[rank] + np.ceil(load / self._divisor[rank]).astype(np.int64)
         return finish
 

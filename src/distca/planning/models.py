@@ -37,7 +37,8 @@ class ModelShape:
             value = getattr(self, what)
             if not isinstance(value, int) or not 1 <= value <= 1 << 20:
                 raise ValueError(
-                    f"{what} = {value!r} in model {self.name}: it must be a whole number, 1 or more"
+                    f"{what} = {value!r} in model {self.name}: it must be a whole number from 1 to"
+                    f" {1 << 20}"
                 )
         if self.heads % self.kv_heads:
             raise ValueError(

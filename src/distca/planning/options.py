@@ -103,7 +103,9 @@ class PlanOptions:
             value, default = getattr(self, name), getattr(PlanOptions, name)
             whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
             if value is not default and not (whole and least <= value <= most):
-                raise ValueError(f"{name} = {value!r}: it must be a whole number, {least} or more")
+                raise ValueError(
+                    f"{name} = {value!r}: it must be a whole number from {least} to {most}"
+                )
         if self.model is not None and any(size is not None for size in self._sizes):
             name = self.model if isinstance(self.model, str) else self.model.name
             raise ValueError(f"model {name} and heads are both given: give one of them")

@@ -301,7 +301,7 @@ def changed(**values: object) -> dict[str, object]:
         (changed(keys=["a", "b"]), "not usable"),
         (
             changed(forward_tflops=[[0, 200], [150, 300], [400, 500]]),
-            "must be finite and above zero",
+            "a rate in TFLOP/s = 0: it must be from",
         ),
         (changed(forward_tflops=[[None, None], [150, 300], [400, 500]]), "there is no rate for 64"),
         (changed(forward_tflops=[[1, 2], [3]]), "not usable"),
@@ -321,7 +321,12 @@ def test_a_bad_profile_is_one_clear_sentence(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", r"is not JSON"), ("[1, 2]", "is not a JSON object"), ("", "is not JSON")],
+    [
+        ("{", r"is not JSON"),
+        ("[1, 2]", "is not a JSON object"),
+        ("", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+    ],
 )
 def test_a_file_that_is_no_profile_is_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "profile.json"

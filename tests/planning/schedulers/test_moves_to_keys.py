@@ -1,16 +1,19 @@
 """Shards that move to their keys: what is found for all shards at once, compared with a loop."""
 
+from unittest.mock import patch
+
 import numpy as np
 from attention.test_prefixes import tree_plans
 from hypothesis import given
 from planning.oracles import owner_of, planned
 from planning.test_traffic import sent_and_received
-from strategies import Batch, batches
+from strategies import Batch, Entry, batches
 
 from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.problem import Problem
+from distca.planning.schedulers import key_holders
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.moves_to_keys import may_gain, move_to_keys, possible_moves
@@ -41,6 +44,12 @@ def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
 
 
 def check(problem: Problem) -> None:
+    check_with(problem)
+    with patch.object(key_holders, "MANY_SHARDS", 1):  # keys of all documents counted in tables
+        check_with(problem)
+
+
+def check_with(problem: Problem) -> None:
     shards = PlacedShards.of(problem, problem.cost.backward)
     serves = problem.devices.speed[problem.placement.worker] > 0
     fetches = np.flatnonzero((problem.placement.start > 0) & serves)
@@ -129,3 +138,20 @@ def test_any_batch(batch: Batch) -> None:
 @given(tree_plans())
 def test_shared_prefixes(plan: Plan) -> None:
     check(PlanOptions(model=plan.shape).problem(plan.placement))
+
+
+def test_documents_that_are_dealt_over_many_ranks() -> None:
+    """A head and a tail of each on every rank, with keys of two tiles or of all of them."""
+    num_ranks, tile = 40, 4
+    held: list[list[Entry]] = [
+        [
+            {"document": document, "start": tile * slot, "stop": tile * (slot + 1)}
+            for document in range(2)
+            for slot in (rank, 2 * num_ranks - 1 - rank)
+        ]
+        for rank in range(num_ranks)
+    ]
+    placement = Placement.from_ranks(held)
+    assert np.bincount(placement.document).min() >= key_holders.MANY_SHARDS
+    for mask in ("causal", f"window:{2 * tile + 1}", "full"):
+        check_with(PlanOptions(model="llama3-8b", mask=mask).problem(placement))

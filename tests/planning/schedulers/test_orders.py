@@ -304,7 +304,7 @@ def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None
     few, many = (
         [
             Budget.of(placed([[tokens]] * ranks, "pairs").problem)
-            for ranks in (budget.RANKS, 4 * budget.RANKS)
+            for ranks in (budget.MANY_RANKS, 4 * budget.MANY_RANKS)
         ]
         for tokens in (1024, 65536)
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,9 +25,10 @@ MODEL = "llama3-8b"
     ranks=st.integers(2, 9),
     cost=st.sampled_from(COSTS),
     mask=st.sampled_from(MASKS),
+    many_ranks=st.sampled_from([1, repairs.MANY_RANKS]),
 )
 def test_moves_lower_the_imbalance_or_change_nothing(
-    lengths: list[int], ranks: int, cost: str, mask: str
+    lengths: list[int], ranks: int, cost: str, mask: str, many_ranks: int
 ) -> None:
     placement = Placement.in_order(np.array(lengths), ranks)
     problem = PlanOptions(model=MODEL, cost=cost, mask=mask).problem(placement)
@@ -35,7 +38,8 @@ def test_moves_lower_the_imbalance_or_change_nothing(
         load = tasks.load_ps(placement, problem.reach, problem.cost.backward, ranks)
         return problem.devices.imbalance(load)
 
-    repaired, stated = repairs.repair(problem, problem.cost.backward, tasks)
+    with patch.multiple(repairs, MANY_RANKS=many_ranks, RANKS_A_MOVE=2):
+        repaired, stated = repairs.repair(problem, problem.cost.backward, tasks)
     assert stated == imbalance(repaired)
     assert stated < imbalance(tasks) or repaired is tasks
     assert int((repaired.q_stop - repaired.q_start).sum()) == sum(lengths)
@@ -80,14 +84,53 @@ def test_pieces_that_become_one_again_are_not_cut_anew(monkeypatch: pytest.Monke
     # Merging raises the load here, so that the same moves would be made again and again.
     lengths = [797, 3977, 519, 4052, 579, 936, 16384, 7663, 5981, 1301, 16384, 3699, 1224, 950]
     placement = Placement.in_order(np.array([*lengths, 1912, 1561]), 48)
-    moves, best_move = [], repairs._best_move
+    moves, best_moves = [], repairs.best_moves
 
     def counted(*arguments: object) -> object:
-        moves.append(best_move(*arguments))  # type: ignore[arg-type]
+        moves.append(best_moves(*arguments))  # type: ignore[arg-type]
         return moves[-1]
 
-    monkeypatch.setattr(repairs, "_best_move", counted)
+    monkeypatch.setattr(repairs, "best_moves", counted)
     policy = policy_of("distca", "balanced")
     plan = place_and_plan(placement, policy, model=MODEL, cost="h200", mask="window:512")
     assert plan.meets_bound
     assert len(moves) <= 16
+
+
+@pytest.mark.parametrize("speed", [None, [1.0, 0.5] * 64])
+def test_the_slowest_of_many_ranks_move_tasks_at_the_same_time(
+    speed: list[float] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement = Placement.from_ranks([*[[2048, 1536, 1024]] * 8, *[[1024, 512]] * 120])
+    options = PlanOptions(model=MODEL, cost="pairs", speed=speed, tolerance=0.05)
+    problem = options.problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    rounds, next_moves = [], repairs._next_moves
+
+    def counted(*arguments: object) -> list[object]:
+        rounds.append(next_moves(*arguments))  # type: ignore[arg-type]
+        return list(rounds[-1])
+
+    monkeypatch.setattr(repairs, "_next_moves", counted)
+    repaired, imbalance = repairs.repair(problem, problem.cost.backward, tasks)
+    assert imbalance <= 1.05
+    assert int(repaired.queries.sum()) == int(placement.lengths.sum())
+    several = [moves for moves in rounds if len(moves) > 1]
+    assert max(map(len, several)) == 8  # one in 16 ranks
+    for moves in several:
+        assert len({move.server for move in moves}) == len(moves)
+        assert len({move.row for move in moves}) == len(moves)
+    num_rounds = len(rounds)
+    monkeypatch.setattr(repairs, "MANY_RANKS", 128)
+    _, one_by_one = repairs.repair(problem, problem.cost.backward, tasks)
+    assert one_by_one <= 1.05
+    assert len(rounds) - num_rounds > 3 * num_rounds
+
+
+def test_the_slowest_rank_is_looked_at_wherever_rounding_puts_the_bound() -> None:
+    placement = Placement.from_ranks([[256], [256]])
+    problem = PlanOptions(model=MODEL, cost="pairs").problem(placement)
+    rows = np.array([[0, 1], [0, 0], [256, 256], [0, 1]])
+    loads = problem.document_loads(problem.cost.backward.ps)
+    load = loads.load(np.arange(2), rows[1], rows[2])
+    assert repairs._next_moves(problem, loads, rows, load) == []  # both finish at the mean

@@ -7,7 +7,6 @@ explains it.
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
@@ -31,6 +30,14 @@ SETTING = (
     "queries", "keys", "tile", "versions",
 )  # fmt: skip
 _PROFILES = resources.files("distca.planning.costs") / "profiles"
+# From slow CPUs to far above all GPUs. Beyond these limits, units are mistaken, and costs overflow.
+TFLOPS = (1e-4, 1e6)
+LIMITS = {
+    "linear_tflops": TFLOPS,
+    "sustained": (0.01, 1.0),
+    "copy_bytes_per_s": (1e6, 1e16),
+    "tile": (1, 1 << 16),
+}
 Rates = tuple[tuple[float | None, ...], ...]  # TFLOP/s, a row for each query count
 Direction = Literal["forward", "backward"]
 
@@ -108,14 +115,11 @@ class Profile:
                     f"rates of shape {shape} for {len(self.queries)} x {len(self.keys)} shapes of"
                     " tasks: give one row per query count and one column per key count"
                 )
-            if any(rate is not None and not _is_rate(rate) for row in rates for rate in row):
-                raise ValueError("rates must be finite and above zero")
-        for what in ("linear_tflops", "sustained", "copy_bytes_per_s"):
-            rate = getattr(self, what)
-            if rate is not None and not _is_rate(rate):
-                raise ValueError(f"{what} = {rate}: it must be finite and above zero")
-        if self.tile < 1:
-            raise ValueError(f"tile = {self.tile}: a tile has one row or more")
+            for rate in (rate for row in rates for rate in row if rate is not None):
+                _check_within(TFLOPS, "a rate in TFLOP/s", rate)
+        for what, (least, most) in LIMITS.items():
+            if (value := getattr(self, what)) is not None:
+                _check_within((least, most), what, value)
 
     @property
     def missing(self) -> list[tuple[int, int]]:
@@ -162,7 +166,7 @@ class Profile:
         source = _PROFILES / f"{name}.json" if is_shipped(name) else Path(name)
         try:
             record = json.loads(source.read_text())
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"profile {name} is not JSON: {error}") from None
         if not isinstance(record, dict):
             raise ValueError(f"profile {name} is not a JSON object: see docs/profile.md")
@@ -222,8 +226,10 @@ def _shipped_files() -> frozenset[str]:
     return frozenset(file.name for file in _PROFILES.iterdir())
 
 
-def _is_rate(value: float) -> bool:
-    return value > 0 and math.isfinite(value)
+def _check_within(limits: tuple[float, float], what: str, value: float) -> None:
+    least, most = limits
+    if not least <= value <= most:  # NaN too
+        raise ValueError(f"{what} = {value:g}: it must be from {least:g} to {most:g}")
 
 
 def _known(kind: type, record: Mapping[str, Any]) -> dict[str, Any]:

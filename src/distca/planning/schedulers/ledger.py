@@ -49,6 +49,7 @@ class Ledger:
         self._pieces: list[Ints] = []  # [4, pieces] of shards that were cut, as in ``Tasks.build``
         self.server = placement.worker.copy()  # [shards] of those that were not cut
         self._moved = np.zeros(len(placement.worker), bool)  # [shards] whole or in pieces
+        self._uncut: dict[int, Ints] = {}  # worker -> its shards that are left, if asked for
 
     def copy(self) -> Ledger:
         """Returns a ledger in the same state, which then changes on its own."""
@@ -57,6 +58,7 @@ class Ledger:
         other.sent, other.received = self.sent.copy(), self.received.copy()
         other.free_bytes, other._pieces = self.free_bytes.copy(), list(self._pieces)
         other.server, other._moved = self.server.copy(), self._moved.copy()
+        other._uncut = dict(self._uncut)
         return other
 
     @property
@@ -79,7 +81,9 @@ class Ledger:
 
     def uncut(self, worker: int) -> Ints:
         """Returns the shards of a worker of which nothing was moved, the heaviest first."""
-        return self.unmoved(self.shards.heaviest_first(worker))
+        if worker not in self._uncut:
+            self._uncut[worker] = self.unmoved(self.shards.heaviest_first(worker))
+        return self._uncut[worker]
 
     def is_dedicated(self, rank: int) -> bool:
         """Returns whether a rank serves only."""
@@ -88,6 +92,11 @@ class Ledger:
     def unmoved(self, shards: Ints) -> Ints:
         """Returns those shards of which nothing was moved."""
         return shards[~self._moved[shards]]
+
+    def _mark_moved(self, shards: Ints) -> None:
+        self._moved[shards] = True
+        for worker in set(self.problem.placement.worker[shards].tolist()):
+            self._uncut.pop(worker, None)
 
     def move(self, moves: Sequence[tuple[int, list[Piece]]]) -> None:
         """Moves pieces of shards to their servers; the rest of each shard stays at home.
@@ -114,7 +123,7 @@ class Ledger:
                 self._send_keys(number, pieces, keeps_some=number in keeps)
         self._pieces += [np.stack([shard, start, stop, server]), kept[:4]]
         moved = as_ints([number for number, _ in moves])
-        self._moved[moved] = True
+        self._mark_moved(moved)
         self.loads.add(
             np.concatenate([server, kept[3], placement.worker[moved]]),
             np.concatenate([load, kept[4], -shards.load[moved]]),
@@ -159,6 +168,7 @@ class Ledger:
         self._send_keys(shard, [Piece(*queries, server, load)], keeps_some=False)
         self.loads.move(load, home, server)
         self.server[shard], self._moved[shard] = server, True
+        self._uncut.pop(home, None)
 
     def send_to_keys(self, shards: Ints, server: Ints) -> None:
         """Moves shards as a whole, none of which is a document, and counts what is sent for all.
@@ -171,7 +181,8 @@ class Ledger:
         )
         at_home = not self._moved[cut].any()
         before = self.shards.traffic_at_home if at_home else count(self.tasks(cut))
-        self.server[shards], self._moved[shards] = server, True
+        self.server[shards] = server
+        self._mark_moved(shards)
         tasks = self.tasks(cut)
         after = count(tasks)
         self.sent += after.send - before.send
@@ -187,7 +198,8 @@ class Ledger:
         np.subtract.at(self.free_bytes, server, self.memory_of_documents(documents))
         load = self.shards.load[documents]
         self.loads.add(np.concatenate([server, home]), np.concatenate([load, -load]))
-        self.server[documents], self._moved[documents] = server, True
+        self.server[documents] = server
+        self._mark_moved(documents)
 
     def memory_of_documents(self, documents: Ints) -> Ints:
         """[documents] Returns what shards that are whole documents take on another server."""

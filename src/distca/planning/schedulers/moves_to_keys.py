@@ -13,9 +13,10 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.devices import UNLIMITED
+from distca.planning.schedulers.key_holders import key_holders
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.placed_shards import NO_RANK, NOT_LOOKED_AT, PlacedShards
-from distca.planning.spans import Ints, Spans, as_ints, overlaps
+from distca.planning.spans import Ints, Spans, as_ints
 from distca.planning.traffic import num_keys_on
 
 
@@ -42,38 +43,46 @@ def move_to_keys(ledger: Ledger, moves: Moves, max_adopted: float) -> None:
     """
     if not len(moves.shard):
         return
-    shards, loads, placement = ledger.shards, ledger.loads, ledger.problem.placement
+    shards, loads = ledger.shards, ledger.loads
     shedding_bytes = cache(_SheddingBytes(ledger))  # asked for the same surplus again and again
     heaviest = shards.heaviest
     heaviest_load: list[int] = shards.load[heaviest].tolist()
     most_adopted: list[float] = (max_adopted * loads.capacity).tolist()
-    homes, moving = placement.worker[moves.shard].tolist(), shards.load[moves.shard].tolist()
-    memory = _memory_bytes(ledger, moves.shard)
+    headroom: list[int] = (loads.capacity - loads.per_rank).tolist()
     free_bytes: list[int] = ledger.free_bytes.tolist()
-    moved: dict[int, int] = {}  # shard -> rank
-    columns = (column.tolist() for column in (*moves, *memory))
-    for saved_bytes, shard, rank, used, freed, home, load in zip(
-        *columns, homes, moving, strict=True
-    ):
-        gain = float(saved_bytes)
-        if before := loads.surplus(home):
-            gain += shedding_bytes(before) - shedding_bytes(max(before - load, 0))
-        after = load - loads.headroom(rank)
-        if gain > 0 and after > 0:
-            gain -= shedding_bytes(after) - shedding_bytes(loads.surplus(rank))
+    homes, moving = ledger.problem.placement.worker[moves.shard], shards.load[moves.shard]
+    memory = _memory_bytes(ledger, moves.shard)
+    moved: dict[int, tuple[int, int, int]] = {}  # shard -> rank, home, load
+    columns = (column.tolist() for column in (*moves, *memory, homes, moving))
+    for saved_bytes, shard, rank, used, freed, home, load in zip(*columns, strict=True):
+        before = -headroom[home]
+        if saved_bytes <= 0 and before <= 0:  # most of those of documents that are dealt
+            continue
+        after = load - headroom[rank]
         # A rank without headroom for a shard takes it if it can shed more of its heaviest one.
-        if gain <= 0 or (after > 0 and (after > heaviest_load[rank] or load > most_adopted[rank])):
+        if used > free_bytes[rank] or (
+            after > 0 and (after > heaviest_load[rank] or load > most_adopted[rank])
+        ):
+            continue
+        gain = float(saved_bytes)
+        if before > 0:
+            gain += shedding_bytes(before) - shedding_bytes(max(before - load, 0))
+        if after > 0:
+            gain -= shedding_bytes(after) - shedding_bytes(max(-headroom[rank], 0))
+        if gain <= 0:
             continue
         if after > 0 and (ledger.is_cut(int(heaviest[rank])) or int(heaviest[rank]) in moved):
             continue
-        if used <= free_bytes[rank]:
-            free_bytes[rank] -= used
-            free_bytes[home] += freed
-            loads.move(load, home, rank)
-            moved[shard] = rank
+        free_bytes[rank] -= used
+        free_bytes[home] += freed
+        headroom[rank] -= load
+        headroom[home] += load
+        moved[shard] = rank, home, load
     ledger.free_bytes[:] = free_bytes
     if moved:
-        ledger.send_to_keys(as_ints(list(moved)), as_ints(list(moved.values())))
+        servers, left, shifted = as_ints(list(moved.values())).T
+        loads.add(np.concatenate([servers, left]), np.concatenate([shifted, -shifted]))
+        ledger.send_to_keys(as_ints(list(moved)), servers)
 
 
 def _memory_bytes(ledger: Ledger, shard: Ints) -> tuple[Ints, Ints]:
@@ -138,29 +147,11 @@ def _best_moves(shards: PlacedShards, shard: Ints) -> Moves:
     problem, placement, shape = shards.problem, shards.problem.placement, shards.problem.shape
     document, start, stop = placement.document[shard], placement.start[shard], placement.stop[shard]
     first, last = problem.masks.first_key(document, start), problem.masks.last_key(document, stop)
-    # 1. How many of the keys of each shard each worker holds.
-    number, keys = placement.prefixes.owned(Spans(document, first, last))
-    found = overlaps(keys, placement.spans)
-    worker = placement.worker[placement.by_document[found.right]]
-    pair = number[found.left] * placement.num_workers + worker
-    order = np.argsort(pair, kind="stable")  # hardly any work, because numbers are sorted
-    first_of_pair = np.flatnonzero(np.diff(pair[order], prepend=-1))
-    held = np.add.reduceat((found.stop - found.start)[order], first_of_pair)
-    number, worker = np.divmod(pair[order[first_of_pair]], placement.num_workers)
-    # 2. The other worker that holds the most; of equal ones the first.
-    is_home = worker == placement.worker[shard[number]]
-    num_own = np.zeros_like(shard)
-    num_own[number[is_home]] = held[is_home]
-    number, worker, held = number[~is_home], worker[~is_home], held[~is_home]
-    most = np.zeros_like(shard)
-    np.maximum.at(most, number, held)
-    is_most = np.flatnonzero(held == most[number])
-    number, best = np.unique(number[is_most], return_index=True)
-    worker, held = worker[is_most[best]], held[is_most[best]]
-    # 3. Home fetches the keys that it does not hold; the other worker receives queries as well.
-    saved_keys = held - num_own[number]
-    saved = shape.kv_bytes * saved_keys - shape.qo_bytes * (stop - start)[number]
-    return Moves(saved, shard[number], worker)
+    found = key_holders(placement, shard, Spans(document, first, last))
+    # Home fetches the keys that it does not hold; the other worker receives queries as well.
+    queries = placement.stop[found.shard] - placement.start[found.shard]
+    saved = shape.kv_bytes * (found.num_keys - found.num_own) - shape.qo_bytes * queries
+    return Moves(saved, found.shard, found.worker)
 
 
 class _SheddingBytes:

@@ -9,7 +9,9 @@ next batch. Ranks share dedicated servers, which have headroom for many of them.
 import bisect
 from collections.abc import Container, Iterator, Sequence
 
-from distca.planning.schedulers.budget import RANKS, Budget
+import numpy as np
+
+from distca.planning.schedulers.budget import MANY_RANKS, Budget
 from distca.planning.schedulers.cuts import Cut
 from distca.planning.schedulers.ledger import Ledger
 from distca.planning.schedulers.loads import Headroom
@@ -65,7 +67,7 @@ def _shed_once(ledger: Ledger, waiting: dict[int, int], budget: Budget) -> Shedd
             if waiting[rank] > MAX_SPARE:
                 stuck.append(rank)
     ledger.move(moves)
-    many = ledger.problem.devices.num_ranks > RANKS
+    many = ledger.problem.devices.num_ranks > MANY_RANKS
     for rank in stuck:
         if budget.is_spent:
             break
@@ -85,8 +87,8 @@ def _drop_done(ledger: Ledger, waiting: dict[int, int]) -> None:
     headrooms, least_piece = ledger.loads.headrooms, ledger.shards.least_piece
     most = headrooms[-1].load if headrooms else 0
     for rank in list(waiting):
-        pieces = least_piece[ledger.uncut(rank)[:NUM_SHARDS]].tolist()
-        if not ledger.loads.surplus(rank) or min(pieces, default=most + 1) > most:
+        heaviest = ledger.uncut(rank)[:NUM_SHARDS]
+        if not ledger.loads.surplus(rank) or not np.any(least_piece[heaviest] <= most):
             del waiting[rank]
 
 
@@ -153,12 +155,11 @@ def _shards_to_cut(ledger: Ledger, rank: int) -> list[int]:
     until all heavier ones have left.
     """
     shards, surplus = ledger.shards, ledger.loads.surplus(rank)
-    heaviest = ledger.uncut(rank)[:NUM_SHARDS]
-    num_sufficient = int((shards.load[heaviest] >= surplus).sum())
-    heaviest = heaviest[: max(num_sufficient, 1)]
-    if shards.is_long_document[heaviest].all():
-        heaviest = heaviest[:1]
-    return [int(shard) for shard in heaviest]
+    heaviest: list[int] = ledger.uncut(rank)[:NUM_SHARDS].tolist()
+    heaviest = [shard for shard in heaviest if shards.load[shard] >= surplus] or heaviest[:1]
+    if all(shards.is_long_document[shard] for shard in heaviest):
+        return heaviest[:1]
+    return heaviest
 
 
 def _reserve(

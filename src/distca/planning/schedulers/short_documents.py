@@ -37,6 +37,8 @@ def shed_documents(ledger: Ledger, rank: int) -> bool:
     if not len(uncut) or surplus <= MANY * int(shards.load[uncut[0]]):
         return False
     documents = uncut[shards.is_document[uncut]]
+    if not len(documents):
+        return False
     servers = sorted(
         (not shards.same_node(headroom.server, rank), -headroom.load, headroom.server)
         for headroom in loads.headrooms

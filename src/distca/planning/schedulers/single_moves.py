@@ -1,0 +1,221 @@
+"""Single moves: the best one away from each of some slow ranks.
+
+A move takes a whole task of a slow rank, or cuts it at one end, to the rank that finishes first, or
+to a faster one that finishes later. The moves of all slow ranks are compared at once, since numpy
+takes little longer for those of dozens of ranks than for those of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from distca.planning.devices import UNLIMITED, Devices
+from distca.planning.problem import DocumentLoads, Grain, Problem
+from distca.planning.spans import Bools, Floats, Ints, as_ints, expand
+from distca.planning.tasks import Tasks
+from distca.planning.traffic import memory_bytes
+
+NUM_TASKS = 256  # longest tasks of a slow rank, and best moves, that are looked at
+NUM_CUTS = 1024  # of these tasks that are looked at; if there are more, every second or third, ...
+
+
+class Move(NamedTuple):
+    """Queries [low, high) of the task in one row go to another server."""
+
+    row: int
+    low: int
+    high: int
+    server: int
+    added_load: int  # of the server
+    freed_load: int  # of the rank that they leave: cuts make this less than what the server gets
+
+
+@dataclass(frozen=True, eq=False)
+class Pieces:
+    """What could leave slow ranks: whole tasks, and heads and tails at every possible cut."""
+
+    leaves: Ints  # [pieces] which of the slow ranks; all pieces of one are neighbours
+    row: Ints  # [pieces], as all the others
+    document: Ints
+    low: Ints
+    high: Ints
+    added_load: Ints
+    freed_load: Ints
+
+    def take(self, rows: Ints | slice) -> Pieces:
+        return Pieces(*(column[rows] for column in vars(self).values()))
+
+    def of_slowest(self) -> Pieces:
+        """Returns those that leave the first rank."""
+        return self.take(slice(int(self.leaves.searchsorted(1))))
+
+    def move(self, piece: int, server: int) -> Move:
+        """Returns the move of one of them."""
+        columns = (self.row, self.low, self.high, self.added_load, self.freed_load)
+        row, low, high, added, freed = (int(column[piece]) for column in columns)
+        return Move(row, low, high, server, added, freed)
+
+
+def pieces_of(problem: Problem, documents: DocumentLoads, rows: Ints, ranks: Ints) -> Pieces:
+    """Returns the pieces that could leave some ranks.
+
+    rows: [4, tasks] as in ``Tasks.build``.
+    """
+    number = np.full(problem.devices.num_ranks, -1)
+    number[ranks] = np.arange(len(ranks))
+    mine = np.flatnonzero(number[rows[3]] >= 0)
+    mine = mine[np.lexsort((rows[1, mine] - rows[2, mine], number[rows[3, mine]]))]
+    leaves = number[rows[3, mine]]
+    is_long = np.arange(len(mine)) - leaves.searchsorted(leaves) < NUM_TASKS
+    mine, leaves = mine[is_long], leaves[is_long]
+    start, stop, document = rows[1, mine], rows[2, mine], problem.placement.document[rows[0, mine]]
+    cut_task, cut = _possible_cuts(problem.grain, start, stop, leaves)
+    task = np.concatenate([np.arange(len(mine)), cut_task, cut_task])
+    low = np.concatenate([start, start[cut_task], cut])
+    high = np.concatenate([stop, cut, stop[cut_task]])
+    load = documents.load(document[task], low, high)
+    first_tail = len(mine) + len(cut)
+    whole, head, tail = load[: len(mine)], load[len(mine) : first_tail], load[first_tail:]
+    freed = whole[task] - np.concatenate([np.zeros_like(whole), tail, head])
+    pieces = Pieces(leaves[task], mine[task], document[task], low, high, load, freed)
+    if len(ranks) == 1:
+        return pieces
+    return pieces.take(np.argsort(pieces.leaves, kind="stable"))
+
+
+def best_moves(
+    problem: Problem, pieces: Pieces, slowest: Ints, rows: Ints, load: Ints, latest: float
+) -> dict[int, Move]:
+    """Returns for each slow rank the move after which the later of its two ranks is earliest.
+
+    Of those that are within the bound, it is the one with the fewest bytes. A rank for which none
+    helps has none.
+
+    slowest: the slow ranks.
+    latest: the finishing time of the bound.
+    """
+    devices = problem.devices
+    finish = devices.finish_ps(load)
+    piece, server = _options(pieces, _servers(devices, finish, slowest))
+    leaves = pieces.leaves[piece]
+    rank = slowest[leaves]
+    later = np.maximum(
+        devices.finish_ps(load[rank] - pieces.freed_load[piece], rank),
+        devices.finish_ps(load[server] + pieces.added_load[piece], server),
+    )
+    left = np.flatnonzero(later < finish[rank])
+    moves: dict[int, Move] = {}
+    for _ in range(NUM_TASKS):
+        if not len(left):
+            break
+        chosen = left[_best_of_each(problem, pieces, piece[left], np.maximum(later[left], latest))]
+        no_room = []
+        for option, of in zip(chosen.tolist(), leaves[chosen].tolist(), strict=True):
+            move = pieces.move(int(piece[option]), int(server[option]))
+            if fits(problem, rows, move):
+                moves[of] = move
+            else:
+                no_room.append(option)
+        if not no_room:
+            break
+        left = left[~np.isin(left, no_room) & ~np.isin(leaves[left], list(moves))]
+    return moves
+
+
+def _best_of_each(problem: Problem, pieces: Pieces, piece: Ints, until: Floats) -> Ints:
+    """Returns the best option of each slow rank, by its index.
+
+    piece: [options] that move.
+    until: [options] when the later of the two ranks finishes, at the bound or later.
+    """
+    best = np.flatnonzero(_is_least(until, pieces.leaves[piece]))
+    of = piece[best]
+    moved = moved_bytes(problem, pieces.document[of], pieces.low[of], pieces.high[of])
+    best = best[_is_least(moved, pieces.leaves[of])]
+    return best[_is_first(pieces.leaves[piece[best]])]
+
+
+def _is_least(values: Ints | Floats, group: Ints) -> Bools:
+    """Returns which values are the least of their group; groups are ascending."""
+    first = np.flatnonzero(_is_first(group))
+    least = np.minimum.reduceat(values, first)
+    return np.asarray(values == np.repeat(least, np.diff(first, append=len(group))))
+
+
+def _is_first(group: Ints) -> Bools:
+    return np.asarray(np.append(True, group[1:] != group[:-1]))
+
+
+def _options(pieces: Pieces, servers: Sequence[Sequence[int]]) -> tuple[Ints, Ints]:
+    """Returns (piece, server) of all pieces of each slow rank on each of its servers."""
+    leaves = as_ints([n for n, own in enumerate(servers) for _ in own])
+    first = pieces.leaves.searchsorted(leaves)
+    count = pieces.leaves.searchsorted(leaves, side="right") - first
+    server = as_ints([one for own in servers for one in own])
+    return expand(first, count), np.repeat(server, count)
+
+
+def _servers(devices: Devices, finish: Ints, slowest: Ints) -> list[list[int]]:
+    """Returns where tasks of each slow rank may go, the ranks that finish first for the slowest.
+
+    These are the rank that finishes first, and those that are faster than all that finish before.
+    With more to do, no other rank would finish before all of these. What one slow rank uses, the
+    next does not; some may get none.
+    """
+    serving = devices.serving
+    left = serving[np.lexsort((-devices.speed[serving], finish[serving]))]
+    if np.ptp(devices.speed[serving]) == 0:
+        return left[: len(slowest), None].tolist()  # type: ignore[no-any-return]
+    servers: list[list[int]] = []
+    while len(servers) < len(slowest) and len(left):
+        speed = devices.speed[left]
+        is_first = np.append(True, speed[1:] > np.maximum.accumulate(speed)[:-1])
+        servers.append(left[is_first].tolist())
+        left = left[~is_first]
+    return servers
+
+
+def _possible_cuts(grain: Grain, start: Ints, stop: Ints, rank: Ints) -> tuple[Ints, Ints]:
+    """Returns (task, position) of cuts that leave at least ``min_shard`` on both sides."""
+    first, last = grain.first_cut(start), grain.last_cut(stop)
+    num_cuts = np.bincount(rank, np.maximum(last - first + 1, 0))
+    every = 1 + num_cuts.astype(np.int64)[rank] // NUM_CUTS
+    first, last = -(-first // every), last // every
+    count = np.maximum(last - first + 1, 0)
+    cut = expand(first, count) * np.repeat(every * grain.spacing, count)
+    return np.repeat(np.arange(len(start)), count), cut
+
+
+def moved_bytes(problem: Problem, document: Ints, low: Ints, high: Ints) -> Ints:
+    """Returns what queries [low, high) move, if their server has none of their keys."""
+    num_keys = problem.masks.num_keys(document, low, high)
+    return problem.shape.qo_bytes * (high - low) + problem.shape.kv_bytes * num_keys
+
+
+def rows_after(rows: Ints, moves: list[Move]) -> Ints:
+    """Returns the rows with those that replace the ones of moves at the end."""
+    pieces = []
+    for move in sorted(moves, reverse=True):
+        shard, start, stop, server = rows[:, move.row].tolist()
+        pieces += [
+            (shard, start, move.low, server),
+            (shard, move.low, move.high, move.server),
+            (shard, move.high, stop, server),
+        ]
+    added = as_ints([piece for piece in pieces if piece[1] < piece[2]]).T
+    kept = np.delete(rows, [move.row for move in moves], axis=1)
+    return np.concatenate([kept, added], axis=1)
+
+
+def fits(problem: Problem, rows: Ints, move: Move) -> bool:
+    """Returns whether the server of a move has the memory for it."""
+    limit = problem.devices.memory_bytes[move.server]
+    if limit == UNLIMITED:
+        return True
+    tasks = Tasks.build(problem.placement, problem.reach, rows_after(rows, [move]))
+    used = memory_bytes(tasks, problem.placement, problem.shape, problem.devices.num_ranks)
+    return bool(used[move.server] <= limit)

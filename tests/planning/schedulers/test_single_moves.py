@@ -1,0 +1,91 @@
+"""The best single moves of several slow ranks, compared with a loop over all that they could do."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import COSTS, MASKS
+
+from distca.planning.options import PlanOptions
+from distca.planning.placement import Placement
+from distca.planning.problem import Problem
+from distca.planning.schedulers import single_moves
+from distca.planning.schedulers.single_moves import Move, Pieces, best_moves, fits, pieces_of
+from distca.planning.spans import Ints
+from distca.planning.tasks import Tasks
+
+MODEL = "llama3-8b"
+
+
+@given(
+    lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=12),
+    ranks=st.integers(2, 8),
+    num_slow=st.integers(1, 4),
+    speeds=st.lists(st.sampled_from([1.0, 0.5, 0.25]), min_size=8, max_size=8),
+    memory_mib=st.sampled_from([None, 30, 60]),
+    cost=st.sampled_from(COSTS),
+    mask=st.sampled_from(MASKS),
+    tolerance=st.sampled_from([0.02, 0.5]),
+)
+def test_the_best_moves_of_several_ranks_are_those_of_each(
+    lengths: list[int],
+    ranks: int,
+    num_slow: int,
+    speeds: list[float],
+    memory_mib: int | None,
+    cost: str,
+    mask: str,
+    tolerance: float,
+) -> None:
+    problem = PlanOptions(
+        model=MODEL,
+        cost=cost,
+        mask=mask,
+        speed=speeds[:ranks],
+        tolerance=tolerance,
+        memory_bytes=None if memory_mib is None else memory_mib << 20,
+    ).problem(Placement.in_order(np.array(lengths), ranks))
+    placement, devices = problem.placement, problem.devices
+    tasks = Tasks.at_home(placement, problem.reach)
+    shard = placement.shard_of(tasks.document, tasks.q_start)
+    rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])
+    load = tasks.load_ps(placement, problem.reach, problem.cost.backward, ranks)
+    slowest = np.argsort(-devices.finish_ps(load), kind="stable")[:num_slow]
+    latest = np.floor((1.0 + tolerance) * devices.mean_ps(int(load.sum())))
+    pieces = pieces_of(problem, problem.document_loads(problem.cost.backward.ps), rows, slowest)
+
+    servers = single_moves._servers(devices, devices.finish_ps(load), slowest)
+    expected = {
+        number: move
+        for number, own in enumerate(servers)
+        if (move := _slowly(problem, pieces, int(slowest[number]), number, own, rows, load, latest))
+    }
+    assert best_moves(problem, pieces, slowest, rows, load, latest) == expected
+
+
+def _slowly(
+    problem: Problem,
+    pieces: Pieces,
+    rank: int,
+    number: int,
+    servers: list[int],
+    rows: Ints,
+    load: Ints,
+    latest: float,
+) -> Move | None:
+    """Returns the best move of one rank, by a look at each piece on each server."""
+    devices, options = problem.devices, []
+    before = int(devices.finish_ps(load)[rank])
+    for server in servers:
+        for piece in np.flatnonzero(pieces.leaves == number).tolist():
+            move = pieces.move(piece, server)
+            later = max(
+                int(devices.finish_ps(load[rank] - move.freed_load, rank)),
+                int(devices.finish_ps(load[server] + move.added_load, server)),
+            )
+            if later < before and fits(problem, rows, move):
+                span = np.array(move.low), np.array(move.high)
+                moved = single_moves.moved_bytes(problem, pieces.document[piece], *span)
+                options.append((max(later, latest), int(moved), len(options), move))
+    return min(options)[-1] if options else None
