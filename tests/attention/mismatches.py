@@ -75,6 +75,13 @@ def plan_in_backward(ranks: Ranks) -> None:
     outs[1 if ranks.odd else 0].sum().backward()
 
 
+def backward_order(ranks: Ranks) -> None:
+    """Both layers send messages of the same sizes by the same plan."""
+    first, second = ranks.layer(), ranks.layer()
+    for out in (first, second) if ranks.odd else (second, first):
+        out.sum().backward()
+
+
 def dtype(ranks: Ranks) -> None:
     ranks.layer(change=lambda t: t.float() if ranks.odd else t)
 

@@ -21,6 +21,7 @@ SENTENCES: dict[Callable[[Ranks], None], str] = {
     mismatches.plan: r"the plan: \w{12} on rank 0 but \w{12} on rank 1; make it from the same",
     mismatches.new_plan: "the message: dispatch on rank 0 but first use on rank 1; .* new on all",
     mismatches.plan_in_backward: r"the plan: \w{12} on rank 0 but \w{12} on rank 1; make it",
+    mismatches.backward_order: "the backward order: 0 on rank 0 but 1 on rank 1; run the backward",
     mismatches.dtype: "the dtype: float64 on rank 0 but float32 on rank 1",
     mismatches.heads: "the heads: 4 on rank 0 but 8 on rank 1",
     mismatches.head_dim: "the head dim: 8 on rank 0 but 16 on rank 1",
@@ -119,6 +120,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(
     assert answers.pop(1)[0] == "nothing"
     for error, _ in answers:
         assert re.search(f"^ExchangeError: {sentence}", error), error
+        assert error.endswith(": no word for 3 s, look at what it does or set a longer timeout")
 
 
 @pytest.mark.parametrize(

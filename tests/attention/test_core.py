@@ -131,6 +131,32 @@ def test_a_prepared_plan_lives_until_its_last_backward() -> None:
     assert len(op._PREPARED) == before
 
 
+def test_tensors_do_not_wait_for_the_garbage_collector() -> None:
+    """They would stay on the device until Python finds the cycle that holds them."""
+
+    def step() -> None:
+        plan = three_ranks()
+        tokens = Tokens(plan, torch.float32)
+
+        def rank(transport: LocalTransport) -> None:
+            attend(CoreAttention(transport=transport, backend="reference"), plan, tokens)
+
+        LocalWorld(3).run(rank)
+
+    step()  # makes what lives as long as the process
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        step()
+        gc.collect()
+        assert not [each for each in gc.garbage if isinstance(each, Tensor)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
 @pytest.mark.parametrize("capacity", [None, 1 << 20])
 def test_memory_is_flat_over_changing_plans(capacity: int | None) -> None:
     draw, grain = random.Random(0), {"tile": 4, "min_shard": 4, "cost": "pairs"}
@@ -329,6 +355,59 @@ def test_tensors_that_do_not_match_are_refused(change, message: str) -> None:  #
     inputs = change(*Tokens(plan, torch.float64).of_rank(0)[:3])
     with pytest.raises(DisagreementError, match=message):
         CoreAttention(transport=LocalTransport(LocalWorld(1), 0))(*inputs, plan)
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_forward_mode_derivatives_are_refused(face: str) -> None:
+    """They would be zero, since an operator has none by default."""
+    plan = Batch([[9, 4]]).plan()
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
+    q, k, v = (t.detach() for t in leaves(Tokens(plan, torch.float64), 0))
+
+    def attend(v: Tensor) -> Tensor:
+        if face == "op":
+            return attention(q, k, v, plan)
+        return attention.dispatch(q, k, v, plan).combine()
+
+    with pytest.raises(RuntimeError, match=r"no forward-mode derivative .*: use the"):
+        torch.func.jvp(attend, (v,), (torch.ones_like(v),))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(v, torch.ones_like(v))
+        with pytest.raises(RuntimeError, match="no forward-mode derivative"):
+            attend(dual)
+        assert torch.equal(attend(v), attend(v.clone()))  # nothing to derive
+
+
+@pytest.mark.parametrize("when", ["compute", "combine"])
+def test_a_change_in_place_between_the_steps_is_refused(when: str) -> None:
+    plan = Batch([[9, 4]]).plan()
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
+    q, k, v = (t.detach() for t in leaves(Tokens(plan, torch.float64), 0))
+    pending = attention.dispatch(q, k, v, plan)
+    if when == "combine":
+        pending.compute()
+    k.mul_(2)
+    with pytest.raises(RuntimeError, match="q, k or v was changed in place after dispatch: peers"):
+        pending.combine()
+    other = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend="reference")
+    with torch.inference_mode():  # where torch does not count changes
+        assert other.dispatch(q.clone(), k.clone(), v, plan).combine().shape == q.shape
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.25, float("nan"), float("inf"), "x"])
+def test_a_wrong_scale_is_refused(scale: Any) -> None:
+    with pytest.raises(ValueError, match=f"scale {scale}: give a positive number, or None for 1"):
+        CoreAttention(transport=LocalTransport(LocalWorld(1), 0), scale=scale)
+
+
+@pytest.mark.parametrize(
+    ("layers", "words"),
+    [(-1, "-1 layers to serve: give a whole number"), (1.5, "1.5 layers to serve: give a whole")],
+)
+def test_a_wrong_number_of_layers_to_serve_is_refused(layers: Any, words: str) -> None:
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0))
+    with pytest.raises(ValueError, match=words):
+        attention.serve(Batch([[9, 4]]).plan(), layers=layers)
 
 
 @pytest.mark.parametrize("softcap", [-1.0, float("nan"), float("inf")])

@@ -59,6 +59,24 @@ def test_calls_of_short_tasks_compile_nothing_of_their_own(backend: str) -> None
     assert known == known[:1] * len(known)
 
 
+@pytest.mark.parametrize("backend", ["fa4"], indirect=True)
+def test_preparing_compiles_what_layers_need(backend: str) -> None:
+    from flash_attn.cute import interface
+
+    caches = [interface._flash_attn_fwd.compile_cache, interface._flash_attn_bwd.compile_cache]
+    for cache in caches:
+        cache.cache.clear()
+    plan = plan_of([[1500, 70]], mask=["causal", "window:300"])
+    attention = CoreAttention(transport=LocalTransport(LocalWorld(1), 0), backend=backend)
+    heads, kv_heads, head_dim = HEADS
+    spec = TensorSpec(heads, kv_heads, head_dim, head_dim, torch.bfloat16, torch.device("cuda", 0))
+    attention.prepare(spec, forward=plan, backward=plan)
+    known = [len(cache.cache) for cache in caches]
+    assert min(known) > 0
+    on_all_ranks(plan, Tokens(plan, torch.bfloat16, HEADS), backend, "steps", "cuda")
+    assert [len(cache.cache) for cache in caches] == known
+
+
 def plan_of(documents: list[list[Entry]], **options: object) -> Plan:
     return Batch(documents).plan(cost="pairs", **options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing as mp
+import shutil
 import socket
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from distca.dispatch.hub import Hub, encode
 from distca.dispatch.hub_address import listen
 
 pytestmark = pytest.mark.alone
+NO_WORD = "no word for {} s, look at what it does or set a longer timeout"
 WITHOUT_A_WORD = "is lost (its process ended without a word)"
 
 
@@ -60,7 +62,7 @@ def test_noted_records_are_compared_together_in_the_order_of_all(tmp_path: Path)
 
 def test_a_rank_that_notes_fewer_records_is_named_after_the_timeout(tmp_path: Path) -> None:
     first, second, third = run(tmp_path, 3, peer_bodies.notes_too_few)
-    assert first == ["ExchangeError", "", "c", None, None]
+    assert first == ["ExchangeError", NO_WORD.format(0.5), "c", None, None]
     assert second == third == ["b"]
 
 
@@ -136,7 +138,8 @@ def test_a_rank_that_has_ended_is_missed_only_where_it_is_needed(
 
 def test_a_late_rank_is_named_on_request(tmp_path: Path) -> None:
     seen = run(tmp_path, 3, peer_bodies.is_late)
-    assert seen[0] == seen[2] == ["ExchangeError", "", "second", None, "second"]
+    late = ["ExchangeError", NO_WORD.format(0.3), "second", None, "second"]
+    assert seen[0] == seen[2] == late
 
 
 def test_the_hub_ignores_strangers() -> None:
@@ -254,6 +257,29 @@ def test_a_rank_that_does_not_answer_is_lost() -> None:
         assert lost in (ranks[1].hear(), ranks[1].hear())  # beside one more ping
 
 
+ALONE = ["unshare", "--map-root-user", "--net"]  # a network without other machines
+
+
+def can_have_a_network() -> bool:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        return False
+    return subprocess.run([*ALONE, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(not can_have_a_network(), reason="needs unshare, ip and user namespaces")
+@pytest.mark.parametrize("talking", [[], ["talking"]])
+def test_a_node_that_is_gone_is_noticed_also_while_something_is_sent_to_it(
+    talking: list[str],
+) -> None:
+    script = Path(__file__).with_name("gone_node.py")
+    command = [*ALONE, sys.executable, str(script), *talking]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    seconds = [float(line) for line in ran.stdout.split()]
+    assert len(seconds) == 2
+    assert max(seconds) < 10  # 4 to 5.5 on a quiet machine
+
+
 def test_ranks_of_one_node_listen_on_the_loopback_address_only() -> None:
     listener, address = listen(local=True)
     with listener:
@@ -268,5 +294,33 @@ def test_the_master_of_several_nodes_is_reached_by_its_name(
     listener, address = listen(local=False)
     with listener:
         assert address == master
+        with socket.create_connection((address, listener.getsockname()[1]), timeout=5):
+            pass
+
+
+def resolves_to(*hosts: str) -> Callable[..., list[Any]]:
+    """A resolver that knows a name by these addresses, in this order."""
+
+    def look_up(host: str, port: int, *args: Any, **kwargs: Any) -> list[Any]:
+        return [one for each in hosts for one in LOOK_UP(each, port, *args, **kwargs)]
+
+    return look_up
+
+
+LOOK_UP = socket.getaddrinfo
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="has no IPv6")
+@pytest.mark.parametrize("hosts", [("::1", "127.0.0.1"), ("::1",)])
+def test_a_name_that_is_an_ipv6_address_for_the_master_alone(
+    monkeypatch: pytest.MonkeyPatch, hosts: tuple[str, ...]
+) -> None:
+    """Others may know it by its IPv4 address."""
+    monkeypatch.setenv("MASTER_ADDR", "node-0")
+    monkeypatch.setattr(socket, "getaddrinfo", resolves_to(*hosts))
+    listener, address = listen(local=False)
+    monkeypatch.setattr(socket, "getaddrinfo", resolves_to("127.0.0.1"))
+    with listener:
+        assert address == "node-0"
         with socket.create_connection((address, listener.getsockname()[1]), timeout=5):
             pass

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.attention.backends.base import Backend, Traits, kind_of
-from distca.attention.backends.choice import choose
+from distca.attention.call_order import CallOrder
+from distca.attention.chosen_backends import ChosenBackends
 from distca.attention.inputs import Inputs, num_tokens
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
@@ -26,7 +26,6 @@ from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
 from distca.dispatch.transports.distributed import DistributedTransport
-from distca.planning.masks import Mask
 from distca.planning.plan import Plan
 
 _NOTHING = Handshake()
@@ -74,15 +73,17 @@ class CoreAttention:
         buffer_bytes: int | None = None,
         transport: Transport | None = None,
     ) -> None:
-        if not 0.0 <= softcap < math.inf:
+        if scale is not None and not 0.0 < _number(scale) < math.inf:
+            raise ValueError(f"scale {scale}: give a positive number, or None for 1 / sqrt(D)")
+        if not 0.0 <= _number(softcap) < math.inf:
             raise ValueError(f"softcap {softcap}: give a positive number, or 0 for no soft cap")
-        self.buffers, self.meter = Buffers(buffer_bytes), Meter()
+        self.buffers, self.meter, self._order = Buffers(buffer_bytes), Meter(), CallOrder()
         self.watch: Watch | None = None  # of all plans that are prepared from then on
         self.transport = DistributedTransport(group, timeout) if transport is None else transport
         self.layouts = PreparedLayouts(self.transport.rank)
-        self.backend, self.deterministic = backend, deterministic
+        self.deterministic = deterministic
         self.scale, self.softcap = scale, float(softcap)
-        self._backends: dict[tuple[TensorSpec, frozenset[str]], Backend] = {}
+        self._backends = ChosenBackends(backend, softcap=softcap, deterministic=deterministic)
         self._expansion_checked = False  # once, since it waits for the device
         self._ready: WeakKeyDictionary[Plan, dict[Any, _Ready]] = WeakKeyDictionary()
         self._served: WeakKeyDictionary[Plan, dict[bool, PreparedPlan]] = WeakKeyDictionary()
@@ -136,7 +137,9 @@ class CoreAttention:
         """
         backward = layers if backward is None else backward
         error = ""
-        if not 0 <= backward <= layers:
+        if not isinstance(layers, int) or layers < 0:
+            error = f"{layers} layers to serve: give a whole number, 0 or more"
+        elif not isinstance(backward, int) or not 0 <= backward <= layers:
             error = f"{backward} of {layers} layers backward: give a number from 0 to {layers}"
         served, grad_mode = self._served.setdefault(plan, {}), backward != 0
         if error or grad_mode not in served:
@@ -197,13 +200,16 @@ class CoreAttention:
             forward=part(forward, backward=False),
             backward=part(backward, backward=True),
             spec=spec,
-            backend=self._backend_for(spec, plans),
+            backend=self._backends.of(
+                spec, plans, scale, backward=backward is not None and grad_mode is not False
+            ),
             scale=scale,
             softcap=self.softcap,
             handshake=handshake,
             deterministic=self.deterministic,
             transport=self.transport,
             buffers=self.buffers,
+            order=self._order if all(map(_all_have_tokens, plans)) else None,
             meter=self.meter,
             watch=self.watch,
         )
@@ -213,21 +219,12 @@ class CoreAttention:
                 self.buffers.check("receive", message.recv.num_bytes)
         return prepared
 
-    def _backend_for(self, spec: TensorSpec, plans: list[Plan]) -> Backend:
-        """Returns the backend for these tensors and kinds of masks, which is chosen once."""
-        masks = {Mask(reach) for plan in plans for reach in set(plan.reach.tolist())}
-        key = (spec, frozenset(map(kind_of, masks)))
-        if key not in self._backends:
-            softcap = self.softcap > 0
-            traits = Traits.of(spec, masks, deterministic=self.deterministic, softcap=softcap)
-            self._backends[key] = choose(self.backend, traits)
-        return self._backends[key]
-
     def _agree_on(self, inputs: Inputs, plan: Plan) -> tuple[Inputs, _Ready]:
         """Prepares the plan once for tensors like these; if one rank cannot, all ranks raise.
 
         Returns the tensors that take part in autograd as the ranks have agreed.
         """
+        inputs.check_differentiation()
         made = self._ready.setdefault(plan, {})
         if inputs.kind not in made:
             with self._raising_on_all(plan):
@@ -259,9 +256,7 @@ class CoreAttention:
         first_use = replace(_first_use(plan, handshake), wants_gradient=inputs.wants_gradient)
         known = handshake in self._agreed
         needs_no_answer = inputs.wants_gradient or not torch.is_grad_enabled()
-        workers, tokens = plan.placement.num_workers, plan.placement.tokens
-        all_attend = workers == self.transport.num_ranks and bool(tokens.all())
-        late = known and needs_no_answer and all_attend
+        late = known and needs_no_answer and _all_have_tokens(plan)
         if late and self.transport.note(first_use.record, inputs.q.device):
             return inputs.wants_gradient
         agreed = agree(self.transport, first_use)
@@ -273,7 +268,7 @@ class CoreAttention:
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""
         rank = self.transport.rank
-        if tokens := num_tokens(plan, rank):
+        if (tokens := num_tokens(plan, rank)) and not error:
             error = f"the plan places {tokens} tokens on rank {rank}: it cannot only serve"
         mine = Handshake(grad_mode=grad_mode, error=error)
         common = agree(self.transport, _first_use(plan, mine)).common
@@ -305,6 +300,17 @@ class CoreAttention:
         except ValueError as error:
             agree(self.transport, _first_use(plan, Handshake(error=str(error))))
             raise
+
+
+def _number(value: object) -> float:
+    """Returns a number as it is, and NaN for anything else."""
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _all_have_tokens(plan: Plan) -> bool:
+    """Returns whether no rank of a plan may only serve."""
+    all_work = plan.placement.num_workers == plan.devices.num_ranks
+    return all_work and bool(plan.placement.tokens.all())
 
 
 def _first_use(plan: Plan, handshake: Handshake = _NOTHING) -> Handshake:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from distca.attention import sinks as with_sinks
 from distca.dispatch import latent as latents
@@ -61,6 +62,15 @@ class Inputs(NamedTuple):
         if self.wants_gradient or not torch.is_grad_enabled():
             return self
         return self._replace(q=self.q.detach().requires_grad_())
+
+    def check_differentiation(self) -> None:
+        """Raises ``RuntimeError`` for forward-mode derivatives, which would silently be zero."""
+        duals = map(unpack_dual, self._given)
+        if any(dual.tangent is not None for dual in duals):
+            raise RuntimeError(
+                "core attention has no forward-mode derivative (torch.func.jvp,"
+                " torch.autograd.forward_ad): use the backward pass, or another attention"
+            )
 
     def check(self, plan: Plan, transport: Transport) -> None:
         """Raises ``ValueError`` if these are not the tensors of a plan's tokens on this rank."""

@@ -85,12 +85,14 @@ def _core_attention_backward(
     out: Tensor,
     lse: Tensor,
     handle: int,
+    number: int,
     latent: Tensor | None = None,
     rotary: Tensor | None = None,
     weight: Tensor | None = None,
 ) -> list[Tensor]:
     factors, saved = _factors(latent, rotary, weight), Saved(q, k, v, out, lse)
-    return list(BackwardPass(_PREPARED[handle], grad_out, saved, factors).combine())
+    plan = _PREPARED[handle]
+    return list(BackwardPass(plan, grad_out, saved, factors, number=number).combine())
 
 
 @_core_attention_backward.register_fake
@@ -102,6 +104,7 @@ def _(
     out: Tensor,
     lse: Tensor,
     handle: int,
+    number: int,
     latent: Tensor | None = None,
     rotary: Tensor | None = None,
     weight: Tensor | None = None,
@@ -124,7 +127,9 @@ def _save(
     q, k, v, handle, sinks, *factors = inputs
     ctx.save_for_backward(*Saved(q, k, v, *output), sinks, *factors)
     ctx.handle = handle
-    ctx.plan = _PREPARED.get(handle)  # keeps it alive as long as the graph
+    ctx.plan = plan = _PREPARED.get(handle)  # keeps it alive as long as the graph
+    # That of this forward pass, which has just run; checkpointing may have kept its result.
+    ctx.number = -1 if plan is None or plan.order is None else plan.order.newest
 
 
 def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,7 +139,7 @@ def _differentiate(ctx: Any, grad_out: Tensor, _: Tensor) -> tuple[Tensor | None
     factors = _factors(latent, rotary, weight) or ()
     with torch.no_grad():
         backward = torch.ops.distca.core_attention_backward
-        grads = list(backward(grad_out, *saved, ctx.handle, *factors))
+        grads = list(backward(grad_out, *saved, ctx.handle, ctx.number, *factors))
         if sinks is not None:
             grads.append(sinks_gradient(grad_out, Attended(*saved[3:]), sinks))
     inputs = (grad_out, *saved[:3], *factors, *([] if sinks is None else [sinks]))

@@ -80,6 +80,8 @@ class AsyncAttention:
         self.backward: BackwardPass | None = None
         self.inputs: tuple[Tensor, ...] = ()  # of backward, if its own graph is asked for
         self._given: tuple[Tensor | None, ...] | None = (q, k, v, sinks, *(latent or ()))
+        self._versions = _versions(self._given)
+        self.number = -1  # of the forward pass
         self._computed = False
         # See [Note: edges]. ``combine`` drops it: its node refers to this object, and the cycle
         # would keep both, and the graph, in memory.
@@ -89,6 +91,7 @@ class AsyncAttention:
         """Computes own tasks and those of peers; ``combine`` does it if this was not called."""
         if self._computed:
             raise RuntimeError("this attention was computed already: call compute once")
+        self._check_unchanged()
         self._edge = _Compute.apply(self, self._edge)  # type: ignore[no-untyped-call]
         self._computed = True
 
@@ -98,10 +101,24 @@ class AsyncAttention:
             raise RuntimeError("this attention was combined already: call combine once")
         if not self._computed:
             self.compute()
+        self._check_unchanged()
         edge, self._edge = self._edge, None
         given, self._given = self._given, None
         out: Tensor = _Combine.apply(self, edge, *given)  # type: ignore[no-untyped-call]
         return out
+
+    def _check_unchanged(self) -> None:
+        assert self._given is not None
+        if _versions(self._given) != self._versions:
+            raise RuntimeError(
+                "q, k or v was changed in place after dispatch: peers have the old values, and this"
+                " rank would compute with new ones; change a copy, or wait for combine"
+            )
+
+
+def _versions(tensors: Sequence[Tensor | None]) -> list[int]:
+    """Returns how often each tensor was changed in place, where torch counts it."""
+    return [t._version for t in tensors if t is not None and not t.is_inference()]
 
 
 class _Dispatch(torch.autograd.Function):
@@ -120,6 +137,7 @@ class _Dispatch(torch.autograd.Function):
         ctx.pending = pending
         factors = Latent(*latent) if latent else None
         pending.forward = ForwardPass(pending.plan, q, k, v, factors, pending.where)
+        pending.number = pending.forward.number
         return q.new_empty(0)
 
     @staticmethod
@@ -177,7 +195,9 @@ class _Combine(torch.autograd.Function):
         saved, inputs = Saved(q, k, v, out, lse), (grad_out, q, k, v, *latent)
         factors = Latent(*latent) if latent else None
         pending = ctx.pending
-        pending.backward = BackwardPass(pending.plan, grad_out, saved, factors, pending.where)
+        pending.backward = BackwardPass(
+            pending.plan, grad_out, saved, factors, pending.where, pending.number
+        )
         if torch.is_grad_enabled():
             pending.inputs = inputs
         dsinks = None

@@ -28,7 +28,10 @@ from distca.dispatch.tensors import wide
 
 
 class ForwardPass:
-    """Queries and keys go to the servers that need them; outputs and log-sum-exp come home."""
+    """Queries and keys go to the servers that need them; outputs and log-sum-exp come home.
+
+    number: of this pass among those of its attention; -1 if it is not known.
+    """
 
     @torch.no_grad()
     def __init__(
@@ -43,6 +46,7 @@ class ForwardPass:
         assert plan.forward is not None, "this plan was prepared for backward only"
         self._plan, self._prepared, self._where = plan, plan.forward, where
         self._result: Attended | None = None
+        self.number = -1 if plan.order is None else plan.order.forward()
         with named("forward dispatch", where):
             self._qkv = _dense((q, k, v), self._prepared)
             self._latent = latent and Latent(*(each.contiguous() for each in latent))
@@ -103,6 +107,8 @@ class BackwardPass:
     """q, k, v, out, log-sum-exp and grad_out go to the servers; dq, dk and dv come home.
 
     Where latents travel, dk and dv are those of own tasks, and the gradients of latents come home.
+
+    number: of the forward pass; -1: ranks do not compare in which order they run backward.
     """
 
     @torch.no_grad()
@@ -113,17 +119,19 @@ class BackwardPass:
         saved: Saved,
         latent: Latent | None = None,
         where: str = "",
+        number: int = -1,
     ) -> None:
         assert plan.backward is not None, "this plan was prepared for forward only"
         self._plan, self._prepared, self._where = plan, plan.backward, where
         self._grads: Gradients | None = None  # dk and dv in float32 or float64, to be added up
         self._dweight: Tensor | None = None  # of received latents
+        order = 0 if plan.order is None or number < 0 else plan.order.backward(number)
         with named("backward dispatch", where):
             # In the order of the message. Kernels need contiguous rows, which autograd does not
             # promise.
             self._tensors = _dense((*saved, grad_out.contiguous()), self._prepared)
             self._latent = latent and Latent(*(each.contiguous() for each in latent))
-            self._exchange = plan.exchange(self._prepared)
+            self._exchange = plan.exchange(self._prepared, order)
             self._exchange.dispatch(*_traveling(self._tensors, self._latent))
 
     @classmethod

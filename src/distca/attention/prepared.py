@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from distca.attention.backends.base import Backend
+from distca.attention.call_order import CallOrder
 from distca.attention.calls import PreparedCall
 from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
@@ -124,16 +125,21 @@ class PreparedPlan:
     deterministic: bool
     transport: Transport
     buffers: Buffers
+    order: CallOrder | None  # None where servers take part, which do not know it
     meter: Meter  # of "attention", and of "exposed" communication, which no computation hides
     watch: Watch | None = None
 
-    def exchange(self, prepared: PreparedLayout) -> Exchange:
+    def exchange(self, prepared: PreparedLayout, backward_order: int = 0) -> Exchange:
         """Returns the exchange of one layer, which holds the buffers from now on."""
         if self.watch is not None:
             self.watch.dispatch()
+        handshakes = prepared.handshakes
+        if handshakes is not None and backward_order:
+            dispatch, combine = (replace(h, backward_order=backward_order) for h in handshakes)
+            handshakes = dispatch, combine
         return Exchange(
             prepared.messages,
-            prepared.handshakes,
+            handshakes,
             self.spec.device,
             self.transport,
             self.buffers,

@@ -24,6 +24,7 @@ _ADVICE = {
     "message": f"{_ORDER}, by plan objects that are new on all ranks or on none",
     "attention": _ORDER,
     "plan": "make it from the same lengths and options on every rank",
+    "backward_order": "run the backward passes of layers in the same order on every rank",
     "sinks": "give sinks to the same layers on every rank",
     "latent_dim": "give latents to the same layers on every rank",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
@@ -53,6 +54,7 @@ class Handshake:
     sinks: bool | None = None  # whether the layer has attention sinks
     grad_mode: bool | None = None
     attention: int | None = None  # which one of several on the same ranks, such as ping and pong
+    backward_order: int = 0  # see ``attention.call_order``
     message: str = "first use"  # or "dispatch" or "combine"; "step" or "gather" outside of layers
     wants_gradient: bool = False  # of q, k or v; ranks may differ
     error: str = ""  # why this rank cannot take part

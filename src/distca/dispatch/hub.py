@@ -9,10 +9,10 @@ A candidate is a process that is no rank yet. It waits until the ranks make thei
 Messages are lists in JSON, a line each. The first one is ``[token, rank]``, or ``[token,
 "candidate", wish]`` with the number that a candidate would like to have.
 From a rank: ``["records", texts, numbers]`` announces the texts of these numbers, ``["late",
-index]`` asks who has not yet, ``["regroup", admits]`` asks who is left, and admits candidates,
-``["cancel", name]`` gives up to make the groups of this name, ``["missing", rank]`` says that one
-will never come, ``["watch", ranks, seconds]`` lets silent ones be lost, ``["pong"]`` answers a
-ping, ``["failed", sentence]`` and ``["bye"]`` precede an end.
+index, seconds]`` asks who has not yet after so long, ``["regroup", admits]`` asks who is left, and
+admits candidates, ``["cancel", name]`` gives up to make the groups of this name, ``["missing",
+rank]`` says that one will never come, ``["watch", ranks, seconds]`` lets silent ones be lost,
+``["pong"]`` answers a ping, ``["failed", sentence]`` and ``["bye"]`` precede an end.
 To a rank: ``["same", index]`` if all records up to this one are equal, except those that have been
 answered, ``["records", index, records, why]`` if they differ or if some (None) have not come,
 ``["lost", rank, how]`` and ``["failed", rank, sentence]`` about another rank, ``["candidates",
@@ -49,10 +49,14 @@ open_files: set[int] = set()  # of all connections: a forked child must not keep
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Sends small messages at once; lets the connection fail about 5 s after its peer's node."""
+    """Sends small messages at once; lets the connection fail about 5 s after its peer's node.
+
+    Probes are sent while nothing else is. What was sent is repeated for minutes without a limit.
+    """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 2), ("TCP_KEEPINTVL", 1), ("TCP_KEEPCNT", 3)):
+    probes = {"TCP_KEEPIDLE": 2, "TCP_KEEPINTVL": 1, "TCP_KEEPCNT": 3}  # seconds, and a number
+    for name, value in (probes | {"TCP_USER_TIMEOUT": 5000}).items():  # milliseconds
         if hasattr(socket, name):  # not on every system
             connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
     open_files.add(connection.fileno())
@@ -154,8 +158,9 @@ class Hub:
             case ["records", texts, numbers]:
                 self._announced.add(rank, [texts[number] for number in numbers])
                 self._settle()
-            case ["late", index]:
-                self._answer(index, self._announced.at(index), "")
+            case ["late", index, seconds]:
+                why = f"no word for {seconds:g} s, look at what it does or set a longer timeout"
+                self._answer(index, self._announced.at(index), why)
             case ["regroup", admits]:
                 self._asking[rank] = admits
                 self._answer_members()

@@ -48,10 +48,13 @@ def listen(*, local: bool) -> tuple[socket.socket, str]:
     if local:
         return socket.create_server((_LOOPBACK, 0)), _LOOPBACK
     master = os.environ.get("MASTER_ADDR", socket.gethostname())
-    family, _, _, _, name = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    found = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)
+    # Its own name may be an IPv6 address for a node, and an IPv4 address for others.
+    family, _, _, _, name = min(found, key=lambda one: one[0] != socket.AF_INET)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(name)  # sends nothing
         address = probe.getsockname()[0]
     if address.startswith("127.") or address in ("::1", name[0]):
-        return socket.create_server(("", 0), family=family), master
+        both = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
+        return socket.create_server(("", 0), family=family, dualstack_ipv6=both), master
     return socket.create_server((address, 0), family=family), address

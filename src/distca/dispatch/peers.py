@@ -164,7 +164,8 @@ class Peers:
         except TimeoutError:
             with self._changed:
                 if not announcement.is_answered:
-                    self._send("late", self._announcements.first_open(announcement))
+                    first = self._announcements.first_open(announcement)
+                    self._send("late", first, timeout_s)
             return announcement.result()
 
     def on_loss(self, callback: Callable[[PeerLostError], None]) -> None:

@@ -1,6 +1,7 @@
 """Every backend against the oracle: the same body on a CPU and, behind the marker, on CUDA."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,9 +11,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distca.attention.backends import reference
-from distca.attention.backends.base import Backend, Saved, Traits
+from distca.attention.backends.base import Backend, Saved, Scoring, Traits
 from distca.attention.backends.blocks import Blocks
 from distca.attention.backends.choice import backends, choose
+from distca.attention.backends.first_call import load_kernels
+from distca.attention.backends.packed import PackedCall
 from distca.dispatch.tensors import TensorSpec
 from distca.planning.masks import Mask
 
@@ -272,3 +275,27 @@ def test_deterministic_on_cuda(name: str, mask: str, heads: str) -> None:
 def test_no_tasks_on_cuda(name: str) -> None:
     case = Case((), heads=8, kv_heads=2, head_dim=128)
     check(on_cuda(name, case, torch.bfloat16), case, torch.bfloat16, 0.0, "cuda", 1.0)
+
+
+@pytest.mark.parametrize("backend", CPU)
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("kinds", [{"causal"}, {"full", "window"}])
+def test_kernels_are_loaded_for_every_mask_and_direction(
+    backend: Backend, kinds: set[str], backward: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[str, tuple[int, int]]] = []
+    for name in ("_forward", "_backward"):
+        compute = getattr(backend, name)
+
+        def recorded(*args: Any, name: str = name, compute: Any = compute) -> Any:
+            (call,) = (one for one in args if isinstance(one, PackedCall))
+            called.append((name, call.window))
+            return compute(*args)
+
+        monkeypatch.setattr(backend, name, recorded)
+    spec = TensorSpec(4, 2, 16, 8, torch.float32, torch.device("cpu"))
+    load_kernels(backend, spec, kinds, Scoring(0.25), backward=backward)
+    windows = {(-1, 0)} if kinds == {"causal"} else {(-1, -1), (-1, 0), (127, 0)}
+    assert {window for _, window in called} == windows
+    assert {name for name, _ in called} == {"_forward", *(["_backward"] if backward else [])}
+    assert len(called) == len(windows) * (1 + backward)

@@ -74,10 +74,10 @@ class Flash(Backend):
         if deterministic:  # a thread block then takes several blocks of keys, and none is empty
             with _deterministic():
                 grads = _backward(grad_out, padded, call, scoring)
-        elif len(call.groups) == 1:
-            grads = _backward(grad_out, padded, call, scoring)
-        else:
+        elif call.groups:
             grads = _backward_in_groups(grad_out, padded, call, scoring)
+        else:
+            grads = _backward(grad_out, padded, call, scoring)
         return own_head_sizes(grads, saved)
 
 

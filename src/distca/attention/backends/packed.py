@@ -58,14 +58,19 @@ class PackedCall:
 
     @cached_property
     def groups(self) -> list[PackedGroup]:
-        """Consecutive tasks with similar numbers of keys. [Note: empty blocks]"""
+        """Consecutive tasks with similar numbers of keys; none if all tasks have similar ones.
+
+        [Note: empty blocks]
+        """
         q, kv = np.array(self.q_bounds), np.array(self.kv_bounds)
         ends = alike(np.diff(kv))
+        if len(ends) == 1:  # a call that referred to itself would stay until garbage is collected
+            return []
         return [
             PackedGroup(
                 slice(self.q_bounds[first], self.q_bounds[last]),
                 slice(self.kv_bounds[first], self.kv_bounds[last]),
-                self if len(ends) == 1 else self._group(q[first : last + 1], kv[first : last + 1]),
+                self._group(q[first : last + 1], kv[first : last + 1]),
             )
             for first, last in ends
         ]
