@@ -73,7 +73,7 @@ def learned_rollouts(
 
 def devices_of(group: dist.ProcessGroup, options: dict[str, Any]) -> list[dict[str, list[Any]]]:
     """Returns the devices of the plans of a step, with one rank on each node."""
-    with recorded_devices(local_world_size=1) as found:
+    with recorded_devices(ranks_per_node=1) as found:
         register(cost="pairs", **options)
         loss_of(model_of("llama", "distca"), batches()[dist.get_rank(group)])
     return found

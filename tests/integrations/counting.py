@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
+import torch.distributed as dist
 from torch import Tensor
 
 from distca.dispatch.transports.distributed import DistributedTransport
-from distca.integrations.shared import planned_batch
+from distca.integrations.shared import groups, planned_batch
 
 
 @contextmanager
@@ -28,8 +29,8 @@ def counted() -> Iterator[list[int]]:
 
 
 @contextmanager
-def recorded_devices(local_world_size: int) -> Iterator[list[dict[str, list[Any]]]]:
-    """Records nodes, speeds and memory limits of plans, given a local world size."""
+def recorded_devices(ranks_per_node: int) -> Iterator[list[dict[str, list[Any]]]]:
+    """Records nodes, speeds and memory limits of plans, given how many ranks are on a node."""
     found: list[dict[str, list[Any]]] = []
     plan = planned_batch.plan
 
@@ -39,6 +40,9 @@ def recorded_devices(local_world_size: int) -> Iterator[list[dict[str, list[Any]
         found.append({name: getattr(made.devices, name).tolist() for name in names})
         return made
 
-    environment = {"LOCAL_WORLD_SIZE": str(local_world_size)}
-    with patch.object(planned_batch, "plan", recording), patch.dict("os.environ", environment):
+    def node_name() -> str:
+        return f"node {dist.get_rank() // ranks_per_node}"
+
+    named = patch.object(groups, "node_name", node_name)
+    with patch.object(planned_batch, "plan", recording), named:
         yield found

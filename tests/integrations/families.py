@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -118,6 +118,9 @@ def outcome(family: str, kind: str = CAUSAL, dtype: torch.dtype = torch.float32)
         return outcome(family, kind, torch.float64)
     if not words[PADDED]:
         wrong.append(f"{PADDED} is computed")
+    with suppress(ValueError), torch.no_grad():
+        model_of(family, "distca", kind).eval()(**packed() | given_in_all_ways[PADDED])
+        wrong.append(f"{PADDED} is computed without gradients")
     if wrong:
         return Outcome(family, kind, "wrong", "; ".join(wrong))
     if warned:
@@ -195,7 +198,7 @@ tokens, as a tiny model with random weights and with text alone. Its logits and 
 compared with those of transformers' `eager` attention, which gets each document as a row: both are
 within {error:g}, relative to their norm, in float32 or, if they are not, in float64. Besides plain
 packed batches it is given an `attention_mask` of ones and, if it is no encoder, an empty cache and
-`use_cache=True`; padding must be refused.
+`use_cache=True`; padding must be refused, without gradients too.
 
 `tests/integrations/test_transformers_families.py` (`-m slow`) compares each row of this page with a
 new sweep, so that a release of transformers shows what has changed. The page is written by

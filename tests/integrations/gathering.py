@@ -43,11 +43,11 @@ def in_parts(group: dist.ProcessGroup) -> float:
 
 
 def devices_of(
-    group: dist.ProcessGroup, local_world_size: int, options: dict[str, Any]
+    group: dist.ProcessGroup, ranks_per_node: int, options: dict[str, Any]
 ) -> list[dict[str, list[Any]]]:
     """Returns the devices of two plans: of a batch of all ranks, and of a local one."""
     spec = AttentionSpec(Mask(CAUSAL), tensors(4, 2, 8))
-    with recorded_devices(local_world_size) as found:
+    with recorded_devices(ranks_per_node) as found:
         attention = PlannedAttention(cost="pairs", **options)
         attention.gather([8]).plan(spec)
         attention.local([8]).plan(spec)

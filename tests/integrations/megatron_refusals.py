@@ -54,7 +54,7 @@ def devices_of(
     attention = DistcaDotProductAttention.configured(cost="pairs", **options)
     q, k = torch.randn(8, 4, 8), torch.randn(8, 2, 8)
     sizes = {"tensor_model_parallel_size": case.tp, "pipeline_model_parallel_size": case.pp}
-    with groups(case), recorded_devices(local_world_size=2) as found:
+    with groups(case), recorded_devices(ranks_per_node=2) as found:
         layer = attention(config_of(**sizes), 1, AttnMaskType.causal, "self")
         layer(q, k, k, None, packed_seq_params=packed_of([3, 5]))
     return found

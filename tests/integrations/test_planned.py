@@ -20,7 +20,6 @@ from recorded import preparing_threads
 
 import distca
 from distca.dispatch import background
-from distca.integrations.shared.groups import node_size
 from distca.integrations.shared.lengths import (
     lengths_of_offsets,
     lengths_of_starts,
@@ -41,6 +40,10 @@ def test_lengths_of_offsets() -> None:
     for wrong in ([0, 3], [1, 9], [0, 5, 4, 9], []):
         with pytest.raises(ValueError, match=r"for 9 tokens: they must rise from 0"):
             lengths_of_offsets(torch.tensor(wrong), 9)
+    assert lengths_of_offsets([0, 3, 9], 9) == [3, 6]
+    for other in (torch.tensor([0.0, 9.0]), torch.tensor(9), torch.tensor([[0, 9]]), "0,9", 9):
+        with pytest.raises(ValueError, match=r"for 9 tokens: give integers in a tensor"):
+            lengths_of_offsets(other, 9)
 
 
 def test_lengths_of_positions() -> None:
@@ -256,21 +259,6 @@ def test_a_slow_rank_gets_less_within_ten_batches_and_as_much_as_others_after(wo
 def test_unknown_plan_options() -> None:
     with pytest.raises(ValueError, match=r"'tolerence' is unknown: did you mean tolerance\?"):
         PlannedAttention(tolerence=0.1)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "size"),
-    [
-        ([None] * 6, 6),
-        ([0, 0, 0, 0, 1, 1, 1, 1], 4),
-        ([0, 0, 0, 0, 1, 1], 4),  # the last node is not full
-        ([0, 0, 1, 1, 1, 1], 2),  # a pipeline stage that begins inside a node
-        ([0, 0, 0, 1, 1, 2, 2, 2], 1),
-        ([0, 1, 2], 1),
-    ],
-)
-def test_ranks_that_share_a_node(nodes: list[int | None], size: int) -> None:
-    assert node_size(nodes) == size
 
 
 def test_another_default_device(pair: RankPool) -> None:

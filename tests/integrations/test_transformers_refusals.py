@@ -12,11 +12,13 @@ from integrations.tiny import by_sdpa, loss_of, model_of, packed
 
 pytest.importorskip("transformers", reason="transformers is not installed")
 
-from transformers import masking_utils
+from transformers import DynamicCache, StaticCache, masking_utils
 
 from distca.integrations.transformers import register
+from distca.integrations.transformers.batches import documents_of
 from distca.integrations.transformers.masks import read_mask, read_parts, visibility
-from distca.integrations.transformers.packed_mask import ModelCall, PackedMask, PackedMaskFactory
+from distca.integrations.transformers.model_call import ModelCall
+from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskFactory
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 
 WAY_OUT = "attn_implementation"
@@ -133,6 +135,15 @@ def test_a_model_that_handles_its_masks_itself() -> None:
             },
             "cu_seq_lens_q and cu_seq_lens_k differ",
         ),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 30.0])}, r"\[0.0, 30.0\] .*: give integers in a"),
+        ({"cu_seq_lens_q": "0,30"}, r"'0,30' for 30 tokens: give integers in a tensor"),
+        (
+            {"distca_documents": "20,10"},
+            "distca_documents are '20,10': give a list of",
+        ),
+        ({"distca_documents": (20.0, 10.0)}, r"documents are \(20.0, 10.0\): give a list"),
+        ({"distca_documents": (40, -10)}, r"are \(40, -10\): give a list of lengths >= 1"),
+        ({"distca_documents": torch.tensor([30])}, r"are tensor\(\[30\]\): give a list"),
         (
             {
                 "cu_seq_lens_q": torch.tensor([0, 30]),
@@ -145,6 +156,39 @@ def test_a_model_that_handles_its_masks_itself() -> None:
 def test_lengths_that_do_not_fit(given: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=rf"layer 0 \(LlamaAttention\).*{words}"):
         loss_of(model_of("llama", "distca"), packed([30]) | given)
+
+
+def test_cumulative_lengths_in_a_list() -> None:
+    model, batch = model_of("llama", "distca"), packed([20, 10])
+    given = {"cu_seq_lens_q": [0, 20, 30], "cu_seq_lens_k": torch.tensor([0, 20, 30])}
+    assert torch.equal(model(**batch | given).logits, model(**batch).logits)
+
+
+def test_what_is_no_plan_no_token_and_no_mask() -> None:
+    model, batch = model_of("llama", "distca"), packed([20, 10])
+    with pytest.raises(ValueError, match="distca_batch is 3: leave it as plan_ahead gives it"):
+        model(**batch, distca_batch=3)
+    with pytest.raises(ValueError, match=r"is given no tokens \(shape \(1, 0\)\): leave such a"):
+        model(batch["input_ids"][:, :0])
+    with pytest.raises(ValueError, match="but has no kinds of layers: leave it out"):
+        model(**batch | {"attention_mask": {"full_attention": None}})
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_masks_that_number_documents(grad: bool) -> None:
+    """transformers, too, reads every number but 0 as a 1."""
+    model, batch = model_of("llama", "distca"), packed([20, 9])
+    numbers = torch.tensor([1] * 20 + [2] * 9)[None]
+    words = "attention_mask with other values than 0 and 1.*give position_ids that restart"
+    given = {"input_ids": batch["input_ids"], "attention_mask": numbers}
+    for cache in (None, StaticCache(config=model.config, max_cache_len=64)):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ValueError, match=rf"layer 0 .*{words}"),
+        ):
+            model(**given, past_key_values=cache)
+    with pytest.raises(ValueError, match=rf"the batch is given an {words}"):
+        documents_of(given)
 
 
 def test_layers_outside_of_a_model_are_told_nothing_of_documents() -> None:
@@ -182,8 +226,6 @@ def test_arguments_of_models_that_ask_for_more() -> None:
 
 
 def test_caches_with_other_keys_are_refused_in_training() -> None:
-    from transformers import DynamicCache, StaticCache
-
     model, batch = model_of("llama", "distca"), packed([20, 9])
     filled = DynamicCache()
     with torch.no_grad():

@@ -183,7 +183,7 @@ def resumed(group: dist.ProcessGroup, folder: str) -> list[list[tuple[float, flo
 def devices_of(group: dist.ProcessGroup, options: dict[str, Any]) -> list[dict[str, list[Any]]]:
     """Returns the devices of the plans of a training step, with one rank on each node."""
     mark()
-    with tempfile.TemporaryDirectory() as folder, recorded_devices(local_world_size=1) as found:
+    with tempfile.TemporaryDirectory() as folder, recorded_devices(ranks_per_node=1) as found:
         config = adopt(config_of("none", folder), cost="pairs", **options)
         config.training.steps = 1
         trainer = config.build()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from itertools import groupby
-from math import gcd
 from typing import Any
 
 import torch.distributed as dist
 
 from distca.dispatch.transports.distributed import DistributedTransport
 from distca.dispatch.transports.exchange_group import new_exchange_group
-from distca.runtime import mesh
+from distca.runtime.nodes import node_name, node_size
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,28 +53,5 @@ class PlanGroups:
         }
         layers, planning = made[mine]
         nodes: list[Any] = [None] * len(mine)
-        dist.all_gather_object(nodes, _node(dist.get_rank(world)), group=planning)
+        dist.all_gather_object(nodes, node_name(), group=planning)
         return cls(world, layers, DistributedTransport(planning), node_size(nodes))
-
-
-def node_size(nodes: Sequence[Hashable]) -> int:
-    """Returns how many consecutive ranks share a node, given the node of every rank.
-
-    Where nodes hold different numbers of these ranks, as in a pipeline stage that begins inside a
-    node, it is the largest size of equal blocks that no node boundary cuts.
-    """
-    sizes = [sum(1 for _ in same) for _, same in groupby(nodes)]
-    full, last = sizes[:-1], sizes[-1]
-    if full and {*full} == {full[0]} and last <= full[0]:  # only the last node may be partly used
-        return full[0]
-    return gcd(*sizes)
-
-
-def _node(rank: int) -> int | None:
-    """Returns the node of this global rank as the launcher tells it; None if it does not.
-
-    Ranks gather it instead of computing that of others, since all of them must plan alike even if
-    the launcher started different numbers of ranks on the nodes.
-    """
-    local_size = mesh.ranks_per_node()
-    return None if local_size is None else rank // local_size

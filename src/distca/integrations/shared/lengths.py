@@ -4,18 +4,26 @@ Legend: B rows of a batch, S tokens in a row. The rows of a batch are one packed
 tokens, and no document continues in the next row.
 """
 
+import reprlib
+from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def lengths_of_offsets(offsets: Tensor, num_tokens: int) -> list[int]:
+def lengths_of_offsets(offsets: Tensor | Sequence[int], num_tokens: int) -> list[int]:
     """Returns lengths from cumulative lengths [documents + 1] (``cu_seqlens`` of varlen kernels).
 
     Repeated offsets, with which some collators pad, are skipped.
     """
-    ends = offsets.tolist()  # synchronizes with the device, if they are on one
+    ends: Any = offsets.tolist() if isinstance(offsets, Tensor) else offsets  # waits for the device
+    if not isinstance(ends, list | tuple) or not all(isinstance(end, int) for end in ends):
+        raise ValueError(
+            f"cumulative lengths {reprlib.repr(ends)} for {num_tokens} tokens: give integers in a"
+            " tensor of one dimension or in a list"
+        )
     lengths = [stop - start for start, stop in pairwise(ends)]
     if not ends or ends[0] != 0 or ends[-1] != num_tokens or min(lengths, default=0) < 0:
         raise ValueError(
@@ -46,5 +54,5 @@ def lengths_of_starts(starts: Tensor) -> list[int]:
     return lengths
 
 
-def _shown(numbers: list[int]) -> str:
-    return str(numbers) if len(numbers) <= 8 else f"[{numbers[0]}, ..., {numbers[-1]}]"
+def _shown(numbers: Sequence[int]) -> str:
+    return str([*numbers]) if len(numbers) <= 8 else f"[{numbers[0]}, ..., {numbers[-1]}]"

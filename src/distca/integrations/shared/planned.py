@@ -75,7 +75,7 @@ class PlannedAttention:
     timeout_s: how long a rank waits for a batch of the other ranks.
     plan_options: options of ``distca.plan`` by name, such as ``cost``, ``tolerance``,
         ``memory_bytes`` and ``speed`` (one value for each rank of the group). ``ranks_per_node`` is
-        by default what the launcher tells (``LOCAL_WORLD_SIZE``).
+        by default derived from the host names of the ranks.
 
     Its process groups are its own, so that its collectives never mix with the trainer's. For the
     whole world they are made at the first batch, or by ``connect``. If a group is given, they are

@@ -37,7 +37,7 @@ except ImportError as error:
 
 from distca.integrations.shared.planned import PlannedAttention
 from distca.integrations.shared.planned_batch import PlannedBatch
-from distca.integrations.transformers.calls import in_progress, watch
+from distca.integrations.transformers.calls import in_progress, told_lengths, watch
 from distca.integrations.transformers.latents import latent_of
 from distca.integrations.transformers.loader import plan_ahead, wraps_loader
 from distca.integrations.transformers.masked import attend_masked
@@ -128,7 +128,11 @@ class Registered:
             call.attended.add(module)
         refuse_layer(where, dropout, given)
         if not isinstance(attention_mask, PackedMask):
-            refuse_mask(where, module, attention_mask, given)
+            num_rows, _, num_queries, _ = query.shape
+            several = False
+            if attention_mask is None and num_queries > 1:
+                several = len(told_lengths(num_rows, num_queries)) > num_rows
+            refuse_mask(where, module, attention_mask, given, several=several)
             out = attend_masked(module, query, key, value, attention_mask, scaling, given)
             return out, None
         mask, window = attention_mask.mask, given.get("sliding_window")

@@ -6,6 +6,7 @@ A batch is packed into one row whose ``position_ids`` restart with each document
 Legend: B rows, S tokens in a row.
 """
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -30,18 +31,30 @@ PADDED = (
     "is given padding, which distca does not support: pack documents instead of padding them"
     " (transformers' DataCollatorWithFlattening), and give no attention_mask"
 )
+NUMBERED = (
+    "is given an attention_mask with other values than 0 and 1, which do not tell documents apart:"
+    " give position_ids that restart, or cu_seq_lens_q and cu_seq_lens_k, and no attention_mask"
+)
 
 
 def documents_of(batch: Mapping[str, Any]) -> list[Entry]:
     mask = batch.get("attention_mask")
-    if isinstance(mask, Tensor) and not bool(mask.all()):
-        raise ValueError(f"the batch {PADDED}")
+    if isinstance(mask, Tensor) and (refused := refused_values(mask)):
+        raise ValueError(f"the batch {refused}")
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if name in batch), None)
     if tokens is None:
         raise ValueError(f"a batch of {', '.join(batch)} has neither input_ids nor inputs_embeds")
     if not tokens.numel():
         raise ValueError("a batch has no tokens: leave it out, plan_ahead adds filler batches")
     return documents(tokens.shape[0], tokens.shape[1], batch)
+
+
+def refused_values(attention_mask: Tensor) -> str:
+    """Returns why distca does not support the values of a mask [B, S]; "" if all are 1."""
+    ones = attention_mask == 1
+    if bool(ones.all()):
+        return ""
+    return PADDED if bool((ones | (attention_mask == 0)).all()) else NUMBERED
 
 
 def tells_documents(given: Mapping[str, Any]) -> bool:
@@ -58,31 +71,47 @@ def documents(
     starts: [B, S], true where the model's mask starts a document, if that is known; on the host.
     """
     if (told := given.get(DOCUMENTS)) is not None:
+        if not isinstance(told, list | tuple) or not all(map(_is_document, told)):
+            raise ValueError(
+                f"{DOCUMENTS} are {reprlib.repr(told)}: give a list of lengths >= 1, or what"
+                " pack_rows returns"
+            )
         if (count := sum(map(num_tokens, told))) != num_rows * row_tokens:
             raise ValueError(
                 f"{DOCUMENTS} have {count} tokens, but the batch has {num_rows * row_tokens}: give"
                 " them as pack_rows returns them"
             )
         return list(told)
-    offsets, others = given.get("cu_seq_lens_q"), given.get("cu_seq_lens_k")
-    if offsets is not None:
-        if others is not None and others is not offsets and not torch.equal(others, offsets):
+    if (offsets := given.get("cu_seq_lens_q")) is not None:
+        total, others = num_rows * row_tokens, given.get("cu_seq_lens_k")
+        lengths = lengths_of_offsets(offsets, total)
+        others = None if others is offsets else others
+        if others is not None and lengths_of_offsets(others, total) != lengths:
             raise ValueError("cu_seq_lens_q and cu_seq_lens_k differ: give the same for both")
-        return [*lengths_of_offsets(offsets, num_rows * row_tokens)]
-    positions = given.get("position_ids")
-    if positions is not None:
-        if positions.ndim == 3 and len(positions) == 4:  # of text, time, height, width
-            positions = positions[0]
-        if positions.ndim != 2 or positions.shape[1] != row_tokens:
-            raise ValueError(
-                f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"
-                f" {row_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
-            )
+        return [*lengths]
+    if given.get("position_ids") is not None:
+        positions = positions_of(num_rows, row_tokens, given["position_ids"])
         restarts = starts_of_positions(positions).cpu().expand(num_rows, -1)
         starts = restarts if starts is None else starts | restarts
     if starts is None:
         return [row_tokens] * num_rows
     return [*lengths_of_starts(starts)]
+
+
+def _is_document(entry: object) -> bool:
+    return entry >= 1 if isinstance(entry, int) else isinstance(entry, Mapping)
+
+
+def positions_of(num_rows: int, row_tokens: int, positions: Tensor) -> Tensor:
+    """Returns the positions of text [B or 1, S] from ``position_ids``."""
+    if positions.ndim == 3 and len(positions) == 4:  # of text, time, height, width
+        positions = positions[0]
+    if positions.ndim != 2 or positions.shape[1] != row_tokens:
+        raise ValueError(
+            f"position_ids of shape {tuple(positions.shape)} for {num_rows} rows of"
+            f" {row_tokens} tokens: give one position for each token, or cu_seq_lens_q too"
+        )
+    return positions
 
 
 def tell_two_way(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -21,8 +22,14 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from distca.integrations.shared.documents import num_tokens
 from distca.integrations.transformers import latents, refusals
-from distca.integrations.transformers.batches import DOCUMENTS, PLANNED
+from distca.integrations.transformers.batches import (
+    DOCUMENTS,
+    PLANNED,
+    documents,
+    tells_documents,
+)
 
 
 class PreparedMask:
@@ -39,7 +46,7 @@ class CallInProgress:
     packed: bool = False  # some row holds several documents
     prepared: PreparedMask | None = None  # a mask that the model outside has made for it
     took_prepared: bool = False
-    lengths: tuple[int, ...] | None = None  # of its documents, once a layer with a state has asked
+    lengths: tuple[int, ...] | None = None  # of its documents, once a layer has asked
 
     @property
     def uses_positions(self) -> bool:
@@ -51,6 +58,10 @@ class CallInProgress:
         """Token ids [B, S] or embeddings [B, S, ...], if it was given any."""
         given = (self.given.get(name) for name in ("input_ids", "inputs_embeds"))
         return next((tokens for tokens in given if tokens is not None), None)
+
+    def is_of(self, num_rows: int, row_tokens: int) -> bool:
+        """Tells whether it was given tokens in so many rows."""
+        return self.tokens is not None and self.tokens.shape[:2] == (num_rows, row_tokens)
 
 
 Calls = tuple[CallInProgress, ...]  # the outermost first
@@ -68,6 +79,23 @@ _calls: ContextVar[Calls] = ContextVar("distca_calls", default=())
 
 def in_progress() -> Calls:
     return _calls.get()
+
+
+def told_lengths(num_rows: int, row_tokens: int) -> tuple[int, ...]:
+    """Returns the tokens of each document, by what the outermost model that tells was given.
+
+    They are read once for all layers.
+    """
+    of_tokens = (call for call in in_progress() if call.is_of(num_rows, row_tokens))
+    call = next((call for call in of_tokens if tells_documents(call.given)), None)
+    if call is None:
+        return (row_tokens,) * num_rows
+    if call.lengths is None:
+        call.lengths = (row_tokens,) * num_rows
+        with suppress(ValueError):  # which the attention layers raise on all ranks
+            found = documents(num_rows, row_tokens, call.given)
+            call.lengths = tuple(map(num_tokens, found))
+    return call.lengths
 
 
 def within(calls: Calls, function: Callable[..., Any], *args: Any) -> Any:

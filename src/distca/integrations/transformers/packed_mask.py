@@ -12,28 +12,18 @@ Legend: B rows, S tokens in a row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from distca.integrations.shared.documents import TWO_WAY_MASKS, num_tokens, two_way_spans
-from distca.integrations.shared.planned import BatchFuture
-from distca.integrations.shared.planned_batch import PlannedBatch
-from distca.integrations.transformers.batches import (
-    DOCUMENTS,
-    PADDED,
-    PLANNED,
-    documents,
-    tells_documents,
-    with_two_way,
-)
-from distca.integrations.transformers.calls import Calls, PreparedMask, in_progress
+from distca.integrations.shared.documents import num_tokens, two_way_spans
+from distca.integrations.transformers.batches import NUMBERED, refused_values
+from distca.integrations.transformers.calls import PreparedMask, in_progress
 from distca.integrations.transformers.masks import read_mask, read_parts, visibility
-from distca.integrations.transformers.refusals import WAY_OUT, refuse_packed
+from distca.integrations.transformers.model_call import ModelCall
+from distca.integrations.transformers.refusals import WAY_OUT
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
 from distca.planning.placement import Entry
 
@@ -45,77 +35,6 @@ _UNSUPPORTED = (
 
 class ForeignMaskError(AttributeError, TypeError, ValueError):
     """A model computes with its masks, which only works with tensors."""
-
-
-@dataclass(eq=False)
-class ModelCall:
-    """One forward pass of a model."""
-
-    config: object
-    grad_enabled: bool  # before the first layer: inside, checkpointing may turn it off
-    num_rows: int
-    num_tokens: int  # in a row
-    models: Calls = ()  # the model and those that contain it
-    batch: PlannedBatch | None = None  # set by the first layer
-    ahead: Tensor | None = None  # [B, S] queries in two-way spans that see the next key
-    two_way_masks: set[str] = field(default_factory=set)  # masks that show these spans
-
-    def has_same_masks(self, other: ModelCall) -> bool:
-        sizes = (self.grad_enabled, self.num_rows, self.num_tokens, self.models)
-        others = (other.grad_enabled, other.num_rows, other.num_tokens, other.models)
-        return self.config is other.config and sizes == others
-
-    def planned(self, given: Mapping[str, Any]) -> BatchFuture | None:
-        """Returns the plans that the batch carries. given: the arguments of a layer."""
-        carried = (source.get(PLANNED) for source in self._sources(given))
-        return next((future for future in carried if future is not None), None)
-
-    def check_packed(self, ranks: Sequence[Sequence[Entry]]) -> None:
-        """Raises if the model mixes the documents of a row. ranks: the documents of each."""
-        if max(map(len, ranks)) > self.num_rows:
-            entries = (entry for documents in ranks for entry in documents)
-            continued = any(not isinstance(entry, int) and "parent" in entry for entry in entries)
-            refuse_packed(self.models, continued=continued)
-
-    def documents(self, given: Mapping[str, Any], starts: Tensor | None) -> list[Entry]:
-        """Returns the documents, by what the outermost model that tells was given.
-
-        starts: where the mask starts documents. It ignores positions if there is a cache or an
-            attention_mask, and some layers get none, but the caller of the model has said them.
-        """
-        sources = self._sources(given)
-        told = next(filter(tells_documents, sources), sources[-1])
-        found = documents(self.num_rows, self.num_tokens, told, starts)
-        known = self.models or tells_documents(told) or len(found) > self.num_rows
-        if self.grad_enabled and not known:
-            raise ValueError(
-                "cannot tell where documents begin: call the layers by their model, wrap the"
-                " loader with plan_ahead, or give cu_seq_lens_q"
-            )
-        if self.ahead is None or told.get(DOCUMENTS) is not None:
-            return found
-        named = {TWO_WAY_MASKS: tuple(sorted(self.two_way_masks))}
-        return list(with_two_way(found, self.ahead, named))
-
-    def told_starts(self, device: torch.device) -> Tensor:
-        """[B, S] Returns where the callers of models start documents; rows start one anyway."""
-        starts = torch.zeros(self.num_rows * self.num_tokens, dtype=torch.bool, device=device)
-        told = next(filter(tells_documents, self._sources({})), None)
-        if told is not None:
-            with suppress(ValueError):  # which is raised where documents are planned
-                found = documents(self.num_rows, self.num_tokens, told)
-                begins = list(accumulate(map(num_tokens, found), initial=0))[:-1]
-                starts[torch.tensor(begins, device=device)] = True
-        return starts.view(self.num_rows, self.num_tokens)
-
-    def is_of_tokens(self, models: Calls) -> bool:
-        """Tells whether some of the models are given the tokens that the mask is for."""
-        size = (self.num_rows, self.num_tokens)
-        return any(m.tokens is not None and m.tokens.shape[:2] == size for m in models)
-
-    def _sources(self, given: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-        """Returns what tells about these tokens: the arguments of models, then of the layer."""
-        return [*(m.given for m in self.models if self.is_of_tokens((m,))), given]
 
 
 class PackedMask(PreparedMask):
@@ -198,7 +117,7 @@ class PackedMaskFactory:
         """Returns the mask for the arguments of ``sdpa_mask``, which depend on its version.
 
         Returns None without gradients if distca does not support the mask, or if it is not one of
-        whole documents; with gradients the error is kept for the layers to raise.
+        whole documents, unless it would mix documents; else the layers raise the error.
         """
         models = in_progress()
         if models and isinstance(prepared := models[-1].prepared, PackedMask):
@@ -209,15 +128,19 @@ class PackedMaskFactory:
         if packed.is_both_ways and models and not call.is_of_tokens(models):
             return None  # of an encoder of images or sounds
         num_keys, padding = asked["kv_length"], asked.get("attention_mask")
+        refused = "" if padding is None else refused_values(call.as_given(padding))
         if num_keys != call.num_tokens or asked.get("q_offset"):
             packed.error = (
-                f"has {num_keys} keys for {call.num_tokens} queries: train without a cache"
+                f"has {num_keys} keys for {call.num_tokens} queries: train without a cache, and"
+                " give none with several documents in a row"
             )
-        elif padding is not None and not bool(padding.all()):
-            packed.error = PADDED
         else:
-            packed.error = _read(packed, asked)
-        return None if packed.error and not call.grad_enabled else packed
+            packed.error = refused or _read(packed, asked)
+        if refused == NUMBERED:
+            packed.error = NUMBERED
+        elif packed.error and not call.grad_enabled and not call.holds_several(_own(asked, call)):
+            return None
+        return packed
 
     def _call(self, asked: Mapping[str, Any]) -> ModelCall:
         """Returns the call that the mask is for: a model may ask for several kinds of masks."""
@@ -230,6 +153,17 @@ class PackedMaskFactory:
         if latest is None or latest.batch is not None or not latest.has_same_masks(new):
             latest = self._latest = new
         return latest
+
+
+def _own(asked: Mapping[str, Any], call: ModelCall) -> Tensor:
+    """[B, S] Returns which tokens are not padding; transformers' mask is for those before, too."""
+    size, padding = (call.num_rows, call.num_tokens), asked.get("attention_mask")
+    if padding is not None:
+        first = asked["q_offset"] if "q_offset" in asked else asked["cache_position"][0]
+        own: Tensor = padding[:, int(first) :][:, : call.num_tokens].cpu()
+        if own.shape == size:
+            return own
+    return torch.ones(size, dtype=torch.bool)
 
 
 def _kind(asked: Mapping[str, Any]) -> Mask:

@@ -77,14 +77,27 @@ def refuse_own_attention(kind: Any, name: str) -> None:
 
 
 def refuse_arguments(call: CallInProgress) -> None:
+    kind = type(call.model).__name__
+    if call.tokens is not None and not call.tokens.numel():
+        raise ValueError(
+            f"{kind} is given no tokens (shape {tuple(call.tokens.shape)}): leave such a batch out,"
+            " plan_ahead adds filler batches"
+        )
+    masks = call.given.get("attention_mask")
+    config: Any = call.model.config
+    has_kinds = hasattr(config.get_text_config(), "layer_types")
+    if isinstance(masks, Mapping) and None in masks.values() and not has_kinds:
+        raise ValueError(
+            f"{kind} is given an attention_mask of {dict(masks)}, but has no kinds of layers: leave"
+            " it out"
+        )
     by_config = {"output_attentions": getattr(call.model.config, "output_attentions", None)}
     for argument, what in _OF_MODELS.items():
         value = call.given.get(argument)
         value = by_config.get(argument) if value is None else value
         if value is not None and value is not False:
             raise ValueError(
-                f"{type(call.model).__name__} is given {argument}, but distca {what}: leave it"
-                f" out, or {WAY_OUT}"
+                f"{kind} is given {argument}, but distca {what}: leave it out, or {WAY_OUT}"
             )
 
 
@@ -100,16 +113,23 @@ def refuse_layer(where: str, dropout: float, given: Mapping[str, Any]) -> None:
 
 
 def refuse_mask(
-    where: str, module: nn.Module, mask: Tensor | None, given: Mapping[str, Any]
+    where: str,
+    module: nn.Module,
+    mask: Tensor | None,
+    given: Mapping[str, Any],
+    *,
+    several: bool,
 ) -> None:
-    """Raises if a causal layer is trained without a PackedMask.
+    """Raises if a causal layer is trained without a PackedMask, or has no mask at all.
 
     Layers that are not causal, such as those of an image encoder, are computed by sdpa.
+
+    several: whether some row holds several documents, which no mask can tell apart
     """
     causal = given.get("is_causal")
     if causal is None:
         causal = getattr(module, "is_causal", True)
-    if causal and torch.is_grad_enabled():
+    if causal and (torch.is_grad_enabled() or several):
         raise ValueError(
             f"{where} is given {'no mask' if mask is None else 'a mask of its own'}, so that"
             f" documents cannot be told apart: {WAY_OUT}"

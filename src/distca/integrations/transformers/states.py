@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import lru_cache, partial, wraps
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -27,9 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import Cache
 
-from distca.integrations.shared.documents import num_tokens
-from distca.integrations.transformers.batches import documents, tells_documents
-from distca.integrations.transformers.calls import CallInProgress, in_progress, within
+from distca.integrations.transformers.calls import in_progress, told_lengths, within
 from distca.integrations.transformers.refusals import class_of, keeps_apart
 
 _OF_PACKED = re.compile(r"cu_seq_lens|max_length|seq_idx")  # arguments for documents in one row
@@ -75,31 +72,13 @@ def _by_document(forward: Callable[..., Any]) -> Callable[..., Any]:
                 )
             return forward(self, *args, **kwargs)
         rows = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim == 3)
-        lengths = _lengths(rows.shape[0], rows.shape[1])
+        lengths = told_lengths(rows.shape[0], rows.shape[1])
         if len(lengths) <= rows.shape[0]:
             return forward(self, *args, **kwargs)
         _separated.add(self)
         return _run(partial(forward, self), args, kwargs, rows, lengths)
 
     return torch.compiler.disable(separated, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _lengths(num_rows: int, row_tokens: int) -> tuple[int, ...]:
-    """Returns the tokens of each document, by what the outermost model that tells was given."""
-    of_tokens = (call for call in in_progress() if _has(call, num_rows, row_tokens))
-    call = next((call for call in of_tokens if tells_documents(call.given)), None)
-    if call is None:
-        return (row_tokens,) * num_rows
-    if call.lengths is None:
-        call.lengths = (row_tokens,) * num_rows
-        with suppress(ValueError):  # which the attention layers raise on all ranks
-            found = documents(num_rows, row_tokens, call.given)
-            call.lengths = tuple(map(num_tokens, found))
-    return call.lengths
-
-
-def _has(call: CallInProgress, num_rows: int, row_tokens: int) -> bool:
-    return call.tokens is not None and call.tokens.shape[:2] == (num_rows, row_tokens)
 
 
 class Rows(NamedTuple):
