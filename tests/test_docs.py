@@ -20,7 +20,7 @@ LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]*))?\)")
 CODE = re.compile(r"`[^`\n]*`")
 BY_NAME = re.compile(r"(?<!\\)\[[^\]\n]+\]\[[^\]\n]*\]")
 VARIABLE = re.compile(
-    r"environ(?:\.get\(|\[|\.setdefault\()\"(\w+)\"|\"(DISTCA_\w+|CUDA_MPS_\w+)\""
+    r"(?:environ(?:\.get\(|\[|\.setdefault\()|_variable\()\"(\w+)\"|\"(DISTCA_\w+|CUDA_MPS_\w+)\""
 )
 PAGES = [
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),

@@ -26,7 +26,7 @@ SEES = {room: {*CHAIN[: i + 1]} for i, room in enumerate(CHAIN)} | {
     "integrations": {*CHAIN[:-1], "integrations"},
     "cli": {*CHAIN, "measure", "sim", "report", "integrations", "cli"},
     "": set(),  # distca/__init__.py
-    "__main__": {"cli"},
+    "__main__": {"runtime", "cli"},
 }
 SEES_TYPES = {"report": {"planning"}, "": SEES["cli"]}  # beyond SEES, under TYPE_CHECKING only
 

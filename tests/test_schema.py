@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import pytest
 
-from distca.schema import assign, build, check, read_toml
+from distca.schema import Limits, assign, build, check, check_limits, key, read_toml
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def test_values_become_fields_and_the_rest_keeps_its_default() -> None:
         ({"inner": {"pair": [1]}}, "inner.pair has 1 values: it must have 2"),
         ({"on": 1}, "on = 1: it must be true or false"),
         ({"limit": "5"}, "limit = '5': it must be a whole number"),
+        ({"inner": {"share": 10**309}}, f"inner.share = {10**309}: it is too large for a number"),
     ],
 )
 def test_mistakes_are_one_sentence(values: dict[str, Any], sentence: str) -> None:
@@ -88,3 +89,38 @@ def test_a_file_is_named_in_its_mistakes(tmp_path: Path) -> None:
     path.write_text("on = [")
     with pytest.raises(ValueError, match=r"a\.toml is not TOML: "):
         read_toml(path)
+
+
+@dataclass(frozen=True)
+class Limited:
+    size: int = key(1, "A size.", Limits(1, 9))
+    shares: tuple[float, ...] = key((), "Shares.", Limits(0, below=1))
+
+
+@dataclass(frozen=True)
+class Holder:
+    limited: Limited = field(default_factory=Limited)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"size": 0}, "limited.size = 0: it must be at least 1"),
+        ({"size": 10}, "limited.size = 10: it must be at most 9"),
+        ({"shares": [0, 1]}, "limited.shares = [0.0, 1.0]: each must be below 1"),
+        ({"shares": [float("nan")]}, "limited.shares = [nan]: each must be at least 0"),
+    ],
+)
+def test_numbers_have_limits(values: dict[str, Any], sentence: str) -> None:
+    check_limits(Holder(Limited(9, (0.0, 0.999))))
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        check_limits(build(Holder, {"limited": values}))
+    assert str(raised.value) == sentence
+
+
+def test_what_toml_cannot_read_is_text() -> None:
+    """Whole numbers of thousands of digits, and brackets without an end."""
+    for text in ("9" * 5000, "[" * 5000):
+        values: dict[str, Any] = {}
+        assign(values, f"name={text}")
+        assert values == {"name": text}

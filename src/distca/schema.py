@@ -2,13 +2,15 @@
 
 A field whose type is a dataclass is a section. Names and types are checked, and each mistake is
 reported in one sentence that names the value, the rule and the way out. A field that is declared by
-``key`` has its meaning beside its default, and ``keys`` lists them for documentation.
+``key`` has its meaning and its limits beside its default: ``keys`` lists them for documentation,
+and ``check_limits`` compares the limits with the values.
 """
 
 import difflib
+import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -16,8 +18,25 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 Record = TypeVar("Record")
 Entry = TypeVar("Entry")
 Value = TypeVar("Value")
-_MEANING = "meaning"
+_MEANING, _LIMITS = "meaning", "limits"
 _WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a number may be: from ``least`` to ``most``, and less than ``below``."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    below: float = math.inf
+
+    def rule(self, value: float) -> str:
+        """Returns the limit that a value is beyond, in words; nothing if it is within all."""
+        if not value >= self.least:  # NaN too
+            return f"at least {self.least}"
+        if value > self.most:
+            return f"at most {self.most}"
+        return f"below {self.below}" if value >= self.below else ""
 
 
 @dataclass(frozen=True)
@@ -29,18 +48,19 @@ class Key:
     kind: Any  # its type
     value: Any
     meaning: str
+    limits: Limits | None  # of a number, or of each number of a list
 
     @property
     def path(self) -> str:
         return f"{self.section}.{self.name}" if self.section else self.name
 
 
-def key(default: Value, text: str) -> Value:
-    """Declares a field with its default and its meaning."""
-    return field(default=default, metadata=meaning(text))
+def key(default: Value, text: str, limits: Limits | None = None) -> Value:
+    """Declares a field with its default, its meaning and, for numbers, its limits."""
+    return field(default=default, metadata=meaning(text) | {_LIMITS: limits})
 
 
-def meaning(text: str) -> dict[str, str]:
+def meaning(text: str) -> dict[str, Any]:
     """Returns the metadata of a field that has this meaning."""
     return {_MEANING: text}
 
@@ -54,16 +74,27 @@ def keys(record: Any, section: str = "") -> Iterator[Key]:
         if is_dataclass(value):
             sections.append(one.name)
         else:
-            yield Key(section, one.name, types[one.name], value, one.metadata.get(_MEANING, ""))
+            about = one.metadata.get(_MEANING, ""), one.metadata.get(_LIMITS)
+            yield Key(section, one.name, types[one.name], value, *about)
     for name in sections:
         yield from keys(getattr(record, name), name)
+
+
+def check_limits(record: Any) -> None:
+    """Raises ValueError for a number that is beyond the limits of its key."""
+    for one in keys(record):
+        several = isinstance(one.value, tuple)
+        for number in one.value if several else (one.value,):
+            if one.limits is not None and (rule := one.limits.rule(number)):
+                shown, which = (list(one.value), "each") if several else (number, "it")
+                raise ValueError(f"{one.path} = {shown}: {which} must be {rule}")
 
 
 def read_toml(path: Path | str, kind: type | None = None) -> dict[str, Any]:
     """Returns the values of a TOML file, after a ``check`` against a dataclass if one is given."""
     try:
         values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not TOML: {error}") from None
     if kind is not None:
         try:
@@ -85,7 +116,7 @@ def assign(values: dict[str, Any], setting: str) -> None:
             raise ValueError(f"--set {setting}: {section} is a value, not a section")
     try:
         values[last] = tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         values[last] = text.strip()
 
 
@@ -94,7 +125,11 @@ def build(kind: type[Record], values: Any, where: str = "") -> Record:
 
     where: the section that the values are from, for error messages.
     """
-    return kind(**check(kind, values, where))
+    checked = check(kind, values, where)
+    for one in fields(kind):  # type: ignore[arg-type]
+        if one.name not in checked and one.default is one.default_factory is MISSING:
+            raise ValueError(f"{where}.{one.name} is missing".removeprefix("."))
+    return kind(**checked)
 
 
 def check(kind: type, values: Any, where: str = "") -> dict[str, Any]:
@@ -149,7 +184,10 @@ def _convert(kind: Any, value: Any, path: str) -> Any:
         return ",".join(_convert(str, item, path) for item in value)
     is_bool = isinstance(value, bool)
     if kind in (float, str) and isinstance(value, int | float) and not is_bool:
-        return kind(value)
+        try:
+            return kind(value)
+        except OverflowError:
+            raise ValueError(f"{path} = {value}: it is too large for a number") from None
     if not isinstance(value, kind) or is_bool != (kind is bool):
         raise ValueError(f"{path} = {value!r}: it must be {_WORDS[kind]}")
     return value

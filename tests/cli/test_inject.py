@@ -1,6 +1,7 @@
 """``distca train --inject``: runs with faults, as people start them."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from ranks import World
 from train.runs import fit
 
 from distca.cli import main
+from distca.runtime.launch import _store
 
 SETTINGS = ("train.steps=6", "train.checkpoint_every=2")
 
@@ -116,3 +118,26 @@ def test_what_cannot_come_is_told_before_ranks_are_started(
     words = "--inject 'kill rank 2 step 5': there is no rank 2: this run has ranks 0 to 1"
     assert capsys.readouterr().err == f"distca: {words}\n"
     assert not (tmp_path / "logs").exists()
+
+
+def test_faults_that_only_one_rank_was_given_are_refused_on_all(tmp_path: Path) -> None:
+    """As under torchrun on several nodes, with different commands; the others would wait."""
+    store = _store(2)
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
+    ranks = [
+        subprocess.Popen(
+            [*command(tmp_path), *given],
+            env=os.environ | common | {"RANK": str(rank), "TORCHELASTIC_USE_AGENT_STORE": "True"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, given in enumerate([[], ["--inject=slow rank 1 x0.5 steps 0-1"]])
+    ]
+    try:
+        said = [rank.communicate(timeout=90)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert "--inject is [] on rank 0 and ['slow rank 1 x0.5 steps 0-1'] on rank 1" in said[0]

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,3 +76,12 @@ def test_a_nan_passes_nothing() -> None:
     assert not exact([(nan, one), (one, one)], 1.0).passed
     assert not exact([(one, one), (nan, one)], 1.0).passed
     assert not exact([(one, 2 * one)], 0.1).passed
+
+
+def test_an_exchange_that_does_not_fit_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On 80 ranks of 100 MB each, say: 16 GB, which a rank that shares its GPU may not have."""
+    context: Any = SimpleNamespace(parallel=SimpleNamespace(num_ranks=80))
+    monkeypatch.setattr(selftest, "_free_bytes", lambda _: 10**10)
+    found = selftest._bandwidth(context, 10**8)
+    assert found.passed is None
+    assert found.words == "needs 16 GB on each rank, and one has 10 left"

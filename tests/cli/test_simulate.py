@@ -295,11 +295,13 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--model=x"], "model 'x' is unknown: choose one of llama3-8b"),
         (["--cluster=x"], "cluster 'x' is unknown"),
         (["--gpus=x"], "--gpus x: write a whole number, or several as 2,4,8"),
-        (["--gpus=0"], "0 GPUs, 8 in a node: give 1 or more of each"),
+        (["--gpus=0"], "--gpus 0: give a number from 1 to 65,536"),
+        (["--gpus=99999999999"], "--gpus 1e+11: give a number from 1 to 65,536"),
+        (["--batches=1000000"], "--batches 1e+06: give a number from 1 to 10,000"),
         (["--tp=3"], "64 GPUs and 16 sequences do not divide by tp 3, pp 1"),
         (["--memory=x"], "'x' is not a number of bytes"),
-        (["--across=x"], "--across: 'x' is not a bandwidth: write bytes, as in 50GB/s, or bits"),
-        (["--latency=-1"], "--latency -1: give 0 or more"),
+        (["--across=x"], "--across: 'x' is not a bandwidth: write a number above 0"),
+        (["--latency=-1"], "--latency -1: give a number from 0 to"),
         (["--profile=x"], "profile 'x' does not exist: give h200, h200-flash, a file"),
         (["--jitter=2"], "jitter = 2.0: it must be at least 0 and below 1"),
         (["--transfer-sms=1"], "transfer_sms = 1.0: it must be at least 0 and below 1"),
@@ -310,14 +312,14 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--context=x"], "'x' is not a number of tokens"),
         (["--sequences=0"], "sequences = 0: give 1 or more"),
         (["--sequences=3", "--gpus=64,96"], "3 sequences on 64 GPUs are 4.5 on 96"),
-        (["--batches=0"], "--batches 0: give 1 or more"),
-        (["--seed=-1"], "--seed -1: give 0 or more"),
+        (["--batches=0"], "--batches 0: give a number from 1 to"),
+        (["--seed=-1"], "--seed -1: give a number from 0 to"),
         (["--mask=x"], "mask 'x' is unknown"),
         (["--policy=x"], "policy 'x' is unknown"),
         (["--placement=x"], "placement 'x' is unknown: choose given or balanced"),
         (["--tolerance=1"], "tolerance = 1.0: it must be at least 0 and less than 1"),
         (["--micro-batches=0"], "micro_batches = 0: give 1 or more"),
-        (["--layers=0"], "--layers 0: give 1 or more"),
+        (["--layers=0"], "--layers 0: give a number from 1 to"),
         (["--plot=none/x.png"], "there is no folder none"),
         (["--plot=x.txt"], "--plot x.txt: give a file that ends in .png, .svg, .pdf"),
         (["--nonsense"], "No such option"),
@@ -347,22 +349,31 @@ def refused(run: Any, *args: str) -> str:
         ("400Gbps", 50e9),
         ("1Tb/s", 125e9),
         ("1GiB/s", 2.0**30),
-        ("50000000000", 50e9),
+        ("50000000000B", 50e9),
+        ("1 KiBps", 1024.0),
+        ("8kbit/s", 1000.0),
     ],
 )
 def test_bits_and_bytes_are_told_apart(text: str, bytes_per_s: float) -> None:
     assert parse_bandwidth(text) == bytes_per_s
 
 
-@pytest.mark.parametrize("text", ["50gb", "gbps", "-1GB", "50GX/s", "50GB/h"])
+@pytest.mark.parametrize(
+    "text", ["50gb", "gbps", "-1GB", "50GX/s", "50GB/h", "400", "400G", "0Gb", "9" * 400 + "GB"]
+)
 def test_what_may_be_bits_or_bytes_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a bandwidth: write bytes, as in 50GB/s, or bits"):
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
         parse_bandwidth(text)
+    assert str(raised.value) == (
+        f"'{text}' is not a bandwidth: write a number above 0 with its unit, in bits, as in 400Gb,"
+        " or in bytes, as in 50GB"
+    )
 
 
-def test_memory_in_bits_is_refused() -> None:
-    with pytest.raises(ValueError, match="'80Gb' is not a number of bytes: write 40GB"):
-        parse_bytes("80Gb")
+@pytest.mark.parametrize("text", ["80Gb", "80", "0GB"])
+def test_memory_is_in_bytes(text: str) -> None:
+    with pytest.raises(ValueError, match=f"'{text}' is not a number of bytes: write 1 or more wit"):
+        parse_bytes(text)
 
 
 def test_several_seeds_are_drawn_together_and_the_spread_is_shown(run: Any) -> None:

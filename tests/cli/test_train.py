@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 import pytest
 
 from distca.cli import compare, main
-from distca.cli.before_start import check_trace
+from distca.cli.before_start import check, check_trace
 from distca.report.training import comparison, verdict
 from distca.train import trainer
 from distca.train.config import Config
@@ -207,6 +208,18 @@ def test_a_mistake_under_torchrun_is_told_once(tmp_path: Path, setting: str, wor
 
 
 @pytest.mark.slow
+def test_a_difference_between_ranks_under_torchrun_is_told_once(tmp_path: Path) -> None:
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--no-python"]
+    own_seed = ["bash", "-c", '"$@" --set=train.seed=$RANK', "bash"]
+    ran = subprocess.run(
+        [*torchrun, *own_seed, *command(tmp_path)], capture_output=True, text=True, timeout=100
+    )
+    words = "train.seed is 0 on rank 0 and 1 on rank 1: start all ranks with the same config"
+    assert ran.stderr.count(f"distca: {words}") == 1
+    assert f"traceback : {words}" in ran.stderr
+
+
+@pytest.mark.slow
 def test_a_mistake_that_only_ranks_see_gets_one_sentence_too(tmp_path: Path) -> None:
     settings = ("train.frozen=nope.*", "train.steps=2")
     out, err = run(tmp_path, *settings, options=("--json",), status=2)
@@ -342,12 +355,13 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("data.sources=nope.txt", "nope.txt does not exist: give stdlib, a text,"),
         ("data.sources=[]", "no sources: give one or more"),
         ("data.held_out=2e9", "held_out"),
-        ("data.weights=-1", "stdlib has weight -1.0: it must be above 0"),
+        ("data.weights=-1", "data.weights = [-1.0]: each must be at least 0"),
+        ("data.weights=0", "stdlib has weight 0.0: it must be above 0"),
         ("model.path=nope", "nope/config.json does not exist"),
         ("train.frozen=nope.*", "train.frozen: 'nope.*' matches no parameter"),
         ("train.lr=inf", "train.lr = inf: it must be at most 1000000.0"),
         ("train.lr=nan", "train.lr = nan: it must be at least 0"),
-        ("train.betas=[0.9,1.5]", "train.betas = [0.9, 1.5]: each must be from 0 to below 1"),
+        ("train.betas=[0.9,1.5]", "train.betas = [0.9, 1.5]: each must be below 1"),
         ("parallel.speed=[1,2,3]", "speed"),
         ("parallel.tolerance=-1", "tolerance"),
         ("parallel.attention_memory_gib=1e-6", "memory"),
@@ -394,6 +408,34 @@ def test_a_step_that_never_comes_cannot_be_traced(refused: Any, tmp_path: Path) 
     (tmp_path / "traces").mkdir()
     (tmp_path / "traces" / "trace.json").touch()
     check_trace(config)  # the same command continues a run that was stopped after the trace
+
+
+def test_another_model_or_other_data_is_refused_before_ranks_are_started(
+    tmp_path: Path, as_rank: Any
+) -> None:
+    as_rank(tmp_path, "--set=train.steps=2", "--set=data.held_out=4")
+    settings = [*TINY, f"out={tmp_path}", "train.steps=3", "data.held_out=4"]
+
+    def check_with(*changes: str) -> None:
+        check(Config.read(None, [*settings, *changes]), 1, 1, share_gpu=False)
+
+    check_with()
+    check_with("data.context=128", "train.seed=1", "resume=false")
+    check_with("data.context=128", "model.sizes.context=128")
+    for change, said in (
+        ("train.seed=1", "has seed = 0 but this run has 1: set the same value, or"),
+        ("data.held_out=5", "has held_out = 4.0 but this run has 5.0"),
+        ("data.add_eos=false", "stdlib has changed since the checkpoint: its first document has"),
+        ("model.sizes.window=16", "model.sizes.window is None there and 16 here: use"),
+        ("model.sizes.ffn=32", "model.sizes.ffn is 64 there and 32 here: use the model"),
+        ("from_step=1", "no complete checkpoint of step 1: choose one of [2]"),
+    ):
+        with pytest.raises(ValueError, match=re.escape(said)):
+            check_with(change)
+    (tmp_path / "checkpoints" / "step-00000002" / "extra.json").write_text("{}")
+    check_with("train.seed=1")  # damaged, and there is none before: the ranks say so
+    with pytest.raises(ValueError, match=r"extra\.json is damaged \(its digest"):
+        check_with("from_step=2")
 
 
 def test_help_says_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,15 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from distca.data.documents import IGNORE, Batch, Document
-from distca.data.loader import Counts, Loader
+from distca.data.documents import IGNORE, Batch, Document, Tree
+from distca.data.loader import Loader
+from distca.data.loader_state import Counts, DamagedStateError
 from distca.data.shuffle import choose_held_out
 from distca.data.sources import open_source
 from distca.data.tokenizers import open_tokenizer
@@ -24,6 +25,7 @@ class Listed:
 
     name = "listed"
     files: Sequence[Path] = ()
+    settings: ClassVar[dict[str, int]] = {}
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -316,6 +318,22 @@ def test_what_cannot_be_evaluated_is_refused() -> None:
         Loader(LISTED, tokens_per_step=8, context=8, held_out=1).evaluation(7)
 
 
+def test_held_out_documents_without_a_target_are_refused() -> None:
+    lengths = [1] * 40
+    held = Loader([Listed(lengths)], tokens_per_step=8, context=8, held_out=5)._held_out[0]
+    lengths[held[-1]] = 3  # of which up to two are a prompt
+    loader = Loader([Listed(lengths)], tokens_per_step=8, context=8, held_out=5)
+    loader.check_evaluation(5)
+    with pytest.raises(ValueError, match=r"^the first 4 tokens of held-out documents have no targ"):
+        loader.check_evaluation(4)
+    long = Listed([9] * 4)
+    longest = Loader([long], tokens_per_step=8, context=8, held_out=2, overlong="drop")
+    with pytest.raises(ValueError, match=r"^the first 0 tokens of .*; hold out more documents, or"):
+        longest.check_evaluation(100)
+    with pytest.raises(ValueError, match="there are no held-out documents: set held_out"):
+        Loader(LISTED, tokens_per_step=8, context=8).check_evaluation(8)
+
+
 def test_a_state_of_other_data_is_refused() -> None:
     case = Case([[5, 6, 7], [7, 8]], {"tokens_per_step": 8, "context": 8})
     loader = case.loader()
@@ -326,7 +344,7 @@ def test_a_state_of_other_data_is_refused() -> None:
             case.loader(seed=1),
             "has seed = 0 but this run has 1: set the same value, or",
         ),
-        (case.loader(held_out=1), "has held_out = 0 but this run has 1"),
+        (case.loader(held_out=1), r"has held_out = 0\.0 but this run has 1"),
         (case.loader(weights=[1, 2]), r"has weights = \[1, 1\] but this run has \[1, 2\]"),
         (
             Case([[5, 6], [7]], case.options).loader(),
@@ -340,6 +358,94 @@ def test_a_state_of_other_data_is_refused() -> None:
         with pytest.raises(ValueError, match=said):
             other.restore(state)
         assert all(counts.tokens == 0 for counts in counts_of(other))  # nothing half restored
-    with pytest.raises(ValueError, match="listed has changed since the checkpoint"):
-        loader.restore({})
+    with pytest.raises(ValueError, match="changed since the checkpoint: it was other and is liste"):
+        loader.restore({**state, "data": [{"name": "other"}] * 2})
     assert loader.state() == state
+
+
+ONE = Case([[25, 4, 30, 6]], {"tokens_per_step": 10, "context": 10, "held_out": 1})
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ({"seed": "x"}, r"loader\.seed = 'x': it must be a whole number"),
+        ({"seed": None}, r"loader\.seed = None"),
+        ({"held_out": "x"}, r"loader\.held_out = 'x': it must be a number"),
+        ({"weights": "x"}, r"loader\.weights = 'x': it must be a whole number"),
+        ({"data": []}, r"loader\.data has 0 values for 1 sources"),
+        ({"data": [{}]}, r"loader\.data has a source without a fingerprint"),
+        ({"data": [3]}, r"loader\.data = 3: it must be a section"),
+        ({"sources": []}, r"loader\.sources has 0 values for 1 sources"),
+        ({"sources": [{"cursor": -1}]}, r"sources\.cursor = -1: it must be from 0 to below 4"),
+        ({"sources": [{"cursor": 3}]}, "cursor 3 of 3 documents"),
+        ({"sources": [{"cursor": 4}]}, r"sources\.cursor = 4: it must be from 0 to below 4"),
+        ({"sources": [{"cursor": "x"}]}, r"sources\.cursor = 'x': it must be a whole number"),
+        ({"sources": [{"cursor": 1.5}]}, r"sources\.cursor = 1\.5: it must be a whole number"),
+        ({"sources": [{"cursor": True}]}, r"sources\.cursor = True: it must be a whole number"),
+        ({"sources": [{"epochs": -1}]}, r"sources\.epochs = -1: it must be from 0"),
+        ({"sources": [{"epochs": 10**30}]}, r"sources\.epochs = 10+: it must be from 0"),
+        ({"sources": [{"tokens": "x"}]}, r"sources\.tokens = 'x': it must be a whole number"),
+        ({"sources": [{"tokens": float("nan")}]}, r"sources\.tokens = nan"),
+        ({"rest": []}, r"loader\.rest has 0 values: it must have 4"),
+        ({"rest": "x"}, r"loader\.rest has 1 values: it must have 4"),
+        ({"rest": [7, 99, 0, 5]}, r"loader\.rest = \[7, 99, 0, 5\] is no part of a document"),
+        ({"rest": [0, 4, 0, 5]}, "is no part of a document"),
+        ({"rest": [0, 0, -5, 30]}, "is no part of a document"),
+        ({"rest": [0, 0, 30, -5]}, "is no part of a document"),
+        ({"surplus": 1}, r"loader\.surplus is unknown"),
+    ],
+)
+def test_a_damaged_state_is_said_to_be(damage: dict[str, Any], said: str) -> None:
+    loader = ONE.loader()
+    loader.next_batch()
+    state = loader.state()
+    if len(changes := damage.get("sources", ())) == 1:
+        damage = {"sources": [{**state["sources"][0], **changes[0]}]}
+    with pytest.raises(DamagedStateError, match=said):
+        loader.check({**state, **damage})
+    with pytest.raises(DamagedStateError, match=r"loader\.sources\.epochs is missing"):
+        loader.check({**state, "sources": [{"cursor": 0}]})
+    for name in state.keys() - {"rest"}:
+        with pytest.raises(DamagedStateError, match=rf"loader\.{name} is missing"):
+            loader.check({key: value for key, value in state.items() if key != name})
+    for values in (None, [], "x"):
+        with pytest.raises(DamagedStateError, match="it must be a section"):
+            loader.check(values)
+
+
+def test_a_context_of_another_size_changes_random_documents_but_not_those_of_files(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text("Some text " * 40)
+
+    def opened(name: str, context: int, ids: int = 300) -> Loader:
+        tokenizer = open_tokenizer("bytes" if name.endswith(".txt") else f"ids:{ids}")
+        source = open_source(name, tokenizer, context=context)
+        return Loader([source], tokens_per_step=64, context=context)
+
+    opened(str(tmp_path / "text.txt"), 32).check(opened(str(tmp_path / "text.txt"), 64).state())
+    state = opened("pretrain", 64).state()
+    opened("pretrain", 64).check(state)
+    with pytest.raises(ValueError, match=r"lengths were drawn for data\.context = 64, which is 32"):
+        opened("pretrain", 32).check(state)
+    with pytest.raises(ValueError, match="drawn from 300 ids, which are 200 now"):
+        opened("pretrain", 64, ids=200).check(state)
+    state["data"] = [{"name": "pretrain"}]  # of an earlier version
+    opened("pretrain", 32).check(state)
+
+
+def test_a_tree_that_has_become_too_long_is_left_out() -> None:
+    """It would be the rest of every batch, and none of them would have a token."""
+
+    class Trees(Listed):
+        def document(self, index: int) -> Any:
+            return Tree((super().document(index),), index=index)
+
+    options = {"tokens_per_step": 20, "context": 20, "overlong": "drop"}
+    loader = Loader([Trees([12])], **options)
+    loader.next_batch()
+    assert "rest" in loader.state()
+    other = Loader([Trees([12])], **options | {"tokens_per_step": 10, "context": 10})
+    other.restore(loader.state())
+    assert "rest" not in other.state()

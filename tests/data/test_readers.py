@@ -93,6 +93,8 @@ BAD_FILES = {
     "l.jsonl": ("[1, 2]", "line 1 of .*l.jsonl is not a document"),
     "z.jsonl": ('{"length": 1}\n\n{"text": ""}', "the document on line 3 of .* has 0 tokens"),
     "c.npy": (b"oops", "c.npy is not a plain numpy array"),
+    "deep.jsonl": ("[" * 100_000, "line 1 of .*deep.jsonl is not JSON"),
+    "zip.npy": (b"PK\x03\x04" + bytes(64), "zip.npy is not a plain numpy array"),
     "e.npy": (b"", "e.npy is not a plain numpy array"),
     "lonely.bin": (b"", "lonely.idx does not exist: a .bin data set needs its .idx next to it"),
     "c.idx": (b"MMIDIDX", "c.idx is not a Megatron index"),

@@ -80,7 +80,7 @@ def test_linear_flops_are_two_for_each_element_of_a_matrix() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"layers": 0}, "layers = 0: it must be at least 1"),
+        ({"layers": 0}, "layers = 0: it must be from 1 to 10000"),
         ({"kv_heads": 3}, "4 heads over 3 kv heads: heads must be a multiple of kv_heads"),
         ({"head_dim": 7}, "head_dim = 7: .* even; use 8"),
         ({"rope_theta": 0.0}, "rope_theta = 0.0: it must be above 0"),

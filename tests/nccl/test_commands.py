@@ -110,7 +110,11 @@ def test_nothing_is_left_behind_by(how: str, tmp_path: Path) -> None:
         if how == "Ctrl-C":
             process.send_signal(signal.SIGINT)
         else:
+            other, killed_at = rank_of(process.pid, 0), time.monotonic()
             os.kill(rank_of(process.pid, 1), signal.SIGKILL)
+            while Path(f"/proc/{other}").exists():
+                time.sleep(0.05)
+                assert time.monotonic() < killed_at + 5
         _, said = process.communicate(timeout=LIMIT_S / 2)
     finally:
         process.kill()
@@ -120,4 +124,6 @@ def test_nothing_is_left_behind_by(how: str, tmp_path: Path) -> None:
     else:
         assert process.returncode == 1
         assert said.startswith("distca: rank 1 was killed by SIGKILL")
+        log = (tmp_path / "logs" / "rank-0.log").read_text()
+        assert "distca: rank 1 is lost (its process ended without a word)" in log
     assert {*mps_processes()} <= before

@@ -24,6 +24,7 @@ from distca.runtime.launch import launch
 from distca.runtime.launched import RankFailedError
 from distca.runtime.mps import mps
 from distca.runtime.shared_gpu import share_gpu
+from distca.train.memory import available_bytes
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not Path("/proc/self/stat").exists(),
@@ -59,6 +60,7 @@ def test_ranks_get_all_that_sharing_takes(gpu: FakeGpu, tmp_path: Path) -> None:
         found = json.loads((logs / f"rank-{rank}.log").read_text())
         assert found["LOCAL_RANK"] == found["RANK"] == str(rank)
         assert found["DISTCA_SHARE_GPU"] == found["CUDA_VISIBLE_DEVICES"] == "0"
+        assert found["DISTCA_SHARE_BYTES"] == str(19 << 30)
         assert found["NCCL_MULTI_RANK_GPU_ENABLE"] == "1"
         assert found["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] == "25"
         assert found["NCCL_MAX_CTAS"] == "8"
@@ -144,6 +146,36 @@ def test_refusals(
     assert gpu.running() == []
 
 
+def test_more_ranks_than_mps_serves_are_refused(gpu: FakeGpu, tmp_path: Path) -> None:
+    words = "60 ranks cannot share a GPU: MPS serves 48 processes on one; start at most 48"
+    with pytest.raises(ValueError, match=words), share_gpu(60, tmp_path / "logs"):
+        pytest.fail("not reached")
+    assert gpu.running() == []
+    gpu.set(FAKE_FREE_GIB="100")
+    with share_gpu(60, tmp_path / "logs", side_by_side=False) as shared:
+        assert shared.num_ranks == 60
+
+
+def test_a_run_has_to_fit_into_the_free_memory(
+    gpu: FakeGpu,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Its estimate is compared with the whole GPU first, which is that of this machine."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    gpu.set(FAKE_FREE_GIB="3")
+    monkeypatch.setattr("distca.train.memory.host_bytes", lambda: 1 << 40)
+    large = ["--set", "model.name=debug", "--set", "train.tokens_per_step=500000"]
+    with pytest.raises(SystemExit) as exited:
+        main(["train", "--share-gpu", "--ranks=2", f"--out={tmp_path}", *large])
+    assert exited.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("distca: this run needs about ")
+    assert " and has 0.5: use more ranks, fewer tokens per step" in said
+    assert gpu.running() == []
+
+
 def test_which_nccl(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     old, new = gpu.nccl("2.28.9"), gpu.nccl("2.31.2")
     gpu.set(DISTCA_NCCL_LIBRARY=str(old))
@@ -152,6 +184,7 @@ def test_which_nccl(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DISTCA_NCCL_LIBRARY")
     with pytest.raises(ValueError, match=r"torch has none, and no newer one .* pip install -U"):
         nccl.find_nccl()
+    monkeypatch.setattr("torch.version.cuda", "12.8")
     site = gpu.folder / "site"
     (site / "nvidia_nccl_cu12-2.31.2.dist-info").mkdir(parents=True)
     (site / "nvidia_nccl_cu12-2.31.2.dist-info/METADATA").write_text(
@@ -161,10 +194,13 @@ def test_which_nccl(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch) -> None:
     installed = site / "nvidia/nccl/lib/libnccl.so.2"
     monkeypatch.syspath_prepend(str(site))
     shutil.copy(old, installed)
-    with pytest.raises(ValueError, match="no newer one is installed"):
+    with pytest.raises(ValueError, match=r"no newer one .*: pip install -U nvidia-nccl-cu12, or"):
         nccl.find_nccl()
     shutil.copy(new, installed)
     assert nccl.find_nccl() == nccl.Nccl(23102, installed)
+    monkeypatch.setattr("torch.version.cuda", "13.0")  # that package is for another one
+    with pytest.raises(ValueError, match=r"no newer one .*: pip install -U nvidia-nccl-cu13, or"):
+        nccl.find_nccl()
     monkeypatch.setattr(nccl, "loaded_version", lambda: 23007)
     assert nccl.find_nccl() == nccl.Nccl(23007, None)
 
@@ -257,7 +293,14 @@ def test_a_command_says_what_it_found_and_ends_mps(
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int, **variables: str) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: count)
     monkeypatch.setattr("torch.cuda.set_device", lambda device: None)
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DISTCA_SHARE_GPU"):
+    for name in (
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "LOCAL_WORLD_SIZE",
+        "DISTCA_SHARE_GPU",
+        "DISTCA_SHARE_BYTES",
+    ):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
@@ -310,3 +353,7 @@ def test_a_rank_of_a_shared_gpu_cannot_take_all_of_its_memory(
     device = rank_device.local_device()
     assert str(device) == "cuda:0"
     assert limits == [(19 / 80, device)]
+    monkeypatch.setenv("DISTCA_SHARE_BYTES", str(4 << 30))  # others had used most of the GPU
+    rank_device.local_device()
+    assert limits[1:] == [(4 / 80, device)]
+    assert available_bytes(device, 4) == 4 << 30

@@ -29,6 +29,7 @@ from distca.runtime.parallelize import Precision, parallelize
 from distca.train.checkpoints import Checkpoints
 from distca.train.config import TrainSection
 from distca.train.digests import DigestWriter
+from distca.train.extra import extra_of
 from distca.train.optimizer import adamw, freeze
 
 State = dict[str, Tensor]  # whole parameters and moments, by name
@@ -174,6 +175,15 @@ def save_steps(group: dist.ProcessGroup, run: Run, steps: list[int]) -> list[lis
         names.append(sorted(path.name for path in run.folder.iterdir()))
         dist.barrier(group)
     return names
+
+
+def save_steps_of(group: dist.ProcessGroup, run: Run, steps: list[int]) -> None:
+    """Saves checkpoints with moments that say from which model they are."""
+    trained = run.start()
+    trained.step(0)
+    for step in steps:
+        trained.checkpoints.save(step, extra_of(step, {}, run.config))
+    trained.checkpoints.wait()
 
 
 def save_extra(group: dist.ProcessGroup, run: Run, extra: dict[str, Any]) -> None:

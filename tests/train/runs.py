@@ -8,7 +8,9 @@ import threading
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -17,6 +19,10 @@ from slow_rank import timed_attention
 from torch.distributed.tensor import DTensor
 
 from distca.data.documents import Batch
+from distca.planning.spans import as_ints
+from distca.runtime import nodes
+from distca.runtime.step import StepRunner
+from distca.train import trainer as trainer_module
 from distca.train.config import Config
 from distca.train.trainer import Trainer
 
@@ -37,6 +43,27 @@ def _trainer(settings: list[str]) -> Trainer:
 
     trainer._show = show
     return trainer
+
+
+def fit_on_nodes(
+    group: dist.ProcessGroup, settings: list[str], node_of: list[int]
+) -> tuple[list[dict[str, Any]], list[int], int]:
+    """The records, the node of each rank in plans, and how many ranks are on this rank's node."""
+    with patch.object(nodes, "node_name", lambda: f"node {node_of[dist.get_rank(group)]}"):
+        where = nodes.Nodes.of_world()
+        trainer = _trainer(settings)
+    planned = trainer.own.planner.plan(as_ints([600] * 4)).slots[0][0][0].devices
+    return trainer.fit(), planned.node.tolist(), where.num_local
+
+
+def clocked(group: dist.ProcessGroup, settings: list[str]) -> list[str]:
+    """In which order a run reads the clock and loads kernels for its steps."""
+    events: list[str] = []
+    clock = SimpleNamespace(perf_counter=lambda: float(events.append("clock") or len(events)))
+    warm_up = patch.object(StepRunner, "warm_up", lambda *_: events.append("kernels"))
+    with patch.object(trainer_module, "time", clock), warm_up:
+        fit(group, settings)
+    return events
 
 
 def preparing(group: dist.ProcessGroup, settings: list[str]) -> dict[str, int]:

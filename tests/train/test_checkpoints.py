@@ -30,6 +30,7 @@ from train.bodies import (
     save_extra,
     save_forever,
     save_steps,
+    save_steps_of,
     weight_decays,
 )
 
@@ -290,7 +291,34 @@ def test_damage_is_said_in_a_sentence(
     assert not Path("executed").exists()
 
 
-def test_one_flipped_bit_in_any_file_is_damage(world: World, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        (
+            "optimizer.seams.1.after.wo.weight.exp_avg",
+            r"the moments of seams\.1\.after\.wo\.weight",
+        ),
+        ("model.seams.1.after.wo.weight", r"seams\.1\.after\.wo\.weight is missing there and \["),
+    ],
+)
+def test_a_tensor_that_is_missing_is_damage(
+    world: World, tmp_path: Path, missing: str, words: str
+) -> None:
+    """Of a weight, if the checkpoint says that it is from this model."""
+    run = Run(tmp_path)
+    run_all(world, save_steps_of, run, [2, 3])
+    for sums in tmp_path.glob("*/SHA256SUMS"):
+        sums.unlink()
+    file = tmp_path / "step-00000003" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    del metadata.state_dict_metadata[missing]
+    file.write_bytes(pickle.dumps(metadata))
+    path, notes = run_all(world, resume, run)
+    assert path == tmp_path / "step-00000002"
+    assert re.search(rf"\.metadata is damaged \({words}.*: step-00000002 is used", notes[0])
+
+
+def test_one_flipped_bit_or_a_missing_digest_is_damage(world: World, tmp_path: Path) -> None:
     run, newer = Run(tmp_path, DP2), tmp_path / "step-00000003"
     run_all(world, save_steps, run, [2, 3])
     for file in sorted(newer.iterdir()):
@@ -303,7 +331,14 @@ def test_one_flipped_bit_in_any_file_is_damage(world: World, tmp_path: Path) -> 
         assert re.search(r"is damaged \(its digest is not .*: step-00000002 is used", notes[0])
         file.write_bytes(content)
     assert run_all(world, resume, run) == (newer, [])
-    (newer / "SHA256SUMS").unlink()
+    sums = newer / "SHA256SUMS"
+    lines = sums.read_text().splitlines(keepends=True)
+    for left in ([], lines[1:], lines[:-1]):
+        sums.write_text("".join(left))
+        path, notes = run_all(world, resume, run)
+        assert path == tmp_path / "step-00000002"
+        assert re.search(r"SHA256SUMS is damaged \(it has no digest of .*: step-0+2 is", notes[0])
+    sums.unlink()
     path, notes = run_all(world, resume, run)
     assert notes == [f"{newer} has no SHA256SUMS, so its files could not be checked for damage"]
 

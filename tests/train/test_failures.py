@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import disks
 import pytest
 from ranks import World
 from train.runs import fit, fit_with_nan, save_with_nan, stop_in_evaluation, told
@@ -81,6 +81,14 @@ def test_steps_are_skipped_up_to_a_limit(world: World, tmp_path: Path) -> None:
     assert "step 2 has a loss of nan" in error
 
 
+def test_skipped_steps_do_not_replace_checkpoints(world: World, tmp_path: Path) -> None:
+    saving = {"train.skip_non_finite": "2", "train.checkpoint_every": "1", "train.steps": "6"}
+    run = settings(tmp_path, **saving)
+    error = world(2).run(fit_with_nan, run, [2, 3, 4], ranks=2)[0][1]
+    assert "step 4 has a loss of nan" in error
+    assert steps(tmp_path) == [2, 1]
+
+
 def test_weights_that_are_not_finite_are_not_saved(world: World, tmp_path: Path) -> None:
     error = world(1).run(save_with_nan, settings(tmp_path), ranks=1)[0]
     assert error.startswith(
@@ -130,6 +138,28 @@ def test_every_start_says_from_where(world: World, tmp_path: Path) -> None:
     assert steps(tmp_path) == [4]
     abandoned = (tmp_path / "metrics.abandoned.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in abandoned] == [4, 5, 2, 3, 4, 0, 1, 2]
+
+
+def test_a_run_goes_on_with_the_same_model_from_a_record_that_is_whole(
+    world: World, tmp_path: Path
+) -> None:
+    assert tell(world, tmp_path, **{"train.checkpoint_every": "2"})[1] == 0
+    newest_one = tmp_path / "checkpoints" / "step-00000004"
+    more = {"train.steps": "5"}
+    error = refused(world, tmp_path, **more, **{"model.sizes.rope_theta": "77"})
+    assert error == (
+        f"{newest_one} was saved from another model, model.sizes.rope_theta is 10000.0 there and"
+        " 77.0 here: use the model that it was saved from, or another folder; a new run can start"
+        " from these weights, as distca export writes them, with model.path"
+    )
+    (newest_one / "SHA256SUMS").unlink()
+    extra = json.loads((newest_one / "extra.json").read_text())
+    extra["loader"]["sources"][0]["cursor"] = -1
+    (newest_one / "extra.json").write_text(json.dumps(extra))
+    sentences, first = tell(world, tmp_path, **more)
+    assert first == 2
+    assert sentences[0].startswith(f"{newest_one}/extra.json is damaged (loader.sources.cursor")
+    assert sentences[0].endswith("): step-00000002 is used")
 
 
 def test_a_stop_saves_and_never_evaluates(world: World, tmp_path: Path) -> None:
@@ -192,40 +222,33 @@ def test_a_folder_is_locked_until_its_owner_is_gone(world: World, tmp_path: Path
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 420 KB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=420k", "tmpfs", str(place)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("only root may mount a small file system")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with disks.small_disk(tmp_path / "disk", "420k") as place:
+        yield place
 
 
-def test_a_full_disk_is_told(world: World, small_disk: Path) -> None:
+def test_a_full_disk_is_told(world: World, disk: Path) -> None:
     every = {"train.checkpoint_every": "1", "train.keep": "5"}
-    error = refused(world, small_disk, **every)
-    folder = small_disk / "checkpoints"
+    error = refused(world, disk, **every)
+    folder = disk / "checkpoints"
     assert error.startswith(f"no space left on {folder}: a checkpoint needs about 0.000")
     assert error.endswith("use another folder; earlier checkpoints are not affected")
     found: Any = newest(folder)
     assert found is not None
-    assert tell(world, small_disk, **{"train.steps": "1"})[1] >= 1  # it can be loaded
-    (small_disk / "filler").write_bytes(b"x" * 4096)
-    with (small_disk / "filler").open("ab", buffering=0) as file:
+    assert tell(world, disk, **{"train.steps": "1"})[1] >= 1  # it can be loaded
+    (disk / "filler").write_bytes(b"x" * 4096)
+    with (disk / "filler").open("ab", buffering=0) as file:
         while True:
             try:
                 file.write(b"x" * 1024)
             except OSError:
                 break
-    assert "no space left on" in refused(world, small_disk, **{"train.steps": "9"})
+    assert "no space left on" in refused(world, disk, **{"train.steps": "9"})
 
 
-def test_a_read_only_folder_is_told(world: World, small_disk: Path) -> None:
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    error = refused(world, small_disk / "run")
+def test_a_read_only_folder_is_told(world: World, disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    error = refused(world, disk / "run")
     assert error == (
-        f"cannot open {small_disk}/run: read-only file system; give a path that can be read or"
-        " written"
+        f"cannot open {disk}/run: read-only file system; give a path that can be read or written"
     )

@@ -2,32 +2,51 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
+from distca.data.shuffle import choose_held_out
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.spans import as_ints
 from distca.train.config import Config
-from distca.train.setup import planner_of, tokenizer_of
+from distca.train.setup import loader_of, planner_of, tokenizer_of
 
 
-def planner(parallel: MeshShape, *settings: str) -> StepPlanner:
+def planner(parallel: MeshShape, *settings: str, ranks_per_node: int | None = None) -> StepPlanner:
     config = Config.read(None, [f"parallel.{setting}" for setting in settings])
-    return planner_of(config, parallel, model_config("debug"), torch.device("cpu"))
+    model, device = model_config("debug"), torch.device("cpu")
+    return planner_of(config, parallel, model, device, ranks_per_node)
 
 
-def devices(parallel: MeshShape, *settings: str) -> Devices:
+def devices(parallel: MeshShape, *settings: str, ranks_per_node: int | None = None) -> Devices:
     """The devices of a plan of the trainer's planner."""
-    return planner(parallel, *settings).plan(as_ints([300, 200, 100, 50])).slots[0][0][0].devices
+    step = planner(parallel, *settings, ranks_per_node=ranks_per_node)
+    return step.plan(as_ints([300, 200, 100, 50])).slots[0][0][0].devices
 
 
 def test_the_tokens_around_documents_can_be_set() -> None:
     config = Config.read(None, ["data.add_bos=true", "data.add_eos=false"])
     assert tokenizer_of(config).document("a").tokens.tolist() == [256, 97]
     assert tokenizer_of(Config.read(None, ["data.tokenizer=ids:9", "data.eos=7"])).eos == 7
+
+
+def test_an_evaluation_needs_a_target(tmp_path: Path) -> None:
+    """Documents of one token, which are those that are held out."""
+    held = choose_held_out([60], 3)[0].tolist()
+    lines = [json.dumps({"tokens": [1] * (1 if index in held else 50)}) for index in range(60)]
+    (tmp_path / "ids.jsonl").write_text("\n".join(lines))
+    settings = [f"data.sources={tmp_path}/ids.jsonl", "data.tokenizer=ids:9", "data.held_out=3"]
+    config = Config.read(None, settings)
+    loader_of(config, tokenizer_of(config))
+    config = Config.read(None, [*settings, "train.eval_every=1"])
+    with pytest.raises(ValueError, match="the first 3 tokens of held-out documents have no target"):
+        loader_of(config, tokenizer_of(config))
 
 
 @pytest.mark.parametrize(("device", "cost"), [("cuda", "h200"), ("cpu", "cpu")])
@@ -38,18 +57,14 @@ def test_tasks_are_priced_for_the_device(device: str, cost: str) -> None:
     assert found.name == cost
 
 
-def test_plans_know_which_ranks_share_a_node_from_the_launcher(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+def test_plans_know_which_ranks_share_a_node() -> None:
     assert devices(MeshShape(dp=4)).node.tolist() == [0, 0, 0, 0]
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert devices(MeshShape(dp=4)).node.tolist() == [0, 0, 1, 1]
+    assert devices(MeshShape(dp=4), ranks_per_node=2).node.tolist() == [0, 0, 1, 1]
     # Of four ranks on a node, two have the same tensor-parallel index.
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    assert devices(MeshShape(dp=4, tp=2)).node.tolist() == [0, 0, 1, 1]
-    assert devices(MeshShape(dp=4), "ranks_per_node=3").node.tolist() == [0, 0, 0, 1]
-    assert devices(MeshShape(dp=2, servers=2)).node.tolist() == [0, 0, 0, 0]
+    assert devices(MeshShape(dp=4, tp=2), ranks_per_node=4).node.tolist() == [0, 0, 1, 1]
+    given = devices(MeshShape(dp=4), "ranks_per_node=3", ranks_per_node=4)
+    assert given.node.tolist() == [0, 0, 0, 1]
+    assert devices(MeshShape(dp=2, servers=2), ranks_per_node=4).node.tolist() == [0, 0, 0, 0]
 
 
 def test_speeds_and_memory_limits_reach_the_plans() -> None:

@@ -103,7 +103,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, key: str) -
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["log.prometheus_port=70000", "log.prometheus=true"], "must be from 0 to 65535"),
+        (["log.prometheus_port=70000", "log.prometheus=true"], "it must be at most 65535"),
         (["log.prometheus_port=9000"], "without log.prometheus: set both"),
     ],
 )

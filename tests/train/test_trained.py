@@ -7,18 +7,21 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from ranks import World
+from safetensors import SafetensorError
 from train.runs import fit
 
 from distca.cli import main
 from distca.data.documents import Document
 from distca.data.loader import in_batches
 from distca.data.tokenizers import open_tokenizer
+from distca.train.evaluate import NAMES, LengthLosses, _means
 from distca.train.step_folders import COMPLETE
 from distca.train.trained import TrainedRun, _first
 
@@ -128,6 +131,30 @@ def test_an_export_shows_the_share_of_its_bytes(run: Path, tmp_path: Path) -> No
     assert shares[-1] == 1.0
 
 
+def test_without_a_target_there_is_no_loss() -> None:
+    none, one = np.zeros(len(NAMES)), np.eye(len(NAMES))[0]
+    assert _means(LengthLosses(none, none)) == {}
+    assert _means(LengthLosses(3 * one, one)) == {"eval_loss": 3.0, "eval_loss_below_256": 3.0}
+
+
+def test_an_export_onto_a_full_disk_names_it(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(total=9, free=1))
+        with pytest.raises(ValueError, match=rf"left on {out}: the model needs about \S+ GB and"):
+            TrainedRun.open(run).export(out)
+    assert not out.exists()
+
+    def save_file(*_: Any, **__: Any) -> None:
+        raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("safetensors.torch.save_file", save_file)
+    with pytest.raises(ValueError, match=rf"^no space left on {out}: "):
+        TrainedRun.open(run).export(out)
+
+
 def test_the_exported_tokenizer_is_that_of_the_run(exported: Path) -> None:
     from transformers import AutoTokenizer, GenerationConfig
 
@@ -182,6 +209,17 @@ def test_mistakes_are_one_sentence(
     (tmp_path / "config.json").write_text('{"train": {"stepz": 1}}')
     assert "did you mean steps?" in refused(capsys, "eval", str(tmp_path))
     assert not (tmp_path / "new").exists()
+
+
+def test_the_config_of_another_model_is_refused(run: Path, tmp_path: Path) -> None:
+    config = json.loads((run / "config.json").read_text())
+    config["model"]["sizes"]["rope_theta"] = 77.0
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "checkpoints").symlink_to(run / "checkpoints")
+    with pytest.raises(
+        ValueError, match=r"rope_theta is 10000\.0 there and 77\.0 here: use the mod"
+    ):
+        TrainedRun.open(tmp_path).export(tmp_path / "out")
 
 
 def test_a_damaged_checkpoint_is_refused(run: Path, tmp_path: Path) -> None:

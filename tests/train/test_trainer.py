@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from quick import others_slow
 from ranks import World
-from train.runs import fit, preparing
+from train.runs import clocked, fit, fit_on_nodes, preparing
 
 TINY = {
     "model.sizes": "{layers=2, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
@@ -89,6 +89,28 @@ def test_layouts_are_made_by_the_thread_that_plans(world: World, tmp_path: Path)
     for counts in world(2).run(preparing, [*chosen, f"out={tmp_path}"], ranks=2):
         assert sum(counts.values()) >= 3 * 2 * 2  # steps, halves, directions
         assert all(name.startswith("distca-plan") for name in counts), counts
+
+
+def test_nodes_may_hold_different_numbers_of_ranks(world: World, tmp_path: Path) -> None:
+    """Ranks that derived it from the number of ranks on their own node would plan differently."""
+    settings = [f"{name}={value}" for name, value in {**TINY, "train.steps": "2"}.items()]
+    for node_of, planned, num_local in (
+        ([0, 0, 0, 1], [0, 0, 0, 1], [3, 3, 3, 1]),
+        ([0, 1, 1, 1], [0, 1, 2, 3], [1, 3, 3, 3]),  # blocks of one rank, which no border cuts
+    ):
+        out = tmp_path / str(num_local[0])
+        answers = world(4).run(fit_on_nodes, [*settings, f"out={out}"], node_of, ranks=4)
+        assert [len(records) for records, *_ in answers] == [2, 0, 0, 0]
+        assert [found for _, found, _ in answers] == [planned] * 4
+        assert [local for *_, local in answers] == num_local
+
+
+def test_kernels_are_loaded_before_the_clock_of_a_step_starts(world: World, tmp_path: Path) -> None:
+    """Ranks that share a GPU load some in every step, which ranks with their own do not."""
+    settings = [f"{name}={value}" for name, value in {**TINY, "train.steps": "2"}.items()]
+    (events,) = world(1).run(clocked, [*settings, f"out={tmp_path}"], ranks=1)
+    # What the step itself asks for has been loaded then.
+    assert events == ["kernels", "clock", "kernels", "clock"] * 2
 
 
 def test_it_trains_and_writes_it_down(tmp_path: Path, world: World, alone: Any) -> None:

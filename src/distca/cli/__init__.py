@@ -24,6 +24,7 @@ from distca.cli.selftest import SelftestCommand
 from distca.cli.serve import ServeCommand
 from distca.cli.simulate import SimulateCommand
 from distca.cli.train import TrainCommand
+from distca.runtime.interrupts import CTRL_C
 from distca.runtime.launched import RankFailedError, is_repeated, sentence
 
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
@@ -90,7 +91,7 @@ def main(args: Sequence[str] | None = None) -> None:
             typer.echo(f"distca: {sentence(error)}", err=True)
         status = 1
     except (KeyboardInterrupt, typer.Abort):
-        status = 130
+        status = CTRL_C
     sys.exit(status or 0)
 
 

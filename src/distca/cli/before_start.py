@@ -18,12 +18,23 @@ if TYPE_CHECKING:
 def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import setup
-    from distca.train.step_folders import find
+    from distca.train.extra import check_resumable
 
     own = setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
-    if config.from_step >= 0:
-        find(Path(config.out) / "checkpoints", config.from_step)
+    check_resumable(config, own.model, own.loader)
     return own
+
+
+def check_free_memory(config: "Config", num_ranks: int, sides: int, gpu: SharedGpu) -> None:
+    """Raises ValueError if a run does not fit into what is free on the GPU that ranks share."""
+    from distca.train import memory, setup
+
+    if config.parallel.memory_gib:
+        return
+    model = setup.model_of(config, setup.tokenizer_of(config))
+    parallel = setup.parallel_of(config, num_ranks)
+    estimate = memory.memory_of(config, parallel, model, _device())
+    memory.check_memory(estimate, gpu.rank_bytes // sides)
 
 
 def check_trace(config: "Config") -> None:

@@ -16,6 +16,7 @@ from distca.planning.policies import PLACEMENTS
 from distca.report.progress import Update, progress
 from distca.report.replay import CAPTION, heading, replay_facts, replay_table
 from distca.report.tables import facts
+from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ class ReplayCommand:
             chosen = DEFAULTS[device.type] | given | {"ping_pong": ping_pong}
             records.append(_replay(chosen, device, console(quiet=self.as_json)))
             if self.out is not None:
-                with self.out.open("a") as file:
+                with writing(self.out), self.out.open("a") as file:
                     file.write(json.dumps(records[-1]) + "\n")
         if self.as_json:
             typer.echo(json.dumps({"cases": records}))

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
@@ -21,6 +22,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from distca.report.progress import Update, progress
+from distca.runtime.interrupts import CTRL_C, exit_if_importing
 from distca.runtime.launch import Stop
 from distca.runtime.launched import is_launched
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
@@ -148,9 +150,10 @@ def stop_before_first_step() -> None:
     if is_launched():
         return
 
-    def end(*_: object) -> None:
+    def end(_: int, frame: FrameType | None) -> None:
         # Not ``print``, which must not be entered twice.
         os.write(2, f"{STOPPED_EARLY}\n".encode() if os.environ.get("RANK", "0") == "0" else b"")
+        exit_if_importing(frame, 0)
         raise SystemExit(0)
 
     signal.signal(signal.SIGTERM, end)
@@ -163,4 +166,4 @@ def exit_if_stopped(stop: Stop | None) -> None:
     if stop.early:
         typer.echo(STOPPED_EARLY, err=True)
     if stop.signal == signal.SIGINT:
-        raise typer.Exit(130)
+        raise typer.Exit(CTRL_C)

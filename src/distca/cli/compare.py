@@ -13,6 +13,7 @@ from distca.cli.command import console
 from distca.report.curves import draw_comparison
 from distca.report.progress import progress
 from distca.report.training import comparison, comparison_table, step_line, verdict
+from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
     from distca.train.config import Config
@@ -80,7 +81,8 @@ def _show(
 ) -> None:
     compared = comparison(runs[0], runs[1], LOSS_TOLERANCE[precision])
     picture = Path(config.out) / "compare.png"
-    draw_comparison(runs[0], runs[1], compared, picture)
+    with writing(picture):
+        draw_comparison(runs[0], runs[1], compared, picture)
     if as_json:
         places = {"out": config.out, "picture": str(picture)}
         typer.echo(json.dumps(compared | places))

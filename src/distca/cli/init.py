@@ -7,6 +7,7 @@ from pathlib import Path
 import typer
 
 from distca.cli.command import argument, json_switch, option
+from distca.runtime.disk import writing
 
 GIB = 1 << 30
 
@@ -52,7 +53,8 @@ class InitCommand:
         device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
         model = self.model or ("debug" if device.type == "cpu" else "1b")
         chosen = first_config(model, tuple(self.data or ()), context, ranks, device)
-        self.path.write_text(toml(chosen.config))
+        with writing(self.path):
+            self.path.write_text(toml(chosen.config))
         needs, has = chosen.memory.total / GIB, chosen.available / GIB
         parallel, train = chosen.config.parallel, chosen.config.train
         if self.as_json:

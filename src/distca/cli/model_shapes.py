@@ -84,7 +84,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     """Returns the entries of a model; those of its text model if it has several."""
     try:
         raw = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{file} cannot be read ({error}): give the folder of a model as Hugging Face writes it"
         ) from None

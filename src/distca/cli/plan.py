@@ -14,6 +14,7 @@ from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
 from distca.planning.policies import POLICIES
 from distca.report.plans import COMPARE_CAPTION, compare_table, heading, plan_table
+from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
     from distca.planning.options import PlanOptions
@@ -150,11 +151,13 @@ class PlanCommand:
         record = record_of(made, given, cost_model(options.cost, made.shape), summary)
         if self.out is not None:
             before = {"summary": summary, "load_before": record["load_before"].tolist()}
-            self.out.write_text(json.dumps(made.to_json() | before) + "\n")
+            with writing(self.out):
+                self.out.write_text(json.dumps(made.to_json() | before) + "\n")
         if self.plot is not None:
             from distca.report.plan_plots import draw_plan
 
-            draw_plan(record, traffic_matrix(made), self.plot)
+            with writing(self.plot):
+                draw_plan(record, traffic_matrix(made), self.plot)
         if self.as_json:
             typer.echo(json.dumps(summary))
         else:

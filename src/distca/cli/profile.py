@@ -21,6 +21,8 @@ from distca.report.profiles import profile_facts, rates_table
 from distca.report.progress import progress
 from distca.report.tables import facts
 from distca.runtime import launch, launched
+from distca.runtime.disk import writing
+from distca.runtime.interrupts import CTRL_C
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +77,7 @@ class ProfileCommand:
             stop = launch.launch(rank_command("profile", self), num_ranks, LOGS, shared)
         if stop is not None:
             self._tell_stopped()
-            raise typer.Exit(130 if stop.signal == signal.SIGINT else 0)
+            raise typer.Exit(CTRL_C if stop.signal == signal.SIGINT else 0)
 
     def _num_ranks(self) -> int:
         import torch
@@ -120,7 +122,8 @@ class ProfileCommand:
         try:
             with progress(screen, "figure", total) as update:
                 for number, (what, done) in enumerate(measure(bench, begun), total - left + 1):
-                    done.write(out)
+                    with writing(out):
+                        done.write(out)
                     update(number, what)
         except KeyboardInterrupt:
             self._tell_stopped()
@@ -131,7 +134,7 @@ class ProfileCommand:
         import torch.distributed as dist
 
         from distca.measure.profiling import measure
-        from distca.train.setup import join_world
+        from distca.runtime.world import join_world
 
         bench = self._bench(join_world())
         first = dist.get_rank() == 0

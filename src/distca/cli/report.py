@@ -9,6 +9,7 @@ from pathlib import Path
 import typer
 
 from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.runtime.disk import writing
 
 _output, _live = partial(option, panel=OUTPUT), partial(option, panel="Live")
 
@@ -55,7 +56,8 @@ class ReportCommand:
             raise ValueError(
                 f"{path} cannot be written: there is no folder {path.parent}; create it"
             )
-        path.write_text(page.to_html(), encoding="utf-8")
+        with writing(path):
+            path.write_text(page.to_html(), encoding="utf-8")
         if self.as_json:
             typer.echo(json.dumps({"kind": kind, "page": str(path)}))
         else:

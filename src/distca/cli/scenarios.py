@@ -7,7 +7,13 @@ from dataclasses import dataclass, replace
 
 from distca.cli.model_shapes import check_dense, named_shape
 from distca.cli.settings import COMPARED, Settings
-from distca.cli.sources import parse_bandwidth, parse_bytes, parse_tokens, read_documents
+from distca.cli.sources import (
+    MOST_RANKS,
+    parse_bandwidth,
+    parse_bytes,
+    parse_tokens,
+    read_documents,
+)
 from distca.data.length_names import names_distribution
 from distca.data.lengths import Lengths, distribution
 from distca.pipeline.mesh import MeshShape
@@ -20,6 +26,7 @@ from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
 
+MOST_BATCHES, LARGEST = 10_000, 10**9  # far above all that is of use
 TOKENS_PER_GPU = 32768  # in a step, unless the number of sequences is given
 
 
@@ -39,11 +46,14 @@ class Study:
         model, machines = model_of(settings), cluster_of(settings)
         _ = Rates(model, machines, MeshShape()).profile  # reports a missing one at once
         context, lengths = _documents(settings)
-        _at_least("--batches", settings.batches, 1)
+        _within("--batches", settings.batches, 1, MOST_BATCHES)
         seeds = _counts("seed", settings.seed)
-        _at_least("--seed", min(seeds, default=-1), 0)
+        for seed in seeds or (-1,):
+            _within("--seed", seed, 0, LARGEST)
         Mask.parse(settings.mask)
         gpus = _counts("gpus", settings.gpus) or (machines.gpus,)
+        for count in gpus:
+            _within("--gpus", count, 1, MOST_RANKS)
         scenarios = tuple(
             Scenario(
                 model=model,
@@ -83,7 +93,7 @@ def model_of(settings: Settings) -> ModelShape:
     names = ("layers", "hidden", "ffn", "heads", "kv_heads", "head_dim", "v_head_dim", "vocab_size")
     changed = {name: size for name in names if (size := getattr(settings, name)) is not None}
     for name, size in changed.items():
-        _at_least(_flag(name), size, 1)
+        _within(_flag(name), size, 1, LARGEST)
     words = [known.name, *(f"{name} {size}" for name, size in changed.items())]
     model = replace(known, name=", ".join(words), **changed)
     if not (model.hidden and model.ffn and model.vocab_size):
@@ -97,7 +107,7 @@ def model_of(settings: Settings) -> ModelShape:
 def cluster_of(settings: Settings) -> Cluster:
     """Returns a cluster by name, with other figures where they are given."""
     known = cluster(settings.cluster)
-    _at_least("--latency", settings.latency or 0, 0)
+    _within("--latency", settings.latency or 0, 0, LARGEST)
     across = Link(
         _bandwidth("--across", settings.across) or known.across.bytes_per_s,
         known.across.latency_s if settings.latency is None else settings.latency / 1e6,
@@ -184,9 +194,9 @@ def _bandwidth(flag: str, text: str) -> float | None:
         raise ValueError(f"{flag}: {error}") from None
 
 
-def _at_least(flag: str, value: float, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{flag} {value:g}: give {least} or more")
+def _within(flag: str, value: float, least: int, most: int) -> None:
+    if not least <= value <= most:
+        raise ValueError(f"{flag} {value:g}: give a number from {least:,} to {most:,}")
 
 
 def _flag(name: str) -> str:

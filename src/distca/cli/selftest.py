@@ -24,6 +24,7 @@ from distca.report import units
 from distca.report.checks import checks_table, selftest_words
 from distca.report.progress import progress
 from distca.runtime import launch, launched
+from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -85,7 +86,7 @@ class SelftestCommand:
         from distca.measure.selftest import checks_of
         from distca.pipeline.mesh import MeshShape
         from distca.runtime.mesh import join_mesh
-        from distca.train.setup import join_world
+        from distca.runtime.world import join_world
 
         device = join_world()
         context = join_mesh(MeshShape(dp=dist.get_world_size()), device)
@@ -108,7 +109,8 @@ class SelftestCommand:
 
     def _show(self, record: dict[str, Any]) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
-        self.result.write_text(json.dumps(record) + "\n")
+        with writing(self.result):
+            self.result.write_text(json.dumps(record) + "\n")
         if self.as_json:
             typer.echo(json.dumps(record))
             return

@@ -14,6 +14,7 @@ from distca.cli.command import OUTPUT, argument, console, json_switch, option, s
 from distca.cli.settings import Settings, read_settings
 from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
+from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
     from distca.cli.scenarios import Study
@@ -73,7 +74,8 @@ class SimulateCommand(Settings):
             written.append(_write_trace(runs[-1], self.trace))
             record["trace"] = str(self.trace)
         if self.plot is not None:
-            draw_simulation(record, self.plot)
+            with writing(self.plot):
+                draw_simulation(record, self.plot)
             written.append(str(self.plot))
         if self.as_json:
             typer.echo(json.dumps(record))
@@ -203,7 +205,8 @@ def _write_trace(run: _Run, path: Path) -> str:
     chosen = [one.strategy for one in (run.verdict.ours, run.verdict.other) if one is not None]
     chosen = chosen or [one.summary.strategy for one in run.found if one.summary is not None][:1]
     steps = {one: simulate(run.scenario, one, batch, record=True).events for one in chosen}
-    path.write_text(json.dumps(trace(steps)))
+    with writing(path):
+        path.write_text(json.dumps(trace(steps)))
     ranks = max(one.parallel.num_plan_ranks for one in chosen)
     return f"{path} (the first {MAX_RANKS} of {ranks} ranks)" if ranks > MAX_RANKS else str(path)
 

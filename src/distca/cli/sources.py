@@ -1,5 +1,6 @@
 """Parses what users write on the command line: LENGTHS, 128K, 40GB."""
 
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,11 @@ from distca.data.readers import LONGEST, read_json, read_lengths
 from distca.planning.placement import Placement
 
 DEFAULT_CONTEXT = "128K"
+MOST_RANKS = 1 << 16  # far above all clusters
 _TOKENS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BITS = re.compile(r"[KMGT]i?b$")  # Gb, which is not GB
-_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kKMGT]i?)?)(?:(B|b|bit)(?:/s|ps)?)?")
-_BYTES = {"": 1, "B": 1} | {
+_BANDWIDTH = re.compile(r"(\d+(?:\.\d+)?)\s*((?:[kKMGT]i?)?)(B|b|bit)(?:/s|ps)?")
+_BYTES = {"B": 1} | {
     f"{prefix}{unit}": base**power
     for unit, base in (("B", 1000), ("iB", 1024))
     for power, prefix in enumerate("kMGT", 1)
@@ -29,8 +31,8 @@ def read_placement(
     end_of_document: int | None = None,
 ) -> Placement:
     """Returns the placement in a JSON file, or packs documents of a file or a distribution."""
-    if ranks is not None and ranks < 1:
-        raise ValueError(f"--ranks {ranks}: it must be at least 1")
+    if ranks is not None and not 1 <= ranks <= MOST_RANKS:
+        raise ValueError(f"--ranks {ranks}: it must be from 1 to {MOST_RANKS}")
     if seed < 0:
         raise ValueError(f"--seed {seed}: it must be at least 0")
     if names_distribution(source):
@@ -85,20 +87,26 @@ def parse_bytes(text: str) -> int:
     """Parses 40GB (40e9 bytes) or 40GiB (40 x 2^30 bytes)."""
     number = None if _BITS.search(text) else _parse(text, _BYTES)
     if number is None or not 1 <= number < 1 << 62:
-        raise ValueError(f"{text!r} is not a number of bytes: write 40GB, 512MB or 40GiB")
+        raise ValueError(
+            f"{text!r} is not a number of bytes: write 1 or more with their unit, as in 40GB, 512MB"
+            " or 40GiB"
+        )
     return number
 
 
 def parse_bandwidth(text: str) -> float:
     """Parses bytes per second: 50GB, 50GB/s, 400Gb, 400Gbit/s and 400Gbps are the same."""
-    found = _BANDWIDTH.fullmatch(text.strip())
-    if found is None:
+    bytes_per_s = 0.0
+    if found := _BANDWIDTH.fullmatch(text.strip()):
+        number, prefix, unit = found.groups()
+        factor = _BYTES[f"{prefix.replace('K', 'k')}B"]
+        bytes_per_s = float(number) * factor / (1 if unit == "B" else 8)
+    if not 0 < bytes_per_s < math.inf:
         raise ValueError(
-            f"{text!r} is not a bandwidth: write bytes, as in 50GB/s, or bits, as in 400Gb/s or"
-            " 400Gbps"
+            f"{text!r} is not a bandwidth: write a number above 0 with its unit, in bits, as in"
+            " 400Gb, or in bytes, as in 50GB"
         )
-    number, prefix, unit = found.groups()
-    return parse_bytes(f"{number}{prefix}B") / (1 if unit in (None, "B") else 8)
+    return bytes_per_s
 
 
 def _parse(text: str, units: dict[str, int]) -> int | None:

@@ -13,7 +13,7 @@ import typer
 
 from distca.cli import compare, faults
 from distca.cli.attempts import Attempts, tell_what_is_saved
-from distca.cli.before_start import announce, check, check_trace, precision
+from distca.cli.before_start import announce, check, check_free_memory, check_trace, precision
 from distca.cli.command import (
     OUTPUT,
     argument,
@@ -148,7 +148,8 @@ class TrainCommand:
         import torch.distributed
 
         from distca.runtime.together import together
-        from distca.train.setup import join_world
+        from distca.runtime.world import join_world
+        from distca.train.agreement import agree
 
         check_sharing(self.share_gpu)
         join_world()
@@ -162,6 +163,8 @@ class TrainCommand:
                 )
             if is_first:
                 faults.begin(config, planned)
+        # A rank with faults takes part in collectives that others do not know.
+        agree({"--compare": self.compare, "--inject": [str(fault) for fault in planned]})
         if is_first and not self.as_json:
             announce(config, world, self.compare)
         # A Ctrl-C under torchrun reaches every rank.
@@ -232,8 +235,12 @@ class TrainCommand:
         exit_if_stopped(stop)
 
     def _check(self, config: "Config", num_ranks: int) -> "Components":
-        sides = len(compare.SIDES) if self.compare else 1
-        return check(config, num_ranks, sides, self.share_gpu)
+        return check(config, num_ranks, self._sides, self.share_gpu)
+
+    @property
+    def _sides(self) -> int:
+        """The runs that share the memory of a rank."""
+        return len(compare.SIDES) if self.compare else 1
 
     def _run_once(
         self, config: "Config", local_ranks: Sequence[int], restart: int
@@ -242,6 +249,8 @@ class TrainCommand:
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
         command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
         with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
+            if gpu is not None:
+                check_free_memory(config, num_ranks, self._sides, gpu)
             if not self.as_json and not restart:
                 announce(config, num_ranks, self.compare, gpu)
             with tell_what_is_saved(out):

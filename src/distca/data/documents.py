@@ -8,8 +8,8 @@ the document before it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -109,12 +109,16 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A data set. ``document(index)`` always returns the same document, which may be empty."""
+    """A data set. ``document(index)`` always returns the same document, which may be empty.
+
+    files, settings: what documents depend on, besides the tokenizer and the seed of a run.
+    """
 
     name: str
     num_documents: int
     document: Callable[[int], Document | Tree]
-    files: Sequence[Path] = ()  # whose contents it depends on
+    files: Sequence[Path] = ()
+    settings: Mapping[str, int] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.num_documents

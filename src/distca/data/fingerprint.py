@@ -17,12 +17,16 @@ WHOLE = 1 << 20
 SAMPLES, SAMPLE = 16, 1 << 16  # of a larger file: how many, and their bytes
 MOST_FILES = 1024  # whose contents are read
 Fingerprint = dict[str, Any]
+_NEW = ("context", "vocab_size")  # which those of earlier versions do not have
 
 
 def source_fingerprint(source: Source) -> Fingerprint:
-    """Returns the fingerprint of a source's files and of its first tokens, or its name."""
+    """Returns the fingerprint of a source's files and of its first tokens.
+
+    Without files, its name and the settings that its documents depend on.
+    """
     if not source.files:
-        return {"name": source.name}
+        return {"name": source.name, **source.settings}
     tokens = hashlib.blake2b(source.document(0).tokens.tobytes(), digest_size=16)
     return fingerprint(source.files) | {"tokens": tokens.hexdigest()}
 
@@ -48,13 +52,16 @@ def change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Returns what differs between two fingerprints of one source; None if nothing does."""
     for key, words in {
         "name": "it was {} and is {}",
+        "context": "its lengths were drawn for data.context = {}, which is {} now",
+        "vocab_size": "its tokens were drawn from {} ids, which are {} now",
         "files": "it had {} files and has {}",
         "bytes": "it had {} bytes and has {}",
         "names": "its files have other names or sizes",
         "contents": "its files have the same names and sizes, but other contents",
         "tokens": "its first document has other tokens, so the tokenizer is another one",
     }.items():
-        if before.get(key) != now.get(key):
+        is_unknown = key in _NEW and key not in before
+        if not is_unknown and before.get(key) != now.get(key):
             return words.format(before.get(key), now.get(key))
     return None
 

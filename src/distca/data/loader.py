@@ -6,12 +6,14 @@ tokens so far, so no source is ahead of its share by more than one document. A b
 until it is full; the rest of the last one becomes the first document of the next batch. A tree is
 not cut: if it does not fit, the batch stays smaller, and the tree is the first of the next one. So
 the state is a cursor for each source and a reference to that rest: a few numbers, from which
-exactly the same batches follow. tokens_per_step and context may change when a run is resumed.
+exactly the same batches follow. tokens_per_step and context may change when a run is resumed, since
+neither the order nor the documents of files depend on them: later documents are cut or dropped by
+the new values. Random documents do depend on the context, so it is part of their fingerprint.
 """
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from fractions import Fraction
 from typing import Any, Literal
 
@@ -19,23 +21,11 @@ import numpy as np
 
 from distca.data.documents import IGNORE, Batch, Document, Source, Tree
 from distca.data.fingerprint import change, source_fingerprint
+from distca.data.loader_state import Counts, DamagedStateError, LoaderState
 from distca.data.shuffle import Ints, choose_held_out, shuffled
 
 Overlong = Literal["split", "drop"]
 _SEARCHED = 10_000  # documents in which a target must be found
-
-
-@dataclass
-class Counts:
-    """Counts of what one source has delivered so far."""
-
-    epochs: int = 0  # completed
-    cursor: int = 0  # documents drawn in this epoch
-    documents: int = 0  # drawn and kept
-    tokens: int = 0  # delivered in batches
-    split: int = 0  # kept documents that are longer than the context
-    dropped: int = 0  # longer than the context, with overlong = "drop"
-    empty: int = 0  # documents without tokens
 
 
 class Loader:
@@ -87,7 +77,7 @@ class Loader:
                     f"{source.name} has {len(source)} documents, all of them held out: a source"
                     " needs at least one for training; hold out fewer or remove the source"
                 )
-        self._counts = [Counts() for _ in self.sources]
+        self._counts = [Counts.zero() for _ in self.sources]
         self._orders: list[tuple[int, Ints]] = [(-1, trained) for trained in self._trained]
         self._rest: Document | Tree | None = None  # of what the last batch cut, or left out
 
@@ -139,18 +129,33 @@ class Loader:
                 f"evaluation in batches of {num_tokens} tokens with a context of {self.context}:"
                 " a batch must hold a document of that length"
             )
+        return in_batches(self._evaluated(), self.context, num_tokens)
+
+    def check_evaluation(self, num_tokens: int) -> None:
+        """Raises ValueError if the first ``num_tokens`` held-out tokens have no target."""
+        searched = 0
+        for document in self._evaluated():
+            if (document.labels != IGNORE).any():
+                return
+            searched += len(document)
+            if searched >= num_tokens:
+                break
+        raise ValueError(
+            f"the first {searched} tokens of held-out documents have no target within the context"
+            f" of {self.context} tokens, so there is nothing to evaluate: a target is the next"
+            " token of the same document; hold out more documents, or evaluate more tokens"
+        )
+
+    def _evaluated(self) -> Iterator[Document | Tree]:
+        """Returns the held-out documents in order, but for those that are dropped."""
         if not self.num_held_out:
             raise ValueError("there are no held-out documents: set held_out, for example to 0.01")
-        return self._evaluation(num_tokens)
-
-    def _evaluation(self, num_tokens: int) -> Iterator[Batch]:
         documents = (
             self._read(number, index)
             for number, held in enumerate(self._held_out)
             for index in held.tolist()
         )
-        kept = (document for document in documents if not self._is_dropped(document))
-        return in_batches(kept, self.context, num_tokens)
+        return (document for document in documents if not self._is_dropped(document))
 
     def state(self) -> dict[str, Any]:
         """Returns the position of the next batch as JSON: a few numbers, no tokens."""
@@ -165,32 +170,42 @@ class Loader:
 
     def restore(self, state: dict[str, Any]) -> None:
         """Continues with the batches that follow a ``state`` of a loader of the same documents."""
-        saved = dict(enumerate(state.get("data", ())))
-        for number, now in enumerate(self.fingerprints):
-            if words := change(saved.get(number, {}), now):
+        self._counts, self._rest = self._position(LoaderState.read(state))
+
+    def check(self, state: Any) -> None:
+        """Raises the ValueError of ``restore``: DamagedStateError if it is no state of a loader."""
+        self._position(LoaderState.read(state))
+
+    def _position(self, state: LoaderState) -> tuple[list[Counts], Document | Tree | None]:
+        """Returns the counts of a state, and what goes on in its next batch."""
+        for source, before, now in zip(self.sources, state.data, self.fingerprints, strict=False):
+            if words := change(before, now):
                 raise ValueError(
-                    f"{self.sources[number].name} has changed since the checkpoint: {words}; use"
-                    " the same data and tokenizer, or start from the beginning"
+                    f"{source.name} has changed since the checkpoint: {words}; use the same data"
+                    " and tokenizer, or start from the beginning"
                 )
         for name, value in self._fixed().items():
-            if name not in state or state[name] != value:
+            if (saved := getattr(state, name)) != value:
                 raise ValueError(
-                    f"the saved state of the data has {name} = {state.get(name)} but this run has"
-                    f" {value}: set the same value, or start from the beginning"
+                    f"the saved state of the data has {name} = {saved} but this run has {value}:"
+                    " set the same value, or start from the beginning"
                 )
-        counts = [Counts(**values) for values in state["sources"]]
-        rest = None
-        if "rest" in state:
-            source, index, offset, num_tokens = state["rest"]
-            document = self._read(source, index)
-            if len(document) != offset + num_tokens:
-                raise ValueError(
-                    f"document {index} of {self.sources[source].name} has {len(document)} tokens"
-                    f" but had {offset + num_tokens} when the state was saved: use the same"
-                    " data and tokenizer, or start from the beginning"
-                )
-            rest = document.piece(offset, len(document))
-        self._counts, self._rest = counts, rest
+        for counts, trained in zip(state.sources, self._trained, strict=True):
+            if counts.cursor >= len(trained):
+                raise DamagedStateError(f"cursor {counts.cursor} of {len(trained)} documents")
+        if state.rest is None:
+            return state.sources, None
+        number, index, offset, num_tokens = state.rest
+        document = self._read(number, index)
+        if len(document) != offset + num_tokens:
+            raise ValueError(
+                f"document {index} of {self.sources[number].name} has {len(document)} tokens"
+                f" but had {offset + num_tokens} when the state was saved: use the same"
+                " data and tokenizer, or start from the beginning"
+            )
+        # It may have become too long: a tree would fit into no batch.
+        is_left_out = self._is_dropped(document)
+        return state.sources, None if is_left_out else document.piece(offset, len(document))
 
     def _fixed(self) -> dict[str, Any]:
         """Returns the settings that a state depends on."""

@@ -71,7 +71,7 @@ def parse_json(text: bytes, where: str) -> Any:
     """Returns the value of a JSON text; ``where`` names the text in the error message."""
     try:
         return json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{where} is not JSON: {error}") from None
 
 
@@ -148,7 +148,7 @@ def _length_of(line: bytes, where: str) -> Any:
 def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
     """Returns the memory-mapped array of whole numbers in a ``.npy`` file."""
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array = np.lib.format.open_memmap(path, mode="r")  # ``np.load`` opens archives too
     except (ValueError, EOFError) as error:
         raise ValueError(f"{path} is not a plain numpy array: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":

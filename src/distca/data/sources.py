@@ -154,7 +154,8 @@ def _random_tokens(lengths: LengthDistribution, vocab_size: int, seed: int) -> S
         length = int(lengths.sample(1, rng)[0])
         return Document.from_tokens(rng.integers(0, vocab_size, length), index=index)
 
-    return Source(lengths.name, NUM_SYNTHETIC, document)
+    settings = {"context": lengths.context, "vocab_size": vocab_size}
+    return Source(lengths.name, NUM_SYNTHETIC, document, settings=settings)
 
 
 def _joined(name: str, sources: Sequence[Source]) -> Source:

@@ -7,6 +7,7 @@ one process that trains on the documents one by one.
 from __future__ import annotations
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -278,6 +279,10 @@ def _bandwidth(context: RankContext, size: int) -> CheckResult:
     ranks = context.parallel.num_ranks
     if ranks == 1:
         return CheckResult(None, words="needs two ranks")
+    needed = 2 * size * ranks
+    if (free := _free_bytes(context)) < needed:
+        words = f"needs {needed / 1e9:.2g} GB on each rank, and one has {free / 1e9:.2g} left"
+        return CheckResult(None, words=words)
     sent = torch.ones(size * ranks, dtype=torch.uint8, device=context.device)
     received = torch.empty_like(sent)
     seconds = []
@@ -289,4 +294,19 @@ def _bandwidth(context: RankContext, size: int) -> CheckResult:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
     speed = size * (ranks - 1) / statistics.median(seconds[1:])
-    return CheckResult(bool((received == 1).all()), bytes_per_s=speed)
+    least, most = received.aminmax()  # which takes no memory, as a comparison would
+    return CheckResult(least.item() == most.item() == 1, bytes_per_s=speed)
+
+
+def _free_bytes(context: RankContext) -> int:
+    """Returns the bytes that a rank can still allocate, of the rank with the least."""
+    device = context.device
+    if device.type == "cpu":
+        return sys.maxsize  # the sizes for CPU ranks are small
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    limit = int(total * torch.cuda.get_per_process_memory_fraction(device))
+    cached = torch.cuda.memory_reserved(device) - allocated
+    least = torch.tensor(min(free + cached, limit - allocated))
+    dist.all_reduce(least, dist.ReduceOp.MIN, group=context.world_group)
+    return int(least)

@@ -1,11 +1,13 @@
 """The configuration of a decoder of the Llama family: sizes, rotary positions and masks."""
 
+import math
 from dataclasses import dataclass
 
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.models import ModelShape
 
 SIZES = ("vocab_size", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn")
+_LARGEST = dict.fromkeys(SIZES, 10**6) | {"vocab_size": 10**9, "layers": 10**4, "context": 10**12}
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         if self.kind not in ("linear", "llama3"):
             raise ValueError(f"rope scaling {self.kind!r} is unknown: choose linear or llama3")
-        if self.factor < 1:
+        if not 1 <= self.factor < math.inf:
             raise ValueError(
                 f"rope scaling by factor {self.factor}: it must be at least 1; leave scaling out"
                 " if the context is not extended"
@@ -73,9 +75,9 @@ class ModelConfig:
     context: int = 8192
 
     def __post_init__(self) -> None:
-        for name in (*SIZES, "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} = {getattr(self, name)}: it must be at least 1")
+        for name, largest in _LARGEST.items():
+            if not 1 <= getattr(self, name) <= largest:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be from 1 to {largest}")
         if self.heads % self.kv_heads:
             raise ValueError(
                 f"{self.heads} heads over {self.kv_heads} kv heads: heads must be a multiple of"
@@ -87,8 +89,8 @@ class ModelConfig:
                 f" use {self.head_dim + 1}"
             )
         for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} = {getattr(self, name)}: it must be above 0")
+            if not 0 < getattr(self, name) < math.inf:
+                raise ValueError(f"{name} = {getattr(self, name)}: it must be above 0 and finite")
         self._check_window()
 
     def _check_window(self) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, NoReturn
 
+from distca.runtime.disk import is_full, no_space
+
 CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # the variable of torchrun, which ``launch`` sets too
 ERROR_BYTES = 1 << 16
@@ -115,6 +117,8 @@ def sentence(error: Exception) -> str:
     """Returns an error in one line: what failed, the values, the rule, the way out."""
     if isinstance(error, OSError) and error.errno is not None:
         reason = (error.strerror or type(error).__name__).lower()
+        if error.filename and is_full(error):
+            return no_space(Path(error.filename))
         if error.filename:
             return (
                 f"cannot open {error.filename}: {reason}; give a path that can be read or written"

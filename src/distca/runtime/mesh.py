@@ -8,7 +8,6 @@ The device mesh has one axis ``shard`` for dp and cp: weights are sharded over b
 placement of tokens distinguishes them.
 """
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -88,12 +87,6 @@ class RankContext:
     def tp_mesh(self) -> DeviceMesh | None:
         """The tensor-parallel mesh; None with tp = 1 and on a dedicated server."""
         return self.mesh["tp"] if self.mesh is not None and self.parallel.tp > 1 else None
-
-
-def ranks_per_node(tp: int = 1) -> int | None:
-    """Returns how many plan ranks share a node, from the launcher's LOCAL_WORLD_SIZE; else None."""
-    local = os.environ.get("LOCAL_WORLD_SIZE")
-    return None if local is None else max(int(local) // tp, 1)
 
 
 def join_mesh(parallel: MeshShape, device: torch.device, *, survives: bool = False) -> RankContext:

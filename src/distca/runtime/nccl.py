@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 LIBRARY = "DISTCA_NCCL_LIBRARY"  # environment variable with the path of the library to use
-PACKAGES = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+PACKAGE = "nvidia-nccl-cu{}"  # of a version of CUDA, which has to be that of torch
 IN_PACKAGE = "nvidia/nccl/lib/libnccl.so.2"
 SHARING = 23000  # the first version whose ranks can share a GPU, as ncclGetVersion returns it
 # In a process of its own, since a damaged library may end the process that loads it.
@@ -52,13 +52,13 @@ def find_nccl() -> Nccl:
     own = loaded_version()
     if own >= SHARING:
         return Nccl(own, None)
-    for path in _installed():
-        if (version := file_version(path)) >= SHARING:
-            return Nccl(version, path)
+    installed = _installed()
+    if installed is not None and (version := file_version(installed)) >= SHARING:
+        return Nccl(version, installed)
     raise ValueError(
         f"ranks can share a GPU from NCCL {version_text(SHARING)} on, torch has"
         f" {version_text(own) if own else 'none'}, and no newer one is installed:"
-        f" pip install -U {PACKAGES[0]}, or set {LIBRARY} to a libnccl.so.2"
+        f" pip install -U {_package()}, or set {LIBRARY} to a libnccl.so.2"
     )
 
 
@@ -100,12 +100,20 @@ def version_text(version: int) -> str:
     return f"{version // 10_000}.{version // 100 % 100}.{version % 100}"
 
 
-def _installed() -> list[Path]:
-    """Returns the libraries of the pip packages of NCCL."""
-    found = []
-    for name in PACKAGES:
-        try:
-            found.append(Path(str(distribution(name).locate_file(IN_PACKAGE))))
-        except PackageNotFoundError:
-            continue
-    return [path for path in found if path.is_file()]
+def _package() -> str:
+    """Returns the pip package with the NCCL for torch's version of CUDA.
+
+    Those of different versions are installed to the same file.
+    """
+    import torch
+
+    return PACKAGE.format((torch.version.cuda or "13").partition(".")[0])
+
+
+def _installed() -> Path | None:
+    """Returns the library of this package, if it is installed."""
+    try:
+        path = Path(str(distribution(_package()).locate_file(IN_PACKAGE)))
+    except PackageNotFoundError:
+        return None
+    return path if path.is_file() else None

@@ -11,6 +11,7 @@ import torch
 from distca.runtime.nccl import SHARING, loaded_version, version_text
 
 SHARE_GPU = "DISTCA_SHARE_GPU"  # environment variable with the number of the GPU to share
+SHARE_BYTES = "DISTCA_SHARE_BYTES"  # the same with the bytes for tensors of each of its ranks
 MULTI_RANK = "NCCL_MULTI_RANK_GPU_ENABLE"  # without it, NCCL refuses two ranks on one GPU
 CONTEXT_BYTES = 1 << 30  # of a rank beside its tensors: CUDA's context, kernels, NCCL's buffers
 LEAST_BYTES = CONTEXT_BYTES * 5 // 4  # with less, a rank can hold next to no tensors
@@ -33,8 +34,9 @@ def local_device() -> torch.device:
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     if shared is not None:
-        total, ranks = torch.cuda.get_device_properties(device).total_memory, _local_ranks()
-        torch.cuda.set_per_process_memory_fraction(rank_bytes(total, ranks) / total, device)
+        total = torch.cuda.get_device_properties(device).total_memory
+        share = shared_bytes(total, _local_ranks())
+        torch.cuda.set_per_process_memory_fraction(min(share / total, 1.0), device)
     return device
 
 
@@ -43,14 +45,22 @@ def shares_gpu() -> bool:
     return SHARE_GPU in os.environ
 
 
-def rank_bytes(total: int, num_ranks: int) -> int:
+def shared_bytes(total: int, num_ranks: int) -> int:
+    """Returns the bytes for the tensors of this rank: what the launcher has found, if it has.
+
+    total: of the GPU. Ranks cannot see how much of it was free before they started.
+    """
+    return _variable(SHARE_BYTES) or rank_bytes(total, num_ranks)
+
+
+def rank_bytes(available: int, num_ranks: int) -> int:
     """Returns the bytes for the tensors of one of several ranks that share a GPU."""
-    share = total // num_ranks
+    share = available // num_ranks
     if share < LEAST_BYTES:
         raise ValueError(
             f"{num_ranks} ranks need at least {num_ranks * LEAST_BYTES / (1 << 30):.3g} GiB on"
-            f" the GPU that they share, and there are {total / (1 << 30):.3g}: start at most"
-            f" {total // LEAST_BYTES}, or end what else runs on it (nvidia-smi lists it)"
+            f" the GPU that they share, and there are {available / (1 << 30):.3g}: start at most"
+            f" {available // LEAST_BYTES}, or end what else runs on it (nvidia-smi lists it)"
         )
     return share - CONTEXT_BYTES
 

@@ -22,6 +22,7 @@ from distca.runtime.nccl import Nccl, find_nccl
 
 THREADS, MAX_CTAS = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE", "NCCL_MAX_CTAS"
 CLUSTER_SIZE = "NCCL_CGA_CLUSTER_SIZE"
+MPS_CLIENTS = 48  # processes that MPS serves on a GPU
 CTAS = 32  # of all ranks: they must find room on the GPU together, or they wait for each other
 READY_S = 30.0  # how long a server may need until processes can use it
 PROBE_S = 30.0  # how long one of them may take: a server that was left unusable does not answer
@@ -62,8 +63,13 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
     ranks cannot share the GPU.
     """
     # Imports torch, which `distca --help` must not wait for.
-    from distca.runtime.rank_device import MULTI_RANK, SHARE_GPU, rank_bytes
+    from distca.runtime.rank_device import MULTI_RANK, SHARE_BYTES, SHARE_GPU, rank_bytes
 
+    if side_by_side and num_ranks > MPS_CLIENTS:
+        raise ValueError(
+            f"{num_ranks} ranks cannot share a GPU: MPS serves {MPS_CLIENTS} processes on one;"
+            f" start at most {MPS_CLIENTS}"
+        )
     nccl = find_nccl()
     with mps(logs) if side_by_side else nullcontext(dict[str, str]()) as variables:
         variables |= {SHARE_GPU: "0", MULTI_RANK: "1"}
@@ -78,6 +84,7 @@ def share_gpu(num_ranks: int, logs: Path, *, side_by_side: bool = True) -> Itera
             variables["LD_PRELOAD"] = ":".join(filter(None, (str(nccl.preload), others)))
         gpu = _probe(os.environ | variables, logs if side_by_side else None)
         memory = rank_bytes(gpu["free_bytes"], num_ranks)
+        variables[SHARE_BYTES] = str(memory)
         yield SharedGpu(num_ranks, variables, gpu["name"], gpu["sms"], memory, nccl, side_by_side)
 
 

@@ -113,7 +113,8 @@ class StepRunner:
     def warm_up(self, model: Llama | None, plan: StepPlan) -> None:
         """Loads the kernels that a step may be the first to use, if ranks share the GPU.
 
-        It comes before ranks compare their plans, so none has begun the step yet.
+        It comes before ranks compare their plans, so none has begun the step yet. To measure a step
+        without it, call it before; a second time, there is nothing left to load.
         """
         if model is not None and shares_gpu():
             warm_up_step(model, plan, self.context, self.dtype, recompute=self.recompute)

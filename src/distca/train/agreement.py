@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from distca import __version__
-from distca.runtime.together import from_all_ranks
+from distca.runtime.together import from_all_ranks, together
 from distca.train.config import Config
 
 # All other keys must agree.
@@ -44,27 +44,33 @@ def components_of(
 
 
 def agree(mine: Mapping[str, Any]) -> None:
-    """Raises ValueError on all ranks unless all were given the same, with keys and values."""
-    first, *others = from_all_ranks(dict(mine))
-    for rank, other in enumerate(others, 1):
-        check_equal(first, other, "on rank 0", f"on rank {rank}", "start all ranks")
+    """Raises ValueError on all ranks unless all were given the same, with keys and values.
+
+    A user reads it once, as any other mistake that ranks find together.
+    """
+    with together():
+        first, *others = from_all_ranks(dict(mine))
+        for rank, other in enumerate(others, 1):
+            check_equal(first, other, "on rank 0", f"on rank {rank}", "start all ranks")
 
 
 def check_equal(
     first: Mapping[str, Any], other: Mapping[str, Any], here: str, there: str, remedy: str
 ) -> None:
     """Raises ValueError unless both are the same; here and there are where, in words."""
+    if found := differences(first, other, here, there):
+        raise ValueError(f"{found}: {remedy} with the same config, versions and files")
+
+
+def differences(first: Mapping[str, Any], other: Mapping[str, Any], here: str, there: str) -> str:
+    """Returns keys with both values, in words; nothing if both are the same."""
     differing = [
         f"{key} is {first.get(key, 'missing')} {here} and {other.get(key, 'missing')} {there}"
         for key in {**first, **other}
         if first.get(key) != other.get(key)
     ]
-    if differing:
-        more = f", and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
-        raise ValueError(
-            f"{', '.join(differing[:_LISTED])}{more}: {remedy} with the same config, versions and"
-            " files"
-        )
+    more = f", and {len(differing) - _LISTED} more" if len(differing) > _LISTED else ""
+    return ", ".join(differing[:_LISTED]) + more
 
 
 def _flat(where: str, value: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import errno
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,19 +23,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from distca.model.llama import Llama
+from distca.runtime.disk import is_full, no_space
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import together
 from distca.train.digests import SUMS, DigestWriter, ShowBytes, check_digests
+from distca.train.extra import CheckExtra, Extra, check_model, read_extra
 from distca.train.safe_reader import SafePlanner, SafeReader
+from distca.train.saved_tensors import first_sentence, saved_sizes
 from distca.train.state import NamedState, check_weights, set_weights, weights_of
 from distca.train.step_folders import (
-    COMPLETE,
     DamagedCheckpointError,
     StepFolders,
     complete,
     find,
     newest,
-    read_extra,
     remove,
     step_of,
 )
@@ -48,7 +49,7 @@ class Resumed:
     """A checkpoint that was loaded."""
 
     path: Path
-    extra: dict[str, Any]
+    extra: Extra
     notes: list[str]  # sentences: later checkpoints that could not be loaded, missing digests
 
 
@@ -81,7 +82,7 @@ class Checkpoints:
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._pending: tuple[Path, Future[Any]] | None = None
 
-    def save(self, step: int, extra: dict[str, Any]) -> None:
+    def save(self, step: int, extra: Extra) -> None:
         """Copies the state and writes it in the background, after the previous save is complete.
 
         extra: further state, as JSON; that of the first worker is saved.
@@ -127,7 +128,7 @@ class Checkpoints:
                 raise ValueError(self._sentence(path, cause)) from error
             raise RuntimeError(
                 f"{path} is {'complete, but its save failed' if done else 'incomplete'}"
-                f" ({_words(cause)}): earlier checkpoints are not affected"
+                f" ({first_sentence(cause)}): earlier checkpoints are not affected"
             ) from error
         if self._leads:
             self._folders.tidy()
@@ -139,10 +140,14 @@ class Checkpoints:
         dist.broadcast_object_list(answer, group=self._group, group_src=0)
         return answer[0]
 
-    def resume(self, step: int | None = None) -> Resumed | None:
+    def resume(
+        self, step: int | None = None, check: CheckExtra = lambda path, extra: None
+    ) -> Resumed | None:
         """Loads the newest checkpoint that can be read, or that of ``step``; None if none exists.
 
         Raises ValueError on all workers if that of ``step`` cannot be loaded, or none at all.
+
+        check: raises ValueError for a checkpoint that the run may not go on from.
         """
         self.wait()
         answer: list[Any] = [None]
@@ -156,7 +161,7 @@ class Checkpoints:
         failed: list[str] = []
         for path in found:
             try:
-                extra = self.load(path)
+                extra = self.load(path, check)
             except DamagedCheckpointError as error:
                 if step is not None:
                     raise
@@ -181,17 +186,21 @@ class Checkpoints:
         """
         return self._folders.set_aside_after(step) if self._leads else []
 
-    def load(self, path: Path) -> dict[str, Any]:
+    def load(self, path: Path, check: CheckExtra = lambda path, extra: None) -> Extra:
         """Loads model and optimizer; returns the ``extra`` that was saved with them.
 
         Raises ValueError on all workers, before anything is changed, if it cannot be loaded; where
         tensors are damaged and there are no digests, weights may have changed.
+
+        check: see ``resume``.
         """
         self.wait()
         with together(self._group):
             check_digests(path, dist.get_rank(self._group), dist.get_world_size(self._group))
-            extra, saved = read_extra(path), _saved_in(path)
-            self._state.check(saved, path)
+            extra = read_extra(path)
+            check(path, extra)
+            saved = saved_sizes(path)
+            self._state.check(saved, path, is_same_model="model" in extra)
         state = self._state.empty(saved)
         _read_into(state, path, self._group)
         self._state.set(state)
@@ -211,14 +220,10 @@ class Checkpoints:
     def _sentence(self, path: Path, error: OSError) -> str:
         """Returns why a checkpoint cannot be written, and what to do."""
         rest = "; earlier checkpoints are not affected"
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if not is_full(error):
             return f"{path} cannot be written ({error}): use a folder that can be written{rest}"
-        free = shutil.disk_usage(self._folders.folder).free / _GB
-        return (
-            f"no space left on {self._folders.folder}: a checkpoint needs about"
-            f" {self._num_bytes / _GB:.3g} GB and {free:.3g} GB are free; free space or use"
-            f" another folder{rest}"
-        )
+        needs = f"a checkpoint needs about {self._num_bytes / _GB:.3g} GB and "
+        return f"{no_space(self._folders.folder, needs)}{rest}"
 
 
 def load_weights(model: Llama, path: Path, show: ShowBytes = lambda num_bytes: None) -> None:
@@ -229,20 +234,12 @@ def load_weights(model: Llama, path: Path, show: ShowBytes = lambda num_bytes: N
     show: called with the bytes of each file that is checked, and of each tensor that is read.
     """
     check_digests(path, 0, 1, show)
-    check_weights(model, _saved_in(path), path)
+    extra = read_extra(path)
+    check_model(path, extra, model.config)
+    check_weights(model, saved_sizes(path), path, is_same_model="model" in extra)
     state = weights_of(model)
     _read_into(state, path, None, show)
     set_weights(model, state)
-
-
-def _saved_in(path: Path) -> Mapping[str, Any]:
-    """Returns the metadata of the saved tensors."""
-    try:
-        return SafeReader(path).read_metadata().state_dict_metadata
-    except Exception as error:  # unpickling may raise anything
-        raise DamagedCheckpointError(
-            f"{path / COMPLETE} is damaged ({_words(error)}): load an earlier checkpoint"
-        ) from None
 
 
 def _read_into(
@@ -264,7 +261,7 @@ def _read_into(
             )
     except CheckpointException as error:
         raise DamagedCheckpointError(
-            f"{path} is damaged ({_words(_cause(error))}): load an earlier checkpoint"
+            f"{path} is damaged ({first_sentence(_cause(error))}): load an earlier checkpoint"
         ) from error
 
 
@@ -273,8 +270,3 @@ def _cause(error: BaseException) -> BaseException:
     return (
         error.failures[min(error.failures)][0] if isinstance(error, CheckpointException) else error
     )
-
-
-def _words(error: BaseException) -> str:
-    """Returns the first line of an error, or its kind if it has no words."""
-    return next(iter(str(error).splitlines()), "") or type(error).__name__

@@ -17,9 +17,11 @@ from typing import Any
 
 from distca import schema
 from distca.planning.policies import PLACEMENTS, POLICIES
-from distca.schema import key, meaning
+from distca.schema import Limits, key, meaning
 
-_LARGEST = 1e6  # of factors in the optimizer, far above all that train and within float32
+# Upper limits are far above all that is in use, and keep computations within memory and types.
+_FROM_MINUS_1, _FROM_0, _FROM_1, _FROM_2 = (Limits(least, 10**9) for least in (-1, 0, 1, 2))
+_FACTOR, _SHARE = Limits(0, 1e6), Limits(0, below=1)
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class DataSection:
         " a distribution of lengths.",
     )
     weights: tuple[float, ...] = key(
-        (), "Share of the tokens of each source, in any unit; empty: equal shares."
+        (), "Share of the tokens of each source, in any unit; empty: equal shares.", Limits(0, 1e15)
     )
     tokenizer: str = key(
         "bytes",
@@ -65,12 +67,14 @@ class DataSection:
     )
     add_bos: bool = key(False, "Whether each document of text starts with bos.")
     add_eos: bool = key(True, "Whether each document of text ends with eos.")
-    context: int = key(4096, "Tokens of the longest document.")
+    context: int = key(4096, "Tokens of the longest document.", _FROM_2)
     overlong: str = key(
         "split", "What happens to documents longer than the context: split or drop."
     )
     held_out: float = key(
-        0.02, "Documents that are kept for evaluation: their share if below 1, else their number."
+        0.02,
+        "Documents that are kept for evaluation: their share if below 1, else their number.",
+        _FROM_0,
     )
 
 
@@ -78,13 +82,17 @@ class DataSection:
 class ParallelSection:
     """The ranks, and how attention is planned and computed on them."""
 
-    dp: int = key(0, "Data-parallel size; 0: all ranks that cp, tp, pp and servers leave.")
-    cp: int = key(1, "Context-parallel size: workers that share a sequence as it is given.")
-    tp: int = key(1, "Tensor-parallel size.")
-    pp: int = key(1, "Number of pipeline stages.")
-    stage_layers: tuple[int, ...] = key((), "Layers of each pipeline stage; empty: an even split.")
+    dp: int = key(0, "Data-parallel size; 0: all ranks that cp, tp, pp and servers leave.", _FROM_0)
+    cp: int = key(
+        1, "Context-parallel size: workers that share a sequence as it is given.", _FROM_1
+    )
+    tp: int = key(1, "Tensor-parallel size.", _FROM_1)
+    pp: int = key(1, "Number of pipeline stages.", _FROM_1)
+    stage_layers: tuple[int, ...] = key(
+        (), "Layers of each pipeline stage; empty: an even split.", _FROM_1
+    )
     servers: int = key(
-        0, "Dedicated attention servers: ranks besides the workers, a multiple of tp."
+        0, "Dedicated attention servers: ranks besides the workers, a multiple of tp.", _FROM_0
     )
     policy: str = key("distca", f"How attention is placed and scheduled: {', '.join(POLICIES)}.")
     placement: str = key(
@@ -93,7 +101,7 @@ class ParallelSection:
         " each worker) or given.",
     )
     tolerance: float = key(
-        0.02, "How far the slowest rank may be above the mean, as a share of the mean."
+        0.02, "How far the slowest rank may be above the mean, as a share of the mean.", _SHARE
     )
     cost: str = key(
         "auto",
@@ -103,7 +111,9 @@ class ParallelSection:
         False, "Whether two half-batches overlap the communication of each other."
     )
     micro_batches: int = key(
-        1, "Micro-batches of a step; pipelines need several, and more of them need less memory."
+        1,
+        "Micro-batches of a step; pipelines need several, and more of them need less memory.",
+        _FROM_1,
     )
     recompute: bool = key(
         False, "Whether linear layers are computed again in the backward pass, to save memory."
@@ -124,12 +134,16 @@ class ParallelSection:
         " weights and optimizer are float32.",
     )
     memory_gib: float = key(
-        0.0, "Memory of a rank, against which a run is checked before it starts; 0: all of it."
+        0.0,
+        "Memory of a rank, against which a run is checked before it starts; 0: all of it.",
+        _FACTOR,
     )
     attention_memory_gib: float = key(
-        0.0, "Limit for one layer's q, k, v and o on a rank, for the planner; 0: none."
+        0.0, "Limit for one layer's q, k, v and o on a rank, for the planner; 0: none.", _FACTOR
     )
-    speed: tuple[float, ...] = key((), "Relative speed of each plan rank; empty: equal speeds.")
+    speed: tuple[float, ...] = key(
+        (), "Relative speed of each plan rank; empty: equal speeds.", _FACTOR
+    )
     learn_speed: str = key(
         "auto",
         "Whether plans follow the measured speed of ranks: on, off or auto (on GPUs, and with"
@@ -140,7 +154,9 @@ class ParallelSection:
         "Whether a slow rank gets even less attention, for its slow linear layers; without a"
         " pipeline and dedicated servers.",
     )
-    ranks_per_node: int = key(0, "Plan ranks that share a node; 0: as the launcher says.")
+    ranks_per_node: int = key(
+        0, "Plan ranks that share a node; 0: those with the same host name.", _FROM_0
+    )
 
     @property
     def num_sets(self) -> int:
@@ -152,37 +168,46 @@ class ParallelSection:
 class TrainSection:
     """Steps, optimizer, evaluation and checkpoints."""
 
-    steps: int = key(100, "Number of steps of the whole run, including those before a resume.")
+    steps: int = key(
+        100, "Number of steps of the whole run, including those before a resume.", _FROM_1
+    )
     tokens_per_step: int = key(
         16384,
         "Tokens of a step over all ranks; at least context x micro_batches, and twice that with"
         " ping_pong.",
+        _FROM_2,
     )
-    lr: float = key(3e-4, "Learning rate after the warm-up.")
-    min_lr: float = key(3e-5, "Learning rate to which it falls, as a cosine, by the last step.")
-    warmup: int = key(10, "Steps in which the learning rate rises linearly to lr.")
-    betas: tuple[float, float] = key((0.9, 0.95), "The two decay rates of AdamW's moments.")
-    weight_decay: float = key(0.1, "Weight decay of matrices; norms have none.")
-    clip: float = key(1.0, "Largest norm of the gradients; 0: no clipping.")
-    seed: int = key(0, "Seed of the initial weights and of the order of documents.")
+    lr: float = key(3e-4, "Learning rate after the warm-up.", _FACTOR)
+    min_lr: float = key(
+        3e-5, "Learning rate to which it falls, as a cosine, by the last step.", _FACTOR
+    )
+    warmup: int = key(10, "Steps in which the learning rate rises linearly to lr.", _FROM_0)
+    betas: tuple[float, float] = key((0.9, 0.95), "The two decay rates of AdamW's moments.", _SHARE)
+    weight_decay: float = key(0.1, "Weight decay of matrices; norms have none.", _FACTOR)
+    clip: float = key(1.0, "Largest norm of the gradients; 0: no clipping.", _FACTOR)
+    seed: int = key(
+        0, "Seed of the initial weights and of the order of documents.", Limits(0, below=2**63)
+    )
     frozen: tuple[str, ...] = key(
         (), 'Patterns of names of parameters that are not trained, such as "seams.0.*".'
     )
-    eval_every: int = key(0, "Steps between evaluations of held-out documents; 0: none.")
-    eval_tokens: int = key(65536, "Tokens of an evaluation, rounded up to whole batches.")
-    checkpoint_every: int = key(0, "Steps between checkpoints; 0: only at the end.")
+    eval_every: int = key(0, "Steps between evaluations of held-out documents; 0: none.", _FROM_0)
+    eval_tokens: int = key(65536, "Tokens of an evaluation, rounded up to whole batches.", _FROM_1)
+    checkpoint_every: int = key(0, "Steps between checkpoints; 0: only at the end.", _FROM_0)
     save_at_end: bool = key(
         True, "Whether the last state is saved, also when a signal stops the run."
     )
-    keep: int = key(2, "Number of checkpoints to keep; older ones are deleted.")
+    keep: int = key(2, "Number of checkpoints to keep; older ones are deleted.", _FROM_1)
     skip_non_finite: int = key(
-        0, "Steps in a row that may be skipped because the loss or norm is not finite."
+        0, "Steps in a row that may be skipped because the loss or norm is not finite.", _FROM_0
     )
     deterministic: bool = key(
         False, "Whether the gradients of attention are bitwise equal from run to run."
     )
     trace: int = key(
-        -1, "Step, counted from 0, whose timeline over all ranks is written; -1: none."
+        -1,
+        "Step, counted from 0, whose timeline over all ranks is written; -1: none.",
+        _FROM_MINUS_1,
     )
 
     @property
@@ -214,7 +239,9 @@ class LogSection:
         False, "Whether the newest figures are in out/metrics.prom, as Prometheus reads them."
     )
     prometheus_port: int = key(
-        0, "With prometheus: port of this machine (127.0.0.1) with the same figures; 0: none."
+        0,
+        "With prometheus: port of this machine (127.0.0.1) with the same figures; 0: none.",
+        Limits(0, 65535),
     )
 
 
@@ -231,36 +258,17 @@ class Config:
     resume: bool = key(
         True, "Whether to continue from the newest complete checkpoint in out, if there is one."
     )
-    from_step: int = key(-1, "Step of the checkpoint to continue from; -1: the newest.")
+    from_step: int = key(
+        -1, "Step of the checkpoint to continue from; -1: the newest.", _FROM_MINUS_1
+    )
 
     def __post_init__(self) -> None:
         t, d, p = self.train, self.data, self.parallel
-        _at_least("train.steps", t.steps, 1)
-        _at_least("train.tokens_per_step", t.tokens_per_step, 2)
-        _at_least("data.context", d.context, 2)
-        _at_least("train.keep", t.keep, 1)
-        _at_least("parallel.micro_batches", p.micro_batches, 1)
-        for name in (
-            "eval_every", "checkpoint_every", "warmup", "clip", "lr", "min_lr", "skip_non_finite",
-            "weight_decay", "seed",
-        ):  # fmt: skip
-            _at_least(f"train.{name}", getattr(t, name), 0)
-        for name in ("lr", "min_lr", "weight_decay"):
-            if not getattr(t, name) <= _LARGEST:
-                raise ValueError(
-                    f"train.{name} = {getattr(t, name)}: it must be at most {_LARGEST}"
-                )
-        if not all(0 <= beta < 1 for beta in t.betas):
-            raise ValueError(f"train.betas = {list(t.betas)}: each must be from 0 to below 1")
-        if not -1 <= t.trace < t.steps:
+        schema.check_limits(self)
+        if t.trace >= t.steps:
             raise ValueError(
                 f"train.trace = {t.trace} of train.steps = {t.steps}: steps are counted from 0, so"
                 f" choose one from 0 to {t.steps - 1}, or -1 for none"
-            )
-        _at_least("from_step", self.from_step, -1)
-        if not 0 <= self.log.prometheus_port < 1 << 16:
-            raise ValueError(
-                f"log.prometheus_port = {self.log.prometheus_port}: it must be from 0 to 65535"
             )
         if self.log.prometheus_port and not self.log.prometheus:
             raise ValueError(
@@ -310,11 +318,6 @@ class Config:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and (step + 1) % every == 0
-
-
-def _at_least(name: str, value: float, least: float) -> None:
-    if not value >= least:  # NaN too
-        raise ValueError(f"{name} = {value}: it must be at least {least}")
 
 
 def _one_of(name: str, value: str, known: Sequence[str]) -> None:

@@ -74,16 +74,15 @@ def check_digests(
     show: called after each file.
     """
     for name, digest in _saved_digests(path)[rank::num_ranks]:
-        try:
-            changed = _digest(path / name) != digest
-        except (OSError, ValueError):  # it is gone, or this line is damaged
-            changed = True
-        if changed:
-            raise DamagedCheckpointError(
-                f"{path / name} is damaged (its digest is not that in {SUMS}): load an earlier"
-                " checkpoint"
-            )
+        _check(path, name, digest)
         show((path / name).stat().st_size)
+
+
+def check_digest(path: Path, name: str) -> None:
+    """Raises DamagedCheckpointError if this file has changed; see ``check_digests``."""
+    for saved, digest in _saved_digests(path):
+        if saved == name:
+            _check(path, name, digest)
 
 
 def digested_bytes(path: Path) -> int:
@@ -93,11 +92,30 @@ def digested_bytes(path: Path) -> int:
 
 
 def _saved_digests(path: Path) -> list[tuple[str, str]]:
-    """Returns names and digests."""
+    """Returns names and digests. Raises DamagedCheckpointError if a file has none."""
     if not (path / SUMS).is_file():
         return []
     lines = (path / SUMS).read_text(errors="replace").splitlines()
-    return [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
+    found = [(name, digest) for digest, _, name in (line.partition("  ") for line in lines)]
+    tensors = (file.name for file in path.glob("*.distcp"))
+    if missing := {COMPLETE, EXTRA, *tensors} - {name for name, _ in found}:
+        raise DamagedCheckpointError(
+            f"{path / SUMS} is damaged (it has no digest of {min(missing)}): load an earlier"
+            " checkpoint"
+        )
+    return found
+
+
+def _check(path: Path, name: str, digest: str) -> None:
+    try:
+        changed = _digest(path / name) != digest
+    except (OSError, ValueError):  # it is gone, or this line is damaged
+        changed = True
+    if changed:
+        raise DamagedCheckpointError(
+            f"{path / name} is damaged (its digest is not that in {SUMS}): load an earlier"
+            " checkpoint"
+        )
 
 
 def _digest(file: Path) -> str:

@@ -32,7 +32,10 @@ def evaluate(
     batches: Iterable[Batch],
     stopped: Callable[[], bool],
 ) -> dict[str, float]:
-    """Returns the mean loss per target; the arguments are those of ``losses_by_length``."""
+    """Returns the mean loss per target; the arguments are those of ``losses_by_length``.
+
+    Nothing is returned if it was stopped, or if there is no target.
+    """
     found = losses_by_length(model, runner, planner, batches, stopped)
     return {} if found is None else _means(found)
 
@@ -67,7 +70,9 @@ def losses_by_length(
 
 
 def _means(found: LengthLosses) -> dict[str, float]:
-    result = {"eval_loss": float(found.sums.sum() / max(found.counts.sum(), 1))}
+    if not found.counts.any():  # the batches end before the first target
+        return {}
+    result = {"eval_loss": float(found.sums.sum() / found.counts.sum())}
     for name, total, count in zip(NAMES, found.sums, found.counts, strict=True):
         if count:
             result[f"eval_loss_{name}"] = float(total / count)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distca.runtime.disk import writing
 from distca.runtime.launched import num_restarts
 from distca.train.config import Config
 from distca.train.faults import Fault
@@ -51,7 +52,7 @@ class FaultLog:
         resumes = config.resume and newest(folder / "checkpoints") is not None
         if resumes or num_restarts() or not (folder / NAME).exists():
             return
-        with (folder / ABANDONED).open("a") as file:
+        with writing(folder), (folder / ABANDONED).open("a") as file:
             file.write((folder / NAME).read_text())
         (folder / NAME).unlink()
 
@@ -81,7 +82,8 @@ class FaultLog:
         self._path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
         try:
-            os.write(file, text.encode())  # at once: all ranks write to the same file
-            os.fsync(file)
+            with writing(self._path):
+                os.write(file, text.encode())  # at once: all ranks write to the same file
+                os.fsync(file)
         finally:
             os.close(file)

@@ -1,5 +1,6 @@
 """The memory that a rank of a run needs, what it has, and whether the one fits into the other."""
 
+import math
 import os
 from dataclasses import replace
 
@@ -11,7 +12,7 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.schedule import Schedule
 from distca.pipeline.stages import stage_layers
 from distca.runtime.parallelize import Precision
-from distca.runtime.rank_device import rank_bytes
+from distca.runtime.rank_device import shared_bytes
 from distca.train.config import Config
 
 
@@ -48,11 +49,11 @@ def available_bytes(device: torch.device, num_ranks: int, limit_gib: float = 0.0
     num_ranks: those that share the device.
     """
     if limit_gib:
-        return int(limit_gib * GIB)
+        return math.ceil(limit_gib * GIB)
     if device.type == "cpu":
         return host_bytes() // num_ranks
     total = torch.cuda.get_device_properties(device).total_memory
-    return rank_bytes(total, num_ranks) if num_ranks > 1 else int(total * 0.95)
+    return shared_bytes(total, num_ranks) if num_ranks > 1 else int(total * 0.95)
 
 
 def host_bytes() -> int:
@@ -72,9 +73,13 @@ def check_host_memory(copies: int, limit: int) -> None:
 def check_memory(memory: Memory, limit: int) -> None:
     """Raises ValueError with the estimate and possible remedies if a run does not fit."""
     if memory.total > limit:
-        parts = ", ".join(f"{name} {size:.1f}" for name, size in memory.table().items())
+        parts = ", ".join(f"{name} {_shown(size)}" for name, size in memory.table().items())
         raise ValueError(
-            f"this run needs about {memory.total / GIB:.1f} GiB per rank ({parts}) and has"
-            f" {limit / GIB:.1f}: use more ranks, fewer tokens per step, more micro-batches,"
+            f"this run needs about {_shown(memory.total / GIB)} GiB per rank ({parts}) and has"
+            f" {_shown(limit / GIB)}: use more ranks, fewer tokens per step, more micro-batches,"
             " parallel.recompute = true, a larger tp, or a smaller model"
         )
+
+
+def _shown(gib: float) -> str:
+    return f"{gib:.1f}" if gib >= 1 else f"{gib:.2g}"

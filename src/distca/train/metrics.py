@@ -2,11 +2,11 @@
 
 import json
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from distca.runtime.disk import writing
 from distca.train.trackers import Trackers
 
 Record = dict[str, Any]
@@ -39,7 +39,7 @@ class Records:
     def write(self, record: Record) -> None:
         """Writes the record of a step, and takes the ticks out of it."""
         ticks = record.pop("ticks", None)
-        with writing_to(self.path):
+        with writing(self.path):
             self._file.write(_lines([record]))
             self._file.flush()
         if ticks is not None:
@@ -54,25 +54,13 @@ class Records:
         ):
             self._ticks["slowest"] = newest
         path = self.path.with_name(TICKS)
-        with writing_to(path):
+        with writing(path):
             _replace(path, json.dumps(self._ticks, separators=(",", ":")))
 
     def close(self) -> None:
         with suppress(OSError):  # what could not be written was told by ``write``
             self._file.close()
         self._trackers.close()
-
-
-@contextmanager
-def writing_to(path: Path) -> Iterator[None]:
-    """Says in one sentence that something cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(
-            f"{path} cannot be written ({(error.strerror or str(error)).lower()}): free space, or"
-            " use another folder"
-        ) from error
 
 
 def read(path: Path) -> list[Record]:

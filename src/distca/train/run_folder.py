@@ -9,18 +9,19 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distca.runtime.disk import writing
 from distca.runtime.launched import is_launched
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import from_all_ranks, together
 from distca.train.config import Config
-from distca.train.metrics import ABANDONED, Records, writing_to
+from distca.train.extra import CheckExtra, Extra
+from distca.train.metrics import ABANDONED, Records
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import newest
 from distca.train.trackers import Trackers
 from distca.train.weights import Weights
 
 Tell = Callable[[str], None]
-Extra = dict[str, Any]  # what a checkpoint has besides weights: the step, and the loader's state
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +55,13 @@ class RunFolder:
         self,
         weights: Weights | None,
         group: dist.ProcessGroup,
+        check: CheckExtra,
         restore: Callable[[Extra], int],
     ) -> None:
         """Continues on all ranks from the checkpoint that the first rank has loaded, if any.
 
         group: all ranks.
+        check: raises ValueError for a checkpoint that this run may not go on from.
         restore: called with what the checkpoint has besides weights; returns its step.
         """
         config = self.config
@@ -66,7 +69,7 @@ class RunFolder:
         with together(group):
             if weights is not None and config.resume:
                 chosen = None if config.from_step < 0 else config.from_step
-                resumed = weights.checkpoints.resume(chosen)
+                resumed = weights.checkpoints.resume(chosen, check)
                 start = [resumed and (resumed.extra, resumed.notes)]
         dist.broadcast_object_list(start, src=0, group=group)
         step, words, notes = -1, f"starting new in {self.path}", []
@@ -85,7 +88,7 @@ class RunFolder:
         """Returns where to write records of steps; None on all ranks but the first."""
         if self.rank:
             return None
-        with writing_to(self.path):
+        with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             self.config.save(self.path / "config.json")
             trackers = Trackers(self.config.log, self.path, self.config.to_json())

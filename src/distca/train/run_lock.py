@@ -7,6 +7,8 @@ import socket
 import time
 from pathlib import Path
 
+from distca.runtime.disk import writing
+
 NAME = "run.lock"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
@@ -35,9 +37,10 @@ class RunLock:
                 f"{folder} is in use by {holder}: wait for it or stop it, or use another folder"
             ) from None
         since = time.strftime("%Y-%m-%d %H:%M:%S")
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
-        self._file.flush()
+        with writing(folder):
+            self._file.truncate(0)
+            self._file.write(f"process {os.getpid()} on {socket.gethostname()} since {since}\n")
+            self._file.flush()
 
     def release(self) -> None:
         self._file.close()

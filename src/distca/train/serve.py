@@ -12,6 +12,7 @@ from typing import Any
 from distca import schema
 from distca.runtime.joining import Run
 from distca.runtime.launched import end_to_be_started_again
+from distca.runtime.nodes import Nodes
 from distca.runtime.rank_device import local_device
 from distca.train import agreement, setup
 from distca.train.config import Config
@@ -31,7 +32,8 @@ def serve(run: Run, *, wish: int | None = None, tell: Callable[[str], None]) -> 
     description, device = run.description, local_device()
     _check(agreement.versions(), run)
     config = schema.build(Config, description.config)
-    own = setup.Components.of(config, description.num_ranks, device)
+    # It holds no weights, so it does not matter which ranks it shares its node with.
+    own = setup.Components.of(config, description.num_ranks, device, nodes=Nodes.one(1))
     options = replace(own.planner.options, ranks_per_node=description.ranks_per_node)
     own = replace(own, planner=replace(own.planner, options=options))
     _check(setup.facts_of(config, own, device), run)

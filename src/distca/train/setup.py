@@ -1,7 +1,7 @@
 """Builds the components of a rank from a config: device, mesh, data, model and planner."""
 
 import json
-import os
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,9 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import rendezvous
 
 from distca import schema
 from distca.attention.backends.base import Traits
@@ -31,11 +28,9 @@ from distca.pipeline.step_planner import StepPlanner
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
-from distca.runtime.launched import num_restarts
-from distca.runtime.lost_ranks import watch_ranks
-from distca.runtime.mesh import ranks_per_node
+from distca.runtime.nodes import Nodes
 from distca.runtime.parallelize import Precision, check_compile
-from distca.runtime.rank_device import local_device, shares_gpu
+from distca.runtime.rank_device import shares_gpu
 from distca.train import agreement
 from distca.train.config import Config
 from distca.train.memory import (
@@ -67,11 +62,13 @@ class Components:
         num_ranks: int,
         device: torch.device,
         *,
+        nodes: Nodes | None = None,
         sides: int = 1,
         share_gpu: bool = False,
     ) -> "Components":
         """Raises ValueError for all mistakes that can be found without other ranks.
 
+        nodes: where the ranks are; by default all on this node.
         sides: runs that share the memory of a rank.
         share_gpu: whether ranks will share a GPU; known by a launcher, and by the ranks themselves.
         """
@@ -80,40 +77,22 @@ class Components:
         tokenizer = tokenizer_of(config)
         model = model_of(config, tokenizer)
         model.shape.share(parallel.tp)
-        planner = planner_of(config, parallel, model, device)
-        planner.plan(_full_documents(config))  # refuses costs, speeds and limits that cannot be
+        nodes = nodes or Nodes.one(num_ranks)
+        planner = planner_of(config, parallel, model, device, nodes.ranks_per_node)
         check_backend(config, model, device)
         check_compile(config.parallel.compile, device)
         check_trackers(config.log)
         memory = memory_of(config, parallel, model, device)
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-        sharing = local if device.type == "cpu" or share_gpu or shares_gpu() else 1
+        sharing = nodes.num_local if device.type == "cpu" or share_gpu or shares_gpu() else 1
         check_memory(memory, available_bytes(device, sharing, config.parallel.memory_gib) // sides)
         if device.type == "cuda" and config.train.saves:
-            check_host_memory(memory.saved * local, host_bytes())
+            check_host_memory(memory.saved * nodes.num_local, host_bytes())
+        # Refuses costs, speeds and limits that cannot be. What does not fit may take minutes here.
+        planner.plan(_full_documents(config))
         weights: Fingerprint = {}
         if path := config.model.path:
             weights = fingerprint(sorted({Path(path) / file for file in check_folder(model, path)}))
         return cls(parallel, model, loader_of(config, tokenizer), planner, memory, weights)
-
-
-def join_world() -> torch.device:
-    """Joins the ranks of torchrun or ``distca train``, or starts a process group of one rank."""
-    device = local_device()
-    if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
-            wait = distributed_c10d.default_pg_timeout
-            found, rank, world_size = next(rendezvous("env://", timeout=wait))
-            # The store of torchrun outlives its ranks: those that it restarts must not find the
-            # addresses of earlier ones.
-            store = distributed_c10d.PrefixStore(f"attempt {num_restarts()}", found)
-            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
-        else:
-            alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
-            dist.init_process_group(backend, store=alone, rank=0, world_size=1)
-        watch_ranks()
-    return device
 
 
 def facts_of(config: Config, own: Components, device: torch.device) -> dict[str, Any]:
@@ -168,7 +147,7 @@ def loader_of(config: Config, tokenizer: Tokenizer) -> Loader:
     )
     loader.check_targets()
     if train.eval_every:
-        loader.evaluation(max(train.tokens_per_step, data.context))  # refuses if none is held out
+        loader.check_evaluation(train.eval_tokens)
     return loader
 
 
@@ -178,16 +157,25 @@ def tokenizer_of(config: Config) -> Tokenizer:
 
 
 def planner_of(
-    config: Config, parallel: MeshShape, model: ModelConfig, device: torch.device
+    config: Config,
+    parallel: MeshShape,
+    model: ModelConfig,
+    device: torch.device,
+    ranks_per_node: int | None = None,
 ) -> StepPlanner:
+    """Returns what plans the steps of a run.
+
+    ranks_per_node: consecutive ranks that share a node; by default all do.
+    """
     p = config.parallel
+    of_plan = None if ranks_per_node is None else max(ranks_per_node // parallel.tp, 1)
     options = PlanOptions(
         model=model.shape,
         cost=p.cost,
         tolerance=p.tolerance,
         speed=p.speed or None,
-        memory_bytes=round(p.attention_memory_gib * GIB) or None,
-        ranks_per_node=p.ranks_per_node or ranks_per_node(parallel.tp),
+        memory_bytes=math.ceil(p.attention_memory_gib * GIB) or None,
+        ranks_per_node=p.ranks_per_node or of_plan,
         cp=parallel.cp,
     )
     return StepPlanner(
@@ -229,7 +217,7 @@ def learns_speed(config: Config, device: torch.device) -> bool:
 def _full_documents(config: Config) -> Ints:
     """Returns the lengths of a batch of documents as long as they may be."""
     full, rest = divmod(config.train.tokens_per_step, config.data.context)
-    return np.array([config.data.context] * full + [rest] * (rest > 0), np.int64)
+    return np.append(np.full(full, config.data.context), [rest] * (rest > 0)).astype(np.int64)
 
 
 def check_backend(config: Config, model: ModelConfig, device: torch.device) -> None:

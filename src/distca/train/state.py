@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from distca.model.llama import Llama, on_meta
+from distca.train.saved_tensors import MODEL, OPTIMIZER, damaged_metadata
 
-_MODEL, _OPTIMIZER = "model.", "optimizer."
+Sizes = Mapping[str, torch.Size]  # by name
 _LISTED = 3  # names in an error
 
 
@@ -31,7 +31,7 @@ class NamedState:
         """Returns the tensors themselves, not copies."""
         return weights_of(self._model) | self._moments()
 
-    def empty(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def empty(self, saved: Sizes) -> dict[str, Any]:
         """Returns the model's own weights, and memory for the saved moments, to be loaded into."""
         return weights_of(self._model) | self._empty_moments(saved)
 
@@ -45,44 +45,44 @@ class NamedState:
         """The bytes of this worker's share."""
         return sum(_local_bytes(value) for value in self.tensors().values())
 
-    def check(self, saved: Mapping[str, Any], path: Path) -> None:
-        """Raises ValueError if what was saved in ``path`` is from another model."""
-        check_weights(self._model, saved, path)
-        with_moments = {_parameter_of(key) for key in saved}
-        new = [name for name in self._trained() if name not in with_moments]
-        if new and with_moments != {""}:
+    def check(self, saved: Sizes, path: Path, *, is_same_model: bool) -> None:
+        """Raises ValueError if what was saved in ``path`` is from another model, or damaged."""
+        check_weights(self._model, saved, path, is_same_model=is_same_model)
+        moments: dict[str, dict[str, torch.Size]] = {}
+        for key, size in saved.items():
+            if name := _parameter_of(key):
+                moments.setdefault(name, {})[key.rpartition(".")[2]] = size
+        trained = self._trained()
+        new = [name for name in trained if name not in moments]
+        if new and moments:
             raise ValueError(
                 f"{path} has no optimizer state of {len(new)} parameters that are trained now"
                 f" ({_list(new)}): freeze them as when it was saved"
             )
+        for name in trained.keys() & moments:
+            if moments[name] != _moment_sizes(trained[name][1]):
+                raise damaged_metadata(path, f"the moments of {name} are not those of AdamW")
 
     # ``get_optimizer_state_dict`` is not used, since without moments it makes a step with gradients
     # of zero, after which AdamW counts one step too many.
 
     def _moments(self) -> dict[str, Any]:
         return {
-            f"{_OPTIMIZER}{name}.{moment}": value
+            f"{OPTIMIZER}{name}.{moment}": value
             for name, (_, parameter) in self._trained().items()
             for moment, value in self._optimizer.state.get(parameter, {}).items()
         }
 
-    def _empty_moments(self, saved: Mapping[str, Any]) -> dict[str, Any]:
+    def _empty_moments(self, saved: Sizes) -> dict[str, Any]:
         """Allocates the saved moments of trained parameters, sharded like the parameters."""
-        trained = self._trained()
-        moments: dict[str, Any] = {}
-        for key, value in saved.items():
-            name = _parameter_of(key)
-            if name not in trained:
-                continue
-            _, parameter = trained[name]
-            moments[key] = None  # a plain number, which needs no memory
-            if isinstance(value, TensorStorageMetadata):
-                dtype = value.properties.dtype
-                if value.size == parameter.shape:
-                    moments[key] = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
-                else:
-                    moments[key] = torch.empty(value.size, dtype=dtype)
-        return moments
+        return {
+            key: torch.empty_like(parameter, requires_grad=False)
+            if size == parameter.shape
+            else torch.empty(size)
+            for name, (_, parameter) in self._trained().items()
+            for moment, size in _moment_sizes(parameter).items()
+            if (key := f"{OPTIMIZER}{name}.{moment}") in saved
+        }
 
     def _set_moments(self, moments: Mapping[str, Any]) -> None:
         state: dict[int, dict[str, Any]] = {}
@@ -107,28 +107,31 @@ class NamedState:
 def weights_of(model: Llama) -> dict[str, Any]:
     """Returns the model's own tensors by name, not copies."""
     weights = get_model_state_dict(model)
-    return {_MODEL + model.whole_name(name): weight for name, weight in weights.items()}
+    return {MODEL + model.whole_name(name): weight for name, weight in weights.items()}
 
 
 def set_weights(model: Llama, state: Mapping[str, Any]) -> None:
     names = get_model_state_dict(model)
-    set_model_state_dict(model, {name: state[_MODEL + model.whole_name(name)] for name in names})
+    set_model_state_dict(model, {name: state[MODEL + model.whole_name(name)] for name in names})
 
 
-def check_weights(model: Llama, saved: Mapping[str, Any], path: Path) -> None:
-    """Raises ValueError if the weights that were saved in ``path`` are from another model."""
+def check_weights(model: Llama, saved: Sizes, path: Path, *, is_same_model: bool) -> None:
+    """Raises ValueError if the weights that were saved in ``path`` are from another model.
+
+    is_same_model: whether the checkpoint is known to be from this one; then it is damaged.
+    """
     whole = on_meta(model.config).named_parameters()
     here = {name: list(weight.shape) for name, weight in whole}
     there = {
-        key.removeprefix(_MODEL): list(value.size)
-        for key, value in saved.items()
-        if key.startswith(_MODEL) and isinstance(value, TensorStorageMetadata)
+        key.removeprefix(MODEL): list(size) for key, size in saved.items() if key.startswith(MODEL)
     }
     differing = [
         f"{name} is {there.get(name, 'missing')} there and {here.get(name, 'missing')} here"
         for name in sorted(here.keys() | there.keys())
         if here.get(name) != there.get(name)
     ]
+    if differing and is_same_model:
+        raise damaged_metadata(path, _list(differing))
     if differing:
         raise ValueError(
             f"{path} was saved from another model, {len(differing)} parameters differ"
@@ -136,9 +139,14 @@ def check_weights(model: Llama, saved: Mapping[str, Any], path: Path) -> None:
         )
 
 
+def _moment_sizes(parameter: nn.Parameter) -> dict[str, torch.Size]:
+    """Returns the sizes of what AdamW keeps of a parameter."""
+    return {"step": torch.Size([]), "exp_avg": parameter.shape, "exp_avg_sq": parameter.shape}
+
+
 def _parameter_of(key: str) -> str:
     """Returns the parameter of a moment's key; empty for the key of a weight."""
-    return key.removeprefix(_OPTIMIZER).rpartition(".")[0] if key.startswith(_OPTIMIZER) else ""
+    return key.removeprefix(OPTIMIZER).rpartition(".")[0] if key.startswith(OPTIMIZER) else ""
 
 
 def _local_bytes(value: Any) -> int:

@@ -12,14 +12,12 @@ highest step, since a copy of the folder may have any times. So a run that goes 
 step sets the later ones aside, where they are neither loaded nor deleted.
 """
 
-import json
 import os
 import re
 import shutil
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 COMPLETE, EXTRA = ".metadata", "extra.json"
 _REPLACED, _ASIDE = ".replaced", ".aside"
@@ -99,24 +97,6 @@ def find(folder: Path, step: int) -> Path:
         f"{folder} has no complete checkpoint of step {step}:"
         f" {f'choose one of {steps}' if steps else 'it has none at all'}"
     )
-
-
-def read_extra(path: Path) -> dict[str, Any]:
-    """Returns the ``extra`` of a complete checkpoint."""
-    if not (path / COMPLETE).is_file():
-        what = "is an incomplete checkpoint" if path.is_dir() else "does not exist"
-        latest = newest(path.parent)
-        hint = f"the newest complete one is {latest.name}" if latest else "choose another one"
-        raise ValueError(f"{path} {what}: {hint}")
-    try:
-        extra = json.loads((path / EXTRA).read_text())
-        if not isinstance(extra, dict):
-            raise ValueError("not a JSON object")
-    except (OSError, ValueError) as error:
-        raise DamagedCheckpointError(
-            f"{path / EXTRA} is damaged ({error}): load an earlier checkpoint"
-        ) from None
-    return extra
 
 
 def remove(path: Path) -> None:

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from distca.runtime.disk import writing
+
 
 @contextmanager
 def tracing(folder: Path, rank: int, all_ranks: Callable[[], Sequence[int]]) -> Iterator[None]:
@@ -48,4 +50,5 @@ def merge(paths: list[Path], out: Path) -> None:
         for number in names.values():
             label = {"name": f"rank {rank}"}
             events.append({"ph": "M", "name": "process_name", "pid": number, "args": label})
-    out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    with writing(out):
+        out.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+from distca.runtime.disk import writing
 from distca.train.config import LogSection
 
 Record = Mapping[str, Any]
@@ -91,7 +92,8 @@ class WeightsAndBiases:
 
         identity = folder / "wandb-id"
         if not identity.exists():
-            identity.write_text(secrets.token_hex(4))
+            with writing(identity):
+                identity.write_text(secrets.token_hex(4))
         try:
             self._run = wandb.init(
                 project=project,
@@ -144,7 +146,8 @@ class Prometheus:
         for name, values in ranks.items():
             for rank, value in enumerate(values):
                 self._gauge(f"rank_{name}", "rank").labels(str(rank)).set(value)
-        self._client.write_to_textfile(str(self._path), self._registry)
+        with writing(self._path):
+            self._client.write_to_textfile(str(self._path), self._registry)
 
     def close(self) -> None:
         if self._server is not None:

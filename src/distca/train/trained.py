@@ -20,9 +20,11 @@ from distca.model.hf_config import to_hf
 from distca.model.initialize import materialize
 from distca.model.llama import on_meta
 from distca.pipeline.mesh import MeshShape
+from distca.runtime.disk import check_space, writing
 from distca.runtime.mesh import join_mesh
 from distca.runtime.parallelize import Precision, parallelize
 from distca.runtime.step import StepRunner
+from distca.runtime.world import join_world
 from distca.train import setup
 from distca.train.checkpoints import load_weights
 from distca.train.config import Config, ParallelSection
@@ -54,7 +56,7 @@ class TrainedRun:
             )
         try:
             config = schema.build(Config, json.loads(path.read_text()))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} is not the config of a run: {error}") from None
         checkpoints = folder / "checkpoints"
         found = newest(checkpoints) if step is None else find(checkpoints, step)
@@ -89,8 +91,10 @@ class TrainedRun:
         to_hf(config)  # refuses, before anything is read, a model that transformers does not have
         model = on_meta(config)
         materialize(model, "cpu")
-        done, total = 0, digested_bytes(self.checkpoint)
-        total += sum(p.numel() * (p.itemsize + dtype.itemsize) for p in model.parameters())
+        read = sum(p.numel() * p.itemsize for p in model.parameters())
+        written = sum(p.numel() * dtype.itemsize for p in model.parameters())
+        check_space(out, "the model", written)
+        done, total = 0, digested_bytes(self.checkpoint) + read + written
 
         def add(num_bytes: int) -> None:
             nonlocal done
@@ -99,9 +103,10 @@ class TrainedRun:
 
         load_weights(model, self.checkpoint, add)
         ids = special_ids(tokenizer)
-        save(model, out, dtype=dtype, extra=ids, show=add)
-        (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
-        has_tokenizer = write_tokenizer(self.config.data, tokenizer, config.context, out)
+        with writing(out):
+            save(model, out, dtype=dtype, extra=ids, show=add)
+            (out / "generation_config.json").write_text(json.dumps(ids, indent=2) + "\n")
+            has_tokenizer = write_tokenizer(self.config.data, tokenizer, config.context, out)
         files = sorted(path.name for path in out.iterdir())
         return self._about() | {"out": str(out), "files": files, "tokenizer": has_tokenizer}
 
@@ -121,7 +126,7 @@ class TrainedRun:
         tokenizer, model_config = self._tokenizer_and_model()
         batches, num_documents = self._batches(tokenizer, sources)
         batches = _first(batches, num_documents, num_tokens, show)
-        device, alone = setup.join_world(), self._on_one_rank()
+        device, alone = join_world(), self._on_one_rank()
         context = join_mesh(MeshShape(), device)
         model = on_meta(model_config)
         parallelize(model, context, Precision.named(alone.parallel.precision, device))

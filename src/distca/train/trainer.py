@@ -29,13 +29,16 @@ from distca.runtime.host_ranks import HostRanks
 from distca.runtime.joining import Description, Joined
 from distca.runtime.launched import RankFailedError, mark_repeated
 from distca.runtime.mesh import RankContext, join_mesh
+from distca.runtime.nodes import Nodes
 from distca.runtime.regroup import NotNeededError
 from distca.runtime.stalls import stacks_if_stalled
 from distca.runtime.step import StepRunner
 from distca.runtime.together import together
+from distca.runtime.world import join_world
 from distca.train import agreement, setup
 from distca.train.config import Config
 from distca.train.evaluate import evaluate
+from distca.train.extra import check_extra, extra_of
 from distca.train.gathered_record import gathered_record
 from distca.train.metrics import Record
 from distca.train.optimizer import learning_rate
@@ -71,7 +74,7 @@ class Trainer:
         survives: bool = True,
     ) -> None:
         self._begin(config, show, tell, stop)
-        self.device = setup.join_world()
+        self.device = join_world()
         own = self._prepare(sides)
         survives = survives and config.parallel.servers > 0
         self._take_place(own, join_mesh(own.parallel, self.device, survives=survives))
@@ -79,7 +82,8 @@ class Trainer:
         try:
             if not self.context.only_serves:
                 self.weights = self._build()
-            self.folder.resume(self.weights, self.context.world_group, self._restore)
+            check = partial(check_extra, model=self.model_config, loader=self.loader)
+            self.folder.resume(self.weights, self.context.world_group, check, self._restore)
         except BaseException:
             self.folder.unlock()
             raise
@@ -152,7 +156,9 @@ class Trainer:
                 batches.next(self.ranks.planner)
                 with self._tracing(step), named(f"step {step}"), stacks_if_stalled():
                     record = self._step(step)
-                if saved := train.saves_after(step):
+                # A skipped step changes no weights, and must not replace what was saved before it.
+                is_last = step + 1 == train.steps
+                if saved := train.saves_after(step) and (is_last or not self._skipped):
                     self._save(step)
                 if train.evaluates_after(step):
                     record |= self.evaluate()
@@ -196,8 +202,11 @@ class Trainer:
     def _prepare(self, sides: int) -> setup.Components:
         """Returns this rank's components. Raises ValueError on all ranks if one has others."""
         agreement.agree(agreement.config_of(self.config))
+        nodes = Nodes.of_world()
         with together():
-            own = setup.Components.of(self.config, dist.get_world_size(), self.device, sides=sides)
+            own = setup.Components.of(
+                self.config, dist.get_world_size(), self.device, nodes=nodes, sides=sides
+            )
         agreement.agree(agreement.components_of(own.model, own.loader.fingerprints, own.weights))
         return own
 
@@ -231,18 +240,12 @@ class Trainer:
 
     def _restore(self, extra: dict[str, Any]) -> int:
         """Continues at the step and the data position of a checkpoint; returns the step."""
-        try:
-            self.first_step = int(extra["step"])
-            self.loader.restore(extra["loader"])
-        except (KeyError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(
-                f"extra.json of the checkpoint in {self.folder.path} is damaged ({error!r}): use"
-                " --from with an earlier step"
-            ) from None
-        self._loader_state = extra["loader"]
+        self.first_step, self._loader_state = extra["step"], extra["loader"]
+        self.loader.restore(self._loader_state)
         return self.first_step
 
     def _step(self, step: int) -> Record:
+        self.runner.warm_up(self._model, self.ranks.batch.step.plan)
         start = time.perf_counter()
         self._loader_state = self.ranks.batch.loader_state
         compute = partial(self._compute_gradients, step)
@@ -330,5 +333,5 @@ class Trainer:
         if self.ranks.survive("a checkpoint", lambda: self._host.any(bad)):
             self._fail(f"weights are not finite after step {step}, so they are not saved")
         if self.weights is not None:
-            extra = {"step": step + 1, "loader": self._loader_state}
+            extra = extra_of(step + 1, self._loader_state, self.model_config)
             self.weights.checkpoints.save(step + 1, extra)

@@ -1,0 +1,66 @@
+"""Errors of writing, told with the place: Python names a file that it cannot open, but not a file
+for whose contents there is no space.
+"""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+_GB = 1e9
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_IN_RUST = re.compile(r"\(os error (\d+)\)")  # in errors of safetensors and tokenizers
+
+
+@contextmanager
+def writing(path: Path | str) -> Iterator[None]:
+    """Raises ValueError if the disk is full, and adds the path to other errors without one."""
+    try:
+        yield
+    except Exception as error:
+        known = error if isinstance(error, OSError) else _from_rust(error)
+        if known is None:
+            raise
+        if is_full(known):
+            raise ValueError(no_space(Path(path))) from error
+        if known.filename is None:
+            known.filename = str(path)
+        raise known from None
+
+
+def _from_rust(error: Exception) -> OSError | None:
+    """Returns an error of a library in Rust as Python has it; None if it is not of the system."""
+    found = _IN_RUST.search(str(error))
+    return None if found is None else OSError(int(found[1]), os.strerror(int(found[1])))
+
+
+def is_full(error: OSError) -> bool:
+    """Returns whether there is no space left, or none that this user may take."""
+    return error.errno in _FULL
+
+
+def check_space(folder: Path, what: str, num_bytes: int) -> None:
+    """Raises ValueError if something does not fit on the disk, before any of it is written."""
+    usage = shutil.disk_usage(_existing(folder))
+    if usage.total and usage.free < num_bytes:
+        needs = f"{what} needs about {num_bytes / _GB:.3g} GB and "
+        raise ValueError(no_space(folder, needs))
+
+
+def no_space(path: Path, needs: str = "") -> str:
+    """Returns the sentence on a full disk.
+
+    needs: what is written and how much space it takes, if that is known.
+    """
+    free = shutil.disk_usage(_existing(path)).free / _GB
+    return (
+        f"no space left on {path}: {needs}{free:.3g} GB are free; free space or use another folder"
+    )
+
+
+def _existing(path: Path) -> Path:
+    """Returns the path, or the first folder above it that exists."""
+    return next(one for one in (path, *path.absolute().parents) if one.exists())

@@ -1,0 +1,35 @@
+"""Ctrl-C and SIGTERM while modules are imported, which takes seconds.
+
+An exception that a signal raises inside an import may be caught there, and leaves half a module:
+numpy and torch then fail later, with errors of their own. So a process that is asked to end during
+an import ends at once. It has nothing to clean up yet.
+"""
+
+import os
+import signal
+from types import FrameType
+
+CTRL_C = 130  # the exit status after a Ctrl-C
+_IMPORT = "<frozen importlib._bootstrap>"
+
+
+def end_on_ctrl_c() -> None:
+    """Makes a Ctrl-C end this process quietly, until something handles it otherwise.
+
+    A process that ignores it, as those do that a shell starts in the background, still does.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def exit_if_importing(frame: FrameType | None, status: int) -> None:
+    """Ends this process if its main thread, which is at a frame, is importing a module."""
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORT:
+            os._exit(status)
+        frame = frame.f_back
+
+
+def _end(_: int, frame: FrameType | None) -> None:
+    exit_if_importing(frame, CTRL_C)
+    raise KeyboardInterrupt
