@@ -29,8 +29,8 @@ from distca.data.lengths import distribution
 from distca.runtime.launch import launch
 from distca.runtime.launched import is_rank
 from distca.runtime.shared_gpu import share_gpu
+from distca.runtime.world import join_world
 from distca.train.config import Config
-from distca.train.setup import join_world
 from distca.train.trainer import Trainer
 
 RESULTS = Path(__file__).parent / "results"

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from cluster_options import batch_of, model_of, options_of, planners_of
-from cluster_predict import predictor, transfer_sms_of
+from cluster_predict import predictor, transfer_sms_of, worst_tokens
 from cluster_report import Cell, read_cell, table, write_cell
 from cluster_sides import WAYS, PlannedSide, Side, TorchContextParallel
 
@@ -42,7 +42,7 @@ from distca.runtime.mesh import RankContext, join_mesh
 from distca.runtime.nccl import loaded_version, version_text
 from distca.runtime.parallelize import Precision
 from distca.runtime.shared_gpu import share_gpu
-from distca.train.setup import join_world
+from distca.runtime.world import join_world
 
 LOGS = Path("runs/cluster_gpu/logs")
 
@@ -96,7 +96,9 @@ def run_rank(options: argparse.Namespace) -> None:
             faulthandler.cancel_dump_traceback_later()
             if counts:
                 parallel = sides[name].context.parallel
-                record["predicted"] = predict(record.pop("plan"), parallel)
+                plan = record.pop("plan")
+                record["predicted"] = predict(plan, parallel)
+                record["worst_tokens"] = worst_tokens(plan)
                 cell.add(name, record)
         if first:
             if counts:

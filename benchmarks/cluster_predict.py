@@ -43,6 +43,17 @@ def predictor(
     return predict
 
 
+def worst_tokens(plan: StepPlan | None) -> float | None:
+    """Returns the tokens of the busiest rank over the mean; None without a plan.
+
+    Every half of a micro-batch waits for its busiest worker, so their tokens add up.
+    """
+    if plan is None:
+        return None
+    tokens = [half.placement.tokens for halves in plan.micro_batches for half in halves]
+    return float(sum(one.max() for one in tokens) / sum(one.mean() for one in tokens))
+
+
 def transfer_sms_of(ranks: int, sms: int) -> float:
     """Returns the share of a rank's SMs that NCCL may occupy; 0 on a CPU, which has none."""
     return nccl_ctas(ranks) / sms if sms else 0.0

@@ -5,8 +5,8 @@
 
 This takes no GPU: the command of a cell says which batches it had and how they were planned, and
 plans are deterministic. Its ``profile`` predicts the steps, which is not that of the plans where
-steps were measured without one; a cell that has none is left as it is. So are sides whose plans are
-others than those that ran, because the planner has changed.
+steps were measured without one; a cell that has none has no predictions. Sides are left as they
+are whose plans are others than those that ran, because the planner has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import shlex
 from pathlib import Path
 
 from cluster_options import RESULTS, batch_of, model_of, options_of, planners_of
-from cluster_predict import predictor, transfer_sms_of
+from cluster_predict import predictor, transfer_sms_of, worst_tokens
 from cluster_report import Cell, read_cells, write_cell
 from cluster_sides import WAYS, plan_step
 
@@ -30,8 +30,7 @@ def main() -> None:
     options = parser.parse_args()
     for record in read_cells(RESULTS).values():
         cell = Cell(**record)
-        if cell.about["profile"]:
-            predict_again(cell, options.transfer_sms)
+        predict_again(cell, options.transfer_sms)
         write_cell(cell, options.out)
         print(cell.key, flush=True)
 
@@ -48,7 +47,7 @@ def predict_again(cell: Cell, transfer_sms: float | None = None) -> None:
     if transfer_sms is None:
         transfer_sms = transfer_sms_of(options.ranks, about["SMs"])
     predict = predictor(
-        about["profile"],
+        about["profile"] or None,
         config,
         options.ranks,
         recompute=about["recompute"],
@@ -65,6 +64,7 @@ def predict_again(cell: Cell, transfer_sms: float | None = None) -> None:
             print(f"{cell.key}: {name} has other plans now, and keeps its predictions", flush=True)
             continue
         side["predicted"] = [predict(plan, choices[0].parallel) for plan in plans]
+        side["worst_tokens"] = [worst_tokens(plan) for plan in plans]
 
 
 if __name__ == "__main__":

@@ -116,6 +116,8 @@ def rows(cell: Cell) -> list[Record]:
         own = name != TORCH_CP
         busy = sum(side["attention_mean"])
         row["worst/mean attention"] = sum(side["attention_worst"]) / busy if own and busy else None
+        row["worst/mean tokens"] = _mean(side.get("worst_tokens", []))
+        row["exposed s"] = fmean(side["exposed"]) if own else None
         row["exposed %"] = 100 * sum(side["exposed"]) / sum(seconds) if own else None
         row["GB/step"] = fmean(side["bytes"]) / 1e9 if own else None
         if base is not None:
@@ -130,6 +132,11 @@ def rows(cell: Cell) -> list[Record]:
         row["measured/predicted"] = sum(seconds) / sum(predicted) if predicted else None
         found.append(row)
     return found
+
+
+def _mean(figures: list[float | None]) -> float | None:
+    known = [figure for figure in figures if figure is not None]
+    return fmean(known) if known else None
 
 
 def table(cell: Cell) -> str:
@@ -154,7 +161,10 @@ say more than seconds.
 - *ratio*: tokens/s over those of `{BASELINE}`, over the whole run; *single steps*: least, median
   and largest.
 - *worst/mean attention*: attention seconds of the busiest rank over the mean, measured.
-- *exposed %*: share of the time in which the rank that waits most for peers does so.
+- *worst/mean tokens*: those of the busiest rank, as placed; with ping-pong, of the busiest rank of
+  each half, for which all others wait. Not known where the planner has changed since the run.
+- *exposed s*, *exposed %*: seconds of a step, and share of the time, in which the rank that waits
+  most for peers does so.
 - *loss difference*: the largest one to `{BASELINE}` in any step.
 - *step GiB*: memory beyond weights and optimizer states at the peak of a step.
 - *allocator retries*: how often a rank was short of memory and emptied the allocator's cache.

@@ -45,6 +45,7 @@ from distca.model.llama import Arriving, Attend, Leaving, Llama, plainly
 from distca.runtime import launch, launched
 from distca.runtime.parallelize import Precision
 from distca.runtime.shared_gpu import share_gpu
+from distca.runtime.world import join_world
 from distca.train import setup
 from distca.train.config import Config
 from distca.train.evaluate import EDGES, NAMES
@@ -137,7 +138,7 @@ Record = dict[str, Any]
 
 def run_rank(options: argparse.Namespace) -> None:
     """Trains all sides in turns; rank 0 writes their figures."""
-    config, device = config_of(options), setup.join_world()
+    config, device = config_of(options), join_world()
     sides: dict[str, Generator[Record]] = {
         "plain": Plain(config, device).steps(),
         "plain, reversed": Plain(config, device, order=-1).steps(),

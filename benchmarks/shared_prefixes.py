@@ -37,7 +37,7 @@ from distca.integrations.transformers import collate_shared, register
 from distca.planning.masks import document_pairs
 from distca.runtime import launch, launched
 from distca.runtime.shared_gpu import share_gpu
-from distca.train.setup import join_world
+from distca.runtime.world import join_world
 
 RESULTS = Path(__file__).parent / "results"
 LOGS = Path("runs/shared_prefixes/logs")

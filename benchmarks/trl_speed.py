@@ -37,7 +37,7 @@ from trl_sides import MODES, SCRATCH, Case, Side, trainer_of
 from distca.integrations.transformers import register
 from distca.runtime import launch, launched
 from distca.runtime.shared_gpu import share_gpu
-from distca.train.setup import join_world
+from distca.runtime.world import join_world
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("torch", "transformers", "trl", "accelerate", "datasets")
