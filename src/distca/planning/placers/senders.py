@@ -37,8 +37,10 @@ def even_out_senders(
     num_swaps = 0
     while queue and num_swaps < SWAPS * num_workers:
         negative, rank = heapq.heappop(queue)
-        if -negative != dealt.sent[rank] or (other := dealt.swap_one(rank)) is None:
-            continue  # its entry is out of date, or no swap helps
+        if -negative != dealt.sent[rank]:
+            continue  # its entry is out of date
+        if (other := dealt.swap_one(rank)) is None:
+            break  # the largest sender stays as it is, so others need not send less
         num_swaps += 1
         for changed in (rank, other):
             if dealt.sent[changed] > traffic_limit:

@@ -16,6 +16,7 @@ from distca.planning.search import first_fitting
 from distca.planning.spans import Floats, Ints, as_ints
 
 MANY_CUTS, NUM_LOOKS = 192, 33  # cuts of a slice beyond which so many of them are looked at first
+RUN = 64  # slices of a document that are cut at once where they are equally long
 FEW_CUTS = 512  # of all documents together, up to which all are looked at instead of a search
 
 
@@ -37,6 +38,11 @@ class SliceLimits(NamedTuple):
     net_load: float
     tokens: float
 
+    def longest(self, num_above: Ints, traffic_limit: float) -> Floats:
+        """Returns the most tokens of slices that are sent to those above them."""
+        longest: Floats = np.minimum(self.tokens, traffic_limit / np.maximum(num_above, 1))
+        return longest
+
 
 @dataclass(frozen=True)
 class Slicer:
@@ -55,18 +61,30 @@ class Slicer:
         """
         parts = [as_ints([[]] * 5)]  # [5, slices] document, start, stop, load, slices above
         document, stop = chosen, self.documents.lengths[chosen]
-        prefix = self.documents.prefix
-        traffic_limit = np.inf
-        num_above = 0
+        num_above, before, traffic_limit = np.zeros_like(stop), np.zeros_like(stop), np.inf
         while len(document):
-            longest = min(limits.tokens, traffic_limit / max(num_above, 1))
-            start, load = self._starts(document, stop, SliceLimits(limits.net_load, longest))
-            parts.append(np.stack([document, start, stop, load, np.full_like(start, num_above)]))
-            left = start > prefix[document]
-            if num_above == 0 and left.any():
+            longest = limits.longest(num_above, traffic_limit)
+            start, load = self._starts(document, stop, limits.net_load, longest)
+            parts.append(np.stack([document, start, stop, load, num_above]))
+            left = np.flatnonzero(start > self.documents.prefix[document])
+            if traffic_limit == np.inf and len(left):
                 traffic_limit = float(start[left].max())
-            document, stop = document[left], start[left]
-            num_above += 1
+            size = (stop - start)[left]
+            is_longest = size > longest[left] - self.grain.spacing
+            in_run = np.flatnonzero(is_longest | (size == before[left]))
+            document, stop, num_above, before = (
+                document[left],
+                start[left],
+                num_above[left] + 1,
+                size,
+            )
+            if len(in_run):
+                most = np.where(is_longest, limits.tokens, size)[in_run]
+                where = document[in_run], stop[in_run], num_above[in_run]
+                slices, count = self._run(*where, most, limits, traffic_limit)
+                parts.append(slices)
+                num_above[in_run] += count
+                np.minimum.at(stop, np.repeat(in_run, count), slices[1])
         columns = np.concatenate(parts, axis=1)
         document, start, stop, load, _ = columns
         order = np.lexsort((start, document, self.density * (stop - start) - load))
@@ -111,33 +129,73 @@ class Slicer:
         first = max(int(fits.argmax()), 1)
         return int(cut[first - 1]), int(cut[first])
 
-    def _starts(self, document: Ints, stop: Ints, limits: SliceLimits) -> tuple[Ints, Ints]:
+    def _run(
+        self,
+        document: Ints,
+        stop: Ints,
+        num_above: Ints,
+        most: Floats,
+        limits: SliceLimits,
+        traffic_limit: float,
+    ) -> tuple[Ints, Ints]:
+        """Cuts the next slices of documents at once, as many as are as long as expected.
+
+        Returns them, [5, slices] as in ``cut_from_the_tail``, and how many there are of each
+        document.
+
+        stop: where they end, which is at a cut.
+        most: the expected length, if slices may be as long.
+        """
+        spacing = self.grain.spacing
+        above = num_above[:, None] + np.arange(RUN)
+        longest = limits.longest(above, traffic_limit)
+        size = np.maximum(np.minimum(longest, most[:, None]) // spacing, 1).astype(np.int64)
+        size *= spacing
+        stops = stop[:, None] - np.cumsum(size, axis=1) + size
+        starts, first = stops - size, self.documents.prefix[document][:, None]
+        longer = np.stack([starts, starts - spacing])
+        load = self.documents.load(document[:, None], np.maximum(longer, 0), np.maximum(stops, 0))
+        net, net_of_longer = load - self.density * (stops - longer)
+        is_next = (net <= limits.net_load) | (size == spacing)  # the shortest need not fit
+        is_next &= (net_of_longer > limits.net_load) | (size + spacing > longest)
+        # What is left below does not fit into one slice, and is long enough to be cut.
+        is_next &= (stops - first > longest) & (starts >= self.grain.first_cut(first) * spacing)
+        is_next = np.logical_and.accumulate(is_next, axis=1)
+        columns = (document[:, None], starts, stops, load[0], above)
+        slices = np.stack([np.broadcast_to(each, is_next.shape)[is_next] for each in columns])
+        return slices, is_next.sum(axis=1)
+
+    def _starts(
+        self, document: Ints, stop: Ints, net_load: float, longest: Floats
+    ) -> tuple[Ints, Ints]:
         """[documents] Returns start and load of the largest slice that ends at ``stop`` and fits.
 
         The start is that of the document if all tokens before ``stop`` fit, or are too few to be
         cut.
+
+        longest: the most tokens of a slice.
         """
         grain, first = self.grain, self.documents.prefix[document]
         # 1. All tokens, or the longest slices, where these fit. With many slices, most are as long.
         first_cut, last_cut = grain.first_cut(first), grain.last_cut(stop)
-        lowest = np.ceil((stop - limits.tokens) / grain.spacing).astype(np.int64)
+        lowest = np.ceil((stop - longest) / grain.spacing).astype(np.int64)
         lowest = np.minimum(np.maximum(lowest, first_cut), last_cut)
         start = np.stack([first, lowest * grain.spacing])
         load = self.documents.load(document, start, stop)
         net, net_of_longest = load - self.density * (stop - start)
-        fits = (net <= limits.net_load) & (stop - first <= limits.tokens)
+        fits = (net <= net_load) & (stop - first <= longest)
         cut = ~fits & (last_cut >= first_cut)
         # 2. A search for the others.
-        heavy = np.flatnonzero(cut & (net_of_longest > limits.net_load))
+        heavy = np.flatnonzero(cut & (net_of_longest > net_load))
         if len(heavy):
             of, least = (document[heavy], stop[heavy]), lowest[heavy]
             num_cuts = int((last_cut[heavy] - least).max()) + 1
             if len(heavy) * num_cuts <= FEW_CUTS:
                 start[1, heavy], load[1, heavy] = self._first_fitting(
-                    *of, least, num_cuts, limits.net_load
+                    *of, least, num_cuts, net_load
                 )
             else:
-                cuts = self._heaviest(*of, first[heavy], net[heavy], limits.net_load)
+                cuts = self._heaviest(*of, first[heavy], net[heavy], net_load)
                 start[1, heavy] = np.maximum(least, cuts) * grain.spacing
                 load[1, heavy] = self.documents.load(of[0], start[1, heavy], of[1])
         return np.where(cut, start[1], start[0]), np.where(cut, load[1], load[0])

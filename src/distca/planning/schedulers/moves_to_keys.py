@@ -19,6 +19,8 @@ from distca.planning.schedulers.placed_shards import NO_RANK, NOT_LOOKED_AT, Pla
 from distca.planning.spans import Ints, Spans, as_ints
 from distca.planning.traffic import num_keys_on
 
+MOST_SHARDS = 64  # of a document whose shards move: one of more fetches little of what all fetch
+
 
 class Moves(NamedTuple):
     """Moves of whole shards to other workers, [moves]."""
@@ -103,7 +105,7 @@ def _memory_bytes(ledger: Ledger, shard: Ints) -> tuple[Ints, Ints]:
 def may_gain(ledger: Ledger) -> Ints:
     """Returns the shards whose move to their keys may save bytes, or load of a rank with a surplus.
 
-    Documents that are dealt over all workers have thousands of shards for which neither is true.
+    Documents that are dealt over hundreds of workers have none.
     """
     problem, placement, shape = ledger.problem, ledger.problem.placement, ledger.problem.shape
     fetches = (placement.start > 0) & (problem.devices.speed[placement.worker] > 0)
@@ -121,7 +123,9 @@ def may_gain(ledger: Ledger) -> Ints:
     size = placement.stop - placement.start
     saves = shape.kv_bytes * most[placement.document] > shape.qo_bytes * size
     has_surplus = ledger.loads.above_capacity > 0
-    return np.flatnonzero(fetches & (saves | has_surplus[placement.worker]))
+    num_shards = np.bincount(placement.document, minlength=placement.num_documents)
+    has_few = num_shards[placement.document] <= MOST_SHARDS
+    return np.flatnonzero(fetches & has_few & (saves | has_surplus[placement.worker]))
 
 
 def possible_moves(shards: PlacedShards, shard: Ints) -> Moves:
