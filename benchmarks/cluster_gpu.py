@@ -21,6 +21,7 @@ import os
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,11 @@ import torch.distributed as dist
 from cluster_options import batch_of, model_of, options_of, planners_of
 from cluster_predict import predictor, transfer_sms_of, worst_tokens
 from cluster_report import Cell, read_cell, table, write_cell
-from cluster_sides import WAYS, PlannedSide, Side, TorchContextParallel
+from cluster_sides import WAYS, TorchContextParallel
 
 from distca.attention.core import CoreAttention
-from distca.data.documents import Batch
+from distca.measure.sides import PlannedSide, Side
+from distca.measure.steps import in_turns, train_step
 from distca.model.config import ModelConfig
 from distca.pipeline.mesh import MeshShape
 from distca.runtime import launch, launched
@@ -88,18 +90,17 @@ def run_rank(options: argparse.Namespace) -> None:
     for number in range(start - options.warm_up, options.steps):
         counts = number >= start
         batch = batch_of(options, seed=number if counts else 10**6 + number)
-        names = [*sides]
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
+        for name in in_turns(sides, number):
+            side = sides[name]
             faulthandler.dump_traceback_later(options.step_limit, exit=True)
-            record = step_of(sides[name], context, batch)
+            ready = side.prepare(batch)
+            figures = train_step(side, ready, context)
             faulthandler.cancel_dump_traceback_later()
             if counts:
-                parallel = sides[name].context.parallel
-                plan = record.pop("plan")
-                record["predicted"] = predict(plan, parallel)
-                record["worst_tokens"] = worst_tokens(plan)
-                cell.add(name, record)
+                plan = side.plan_of(ready)
+                predicted = predict(plan, side.context.parallel)
+                more = {"predicted": predicted, "worst_tokens": worst_tokens(plan)}
+                cell.add(name, asdict(figures) | more)
         if first:
             if counts:
                 write_cell(cell, options.out)
@@ -121,10 +122,10 @@ def trace(options: argparse.Namespace, sides: Mapping[str, Side], context: RankC
     batch = batch_of(options, seed=options.steps)
     for name, side in sides.items():
         if context.rank:
-            step_of(side, context, batch)
+            train_step(side, side.prepare(batch), context)
             continue
         with torch.profiler.profile() as profiled:
-            step_of(side, context, batch)
+            train_step(side, side.prepare(batch), context)
         profiled.export_chrome_trace(str(options.out / f"trace-{name}.json"))
         order = "self_device_time_total" if context.device.type == "cuda" else "self_cpu_time_total"
         print(name, profiled.key_averages().table(order, row_limit=25), sep="\n", flush=True)
@@ -194,51 +195,6 @@ def sides_of(
             recompute=recompute,
         )
     return sides, refused
-
-
-def step_of(side: Side, context: RankContext, batch: Batch) -> dict[str, Any]:
-    """Trains one step, and returns its figures over all ranks."""
-    gpu, ready = context.device.type == "cuda", side.prepare(batch)
-    meters = [one.meter for one in side.runner.attentions] if isinstance(side, PlannedSide) else []
-    before = retries = 0
-    if gpu:
-        torch.cuda.reset_peak_memory_stats()
-        before, retries = torch.cuda.memory_allocated(), alloc_retries()
-    dist.barrier(context.world_group)
-    start = time.perf_counter()
-    loss = ready.run()
-    side.update()
-    if gpu:
-        torch.cuda.synchronize()
-    taken = time.perf_counter() - start
-    spent = [meter.take() for meter in meters]
-    attention, exposed = (
-        sum(one.get(name, 0.0) for one in spent) for name in ("attention", "exposed")
-    )
-    peak = torch.cuda.max_memory_allocated() - before if gpu else 0
-    retries = alloc_retries() - retries if gpu else 0
-    figures = [taken, float(loss), attention, exposed, peak, retries]
-    mine = torch.tensor(figures, dtype=torch.float64)
-    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, mine, group=context.world_group)
-    seconds, losses, busy, exposures, peaks, retried = torch.stack(everyone).T
-    plan = side.plan_of(ready)
-    return {
-        "seconds": float(seconds.max()),
-        "loss": float(losses.sum()),
-        "attention_worst": float(busy.max()),
-        "attention_mean": float(busy.mean()),
-        "exposed": float(exposures.max()),
-        "bytes": 0 if plan is None else plan.num_bytes,
-        "step_bytes": int(peaks.max()),
-        "alloc_retries": int(retried.max()),
-        "plan": plan,
-    }
-
-
-def alloc_retries() -> int:
-    """Returns how often the allocator has emptied its cache to find memory, which is slow."""
-    return torch.cuda.memory_stats().get("num_alloc_retries", 0)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from cluster_sides import LIMITS, WAYS, Way, planners
+from cluster_sides import WAYS
 
 from distca.data.documents import Batch, Document
 from distca.data.length_names import FORMS, names_distribution
 from distca.data.lengths import distribution, take
 from distca.data.readers import read_lengths
+from distca.measure.sides import LIMITS, Way, planners
 from distca.model.config import ModelConfig
 from distca.model.sizes import model_config
 from distca.pipeline.step_planner import StepPlanner

@@ -18,7 +18,9 @@ from pathlib import Path
 from cluster_options import RESULTS, batch_of, model_of, options_of, planners_of
 from cluster_predict import predictor, transfer_sms_of, worst_tokens
 from cluster_report import Cell, read_cells, write_cell
-from cluster_sides import WAYS, plan_step
+from cluster_sides import WAYS
+
+from distca.measure.sides import plan_step
 
 
 def main() -> None:

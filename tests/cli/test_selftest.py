@@ -55,9 +55,9 @@ def test_sharing_a_gpu_under_torchrun_is_refused(
 ) -> None:
     """There, nobody prepares the GPU before the ranks."""
     monkeypatch.setenv("RANK", "0")
-    for command in ("selftest", "train", "profile"):
+    for command in ("selftest", "train", "profile", "bench policies"):
         with pytest.raises(SystemExit) as exited:
-            main([command, "--share-gpu"])
+            main([*command.split(), "--share-gpu"])
         assert exited.value.code == 2
         assert "--share-gpu under torchrun: leave out torchrun" in capsys.readouterr().err
 

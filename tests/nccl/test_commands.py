@@ -40,6 +40,24 @@ def test_selftest(tmp_path: Path) -> None:
     assert [row["check"] for row in record["checks"] if row["passed"] is False] == []
 
 
+def test_policies_in_turns(tmp_path: Path) -> None:
+    """At 32K tokens a rank, where messages are beyond NCCL's buffers."""
+    out = tmp_path / "found.json"
+    options = ["--share-gpu", "--ranks=4", "--context=32K", "--layers=1", "--steps=3"]
+    command = [*COMMAND, "bench", "policies", *options, "--json", f"--out={out}"]
+    ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (ran.returncode, ran.stderr) == (0, "")
+    record = json.loads(ran.stdout)
+    assert record == json.loads(out.read_text())
+    assert (record["ranks"], record["shares_gpu"], record["refused"]) == (4, True, {})
+    rows = {row["policy"]: row for row in record["policies"]}
+    assert len(rows) == 10
+    for row in rows.values():
+        assert len(row["seconds"]) == 3
+        assert row["loss_difference"] < 1e-3
+    assert mps_processes() == []
+
+
 def test_training_with_pipeline_and_server_has_the_losses_of_one_without(tmp_path: Path) -> None:
     losses = {}
     for name, ranks, parallel in (

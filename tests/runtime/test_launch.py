@@ -98,6 +98,24 @@ def test_a_failure_that_explains_itself_and_one_without_words(tmp_path: Path) ->
         launch(program("raise KeyError"), 1, tmp_path)
     with pytest.raises(ValueError, match=r"^no space left on device: check the disks"):
         launch(program("open('/dev/full', 'wb', 0).write(b'x')"), 1, tmp_path)
+    with pytest.raises(ValueError, match=r"^too many open files: start fewer ranks, or allow"):
+        launch(program("[os.dup(0) for _ in range(1 << 20)]"), 1, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("words", "more"),
+    [
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has ...", " for 2.00 GiB more"),
+        ("out of memory", ""),
+    ],
+)
+def test_a_gpu_without_memory_left_names_the_rank_and_the_way_out(
+    words: str, more: str, tmp_path: Path
+) -> None:
+    body = f"import torch\nif rank: raise torch.OutOfMemoryError({words!r})\ntime.sleep(60)"
+    said = f"^rank 1 has no GPU memory{more}: give ranks fewer tokens or layers, recompute"
+    with pytest.raises(RankFailedError, match=said):
+        launch(program(body), 2, tmp_path)
 
 
 def test_the_first_failure_is_reported_and_the_others_are_ended(tmp_path: Path) -> None:
@@ -303,6 +321,8 @@ def test_no_orphans_when_the_launcher_is_killed(tmp_path: Path) -> None:
 def test_how_many_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     assert [local_ranks(None), local_ranks(5)] == [2, 5]
+    with pytest.raises(ValueError, match=r"^257 ranks on the CPU, .* start at most 256$"):
+        local_ranks(257)
     with pytest.raises(ValueError, match=r"^--share-gpu, but there is no GPU: leave it out"):
         local_ranks(2, share_gpu=True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)

@@ -1,4 +1,4 @@
-"""``distca bench``: measures parts of large runs on one device."""
+"""``distca bench``, with ``distca bench replay``: single ranks of large runs on one device."""
 
 import json
 import time
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
+from distca.cli.bench_policies import PoliciesCommand
 from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
 from distca.data.length_names import FORMS
 from distca.planning.policies import PLACEMENTS
@@ -183,13 +184,14 @@ def replay_ranks(
 
 
 def _bench(context: typer.Context) -> None:
-    """Measures parts of large runs on this machine's device.
+    """Measures policies on the ranks at hand, and parts of larger runs.
 
-    For example: distca bench replay --ranks 16
+    For example: distca bench policies --ranks 4 --share-gpu
     """
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
 
 
 app = typer.Typer(callback=_bench, invoke_without_command=True)
+app.command("policies")(for_typer(PoliciesCommand))
 app.command("replay")(for_typer(ReplayCommand))

@@ -108,7 +108,10 @@ def for_typer(command: type[Command]) -> type[Command]:
 
 
 def rank_command(name: str, command: Command) -> list[str]:
-    """Returns the command line that a launcher starts as each rank: the same command again."""
+    """Returns the command line that a launcher starts as each rank: the same command again.
+
+    name: one word, or two for a command of a group.
+    """
     options, arguments = [], []
     for one in fields(command):  # type: ignore[arg-type]
         value, flags = getattr(command, one.name), one.metadata.get("flags")
@@ -125,7 +128,7 @@ def rank_command(name: str, command: Command) -> list[str]:
             values = value if isinstance(value, list) else [value]
             options += [f"{flag}={each}" for each in values]
     # -P: nothing in the working directory is imported by accident.
-    start = [sys.executable, "-P", "-m", "distca", name, *options]
+    start = [sys.executable, "-P", "-m", "distca", *name.split(), *options]
     return [*start, "--", *arguments] if arguments else start
 
 

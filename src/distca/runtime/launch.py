@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 SHARING_RANKS = 2  # on the CPU or on one GPU, ranks are only for trying things out
+MOST_ON_CPU = 256
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEATH_S = 0.5  # how long a killed rank may take to be reported as dead
 
@@ -60,6 +61,11 @@ def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
         return SHARING_RANKS if share_gpu or not gpus else gpus
     if wanted < 1:
         raise ValueError(f"{wanted} ranks: start 1 or more")
+    if not gpus and wanted > MOST_ON_CPU:
+        raise ValueError(
+            f"{wanted} ranks on the CPU, where they are for trying things out: start at most"
+            f" {MOST_ON_CPU}"
+        )
     if gpus and wanted > gpus and not share_gpu:
         sharing = "" if share_gpu is None else " let all share one with --share-gpu,"
         raise ValueError(

@@ -4,8 +4,10 @@ A rank sends its error over the socket that it shares with its launcher, at the 
 failure. When the launcher is gone, the rank ends, so that it does not stay behind as an orphan.
 """
 
+import errno
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -74,7 +76,8 @@ def reporting() -> Iterator[None]:
 
 def report(error: Exception) -> None:
     """Reports an error of this rank to the launcher, or to torchrun."""
-    mistake, explained = isinstance(error, ValueError | OSError), isinstance(error, RankFailedError)
+    mistake = isinstance(error, ValueError | OSError)
+    explained = isinstance(error, RankFailedError) or _is_out_of_memory(error)
     if is_launched():
         told = {
             "kind": type(error).__name__,
@@ -123,8 +126,25 @@ def sentence(error: Exception) -> str:
             return (
                 f"cannot open {error.filename}: {reason}; give a path that can be read or written"
             )
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return f"{reason}: start fewer ranks, or allow more files (ulimit -n)"
         return f"{reason}: check the disks that this run reads from and writes to"
-    return " ".join(str(error).split())
+    words = " ".join(str(error).split())
+    return _out_of_memory(words) if _is_out_of_memory(error) else words
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Returns whether a GPU has no memory left; torch, which has the class, may not be imported."""
+    return type(error).__name__ == "OutOfMemoryError"
+
+
+def _out_of_memory(words: str) -> str:
+    wanted = re.search(r"allocate ([\d.]+ \w+)", words)
+    more = f" for {wanted[1]} more" if wanted else ""
+    return (
+        f"rank {os.environ.get('RANK', 0)} has no GPU memory{more}: give ranks fewer tokens or"
+        " layers, recompute activations, or use more ranks"
+    )
 
 
 def mark_repeated(error: Exception, repeated: bool) -> None:

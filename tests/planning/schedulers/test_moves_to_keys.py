@@ -1,8 +1,7 @@
 """Shards that move to their keys: what is found for all shards at once, compared with a loop."""
 
-from unittest.mock import patch
-
 import numpy as np
+import pytest
 from attention.test_prefixes import tree_plans
 from hypothesis import given
 from planning.oracles import owner_of, planned
@@ -13,10 +12,14 @@ from distca.planning.options import PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.problem import Problem
-from distca.planning.schedulers import key_holders
 from distca.planning.schedulers.cuts import Piece
 from distca.planning.schedulers.ledger import Ledger
-from distca.planning.schedulers.moves_to_keys import may_gain, move_to_keys, possible_moves
+from distca.planning.schedulers.moves_to_keys import (
+    MOST_SHARDS,
+    may_gain,
+    move_to_keys,
+    possible_moves,
+)
 from distca.planning.schedulers.placed_shards import PlacedShards
 from distca.planning.spans import as_ints
 from distca.planning.tasks import Tasks
@@ -44,12 +47,6 @@ def one_by_one(shards: PlacedShards) -> set[tuple[int, int, int]]:
 
 
 def check(problem: Problem) -> None:
-    check_with(problem)
-    with patch.object(key_holders, "MANY_SHARDS", 1):  # keys of all documents counted in tables
-        check_with(problem)
-
-
-def check_with(problem: Problem) -> None:
     shards = PlacedShards.of(problem, problem.cost.backward)
     serves = problem.devices.speed[problem.placement.worker] > 0
     fetches = np.flatnonzero((problem.placement.start > 0) & serves)
@@ -140,9 +137,8 @@ def test_shared_prefixes(plan: Plan) -> None:
     check(PlanOptions(model=plan.shape).problem(plan.placement))
 
 
-def test_documents_that_are_dealt_over_many_ranks() -> None:
-    """A head and a tail of each on every rank, with keys of two tiles or of all of them."""
-    num_ranks, tile = 40, 4
+def dealt(num_ranks: int, tile: int = 4) -> Placement:
+    """Two documents, with a head and a tail of each on every rank."""
     held: list[list[Entry]] = [
         [
             {"document": document, "start": tile * slot, "stop": tile * (slot + 1)}
@@ -151,7 +147,16 @@ def test_documents_that_are_dealt_over_many_ranks() -> None:
         ]
         for rank in range(num_ranks)
     ]
-    placement = Placement.from_ranks(held)
-    assert np.bincount(placement.document).min() >= key_holders.MANY_SHARDS
-    for mask in ("causal", f"window:{2 * tile + 1}", "full"):
-        check_with(PlanOptions(model="llama3-8b", mask=mask).problem(placement))
+    return Placement.from_ranks(held)
+
+
+@pytest.mark.parametrize("mask", ["causal", "window:9", "full"])
+def test_shards_of_documents_that_are_dealt_over_many_ranks_stay(mask: str) -> None:
+    few, many = dealt(MOST_SHARDS // 2), dealt(MOST_SHARDS // 2 + 1)
+    check(PlanOptions(model="llama3-8b", mask=mask).problem(few))
+    speed = [1.0] * (few.num_workers - 1) + [0.5]  # whose surplus has to move
+    for placement, moves in ((few, True), (many, False)):
+        slow = speed + [1.0] * (placement.num_workers - len(speed))
+        problem = PlanOptions(model="llama3-8b", mask=mask, speed=slow).problem(placement)
+        shards = PlacedShards.of(problem, problem.cost.backward)
+        assert bool(len(may_gain(Ledger(shards)))) is moves

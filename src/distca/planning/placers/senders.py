@@ -21,6 +21,7 @@ EXCESS_TOKENS = 0.3  # beyond a worker's share of tokens: heads of documents mov
 LOWER = 0.98  # share of what the worker sends, below which both must stay after a swap
 SLICES = 2  # of a worker that are tried
 SWAPS = 4  # for each worker, after which the search ends
+STUCK = 64  # workers without a swap that helps, after which it ends too
 
 
 def even_out_senders(
@@ -34,13 +35,14 @@ def even_out_senders(
     dealt = _DealtSlices(worker, slices, num_workers, tokens)
     queue = [(-sent, rank) for rank, sent in enumerate(dealt.sent.tolist()) if sent > traffic_limit]
     heapq.heapify(queue)
-    num_swaps = 0
-    while queue and num_swaps < SWAPS * num_workers:
+    num_swaps = num_stuck = 0
+    while queue and num_swaps < SWAPS * num_workers and num_stuck < STUCK:
         negative, rank = heapq.heappop(queue)
         if -negative != dealt.sent[rank]:
             continue  # its entry is out of date
         if (other := dealt.swap_one(rank)) is None:
-            break  # the largest sender stays as it is, so others need not send less
+            num_stuck += 1
+            continue
         num_swaps += 1
         for changed in (rank, other):
             if dealt.sent[changed] > traffic_limit:

@@ -19,7 +19,7 @@ from distca.planning.schedulers.placed_shards import NO_RANK, NOT_LOOKED_AT, Pla
 from distca.planning.spans import Ints, Spans, as_ints
 from distca.planning.traffic import num_keys_on
 
-MOST_SHARDS = 64  # of a document whose shards move: one of more fetches little of what all fetch
+MOST_SHARDS = 128  # of a document whose shards move: one of more fetches little of what all fetch
 
 
 class Moves(NamedTuple):
