@@ -142,3 +142,17 @@ def test_tables_fit_the_screen(width: int, column: str) -> None:
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= width
     assert column in captured.get()
+
+
+@pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])
+def test_one_rank_of_torchrun_tells_of_a_mistake(
+    rank: str, told: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for option in ("--policies=fast", "--share-gpu"):
+        with pytest.raises(SystemExit) as exited:
+            main(["bench", "policies", option])
+        err = capsys.readouterr().err
+        assert exited.value.code == 2
+        assert (option.partition("=")[0] in err) is told

@@ -1,6 +1,7 @@
 """``distca bench policies``: trains a few steps with each policy in turns, and compares them."""
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -101,6 +102,7 @@ class PoliciesCommand:
 
             with launched.reporting(), naming_lost_ranks():
                 check_sharing(self.share_gpu)
+                self._check_on_rank()
                 self._compare()
             return
         num_ranks = launch.local_ranks(self.ranks, self.share_gpu)
@@ -151,6 +153,15 @@ class PoliciesCommand:
         if self.out is not None:
             with writing(self.out):
                 self.out.open("a").close()
+
+    def _check_on_rank(self) -> None:
+        """Does so on each rank of torchrun; one of them is enough to tell it."""
+        if not launched.is_launched():
+            try:
+                self._check(int(os.environ["WORLD_SIZE"]))
+            except ValueError as error:
+                launched.mark_repeated(error, os.environ["RANK"] != "0")
+                raise
 
     def _study(self, num_ranks: int) -> "Study":
         from distca.cli.sources import parse_tokens

@@ -24,7 +24,7 @@ from typer import Argument, Option
 from distca.report.progress import Update, progress
 from distca.runtime.interrupts import CTRL_C, exit_if_importing
 from distca.runtime.launch import Stop
-from distca.runtime.launched import is_launched
+from distca.runtime.launched import is_launched, mark_repeated
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
@@ -84,10 +84,12 @@ def sharing(
 def check_sharing(wanted: bool) -> None:
     """Raises ValueError in a rank of torchrun that is asked to prepare the GPU for all ranks."""
     if wanted and not is_launched():
-        raise ValueError(
+        error = ValueError(
             "--share-gpu under torchrun: leave out torchrun and give --ranks, or leave out"
             " --share-gpu and set DISTCA_SHARE_GPU=0, after starting MPS"
         )
+        mark_repeated(error, os.environ["RANK"] != "0")
+        raise error
 
 
 def for_typer(command: type[Command]) -> type[Command]:
