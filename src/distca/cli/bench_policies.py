@@ -38,10 +38,11 @@ if TYPE_CHECKING:
 
 LOGS = Path("runs/bench-policies/logs")
 DEFAULTS: dict[str, dict[str, Any]] = {  # for options that are None
-    "cuda": {"model": "llama3.2-1b", "context": "64K", "cost": "h200", "steps": 10},
-    "cpu": {"model": "debug", "context": "1K", "cost": "cpu", "steps": 4},
+    "cuda": {"model": "llama3.2-1b", "context": "64K", "steps": 10},
+    "cpu": {"model": "debug", "context": "1K", "steps": 4},
 }
-ABOUT = ("model", "layers", "lengths", "cost", "backend", "recompute", "seed", "warm_up")
+COSTS = {"flash": "h200-flash"}  # by backend, on a GPU
+ABOUT = ("model", "layers", "lengths", "backend", "recompute", "seed", "warm_up")
 POLICIES = (
     "colocated,wlb,head-tail-cp,per-document-cp,kk,dynamic-cp,"
     "given,given+ping-pong,balanced,balanced+ping-pong"
@@ -83,7 +84,7 @@ class PoliciesCommand:
     cost: str | None = _model(
         "NAME",
         "Cost model of all planners: h200, h200-flash, cpu, a profile file, analytic or pairs."
-        " Default: h200, or cpu on the CPU.",
+        " Default: that of the device and backend.",
     )
     recompute: bool = _model(
         "",
@@ -127,10 +128,6 @@ class PoliciesCommand:
 
     def _check(self, num_ranks: int) -> None:
         """Raises ValueError for mistakes that can be found before ranks are started."""
-        import torch
-
-        from distca.measure.policies import dtype_on
-        from distca.measure.replay import backend_of
         from distca.measure.sides import WAYS
 
         if unknown := [name for name in self._names if name not in WAYS]:
@@ -148,8 +145,6 @@ class PoliciesCommand:
             )
         for name in self._names:
             study.planners(name)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        backend_of(study.config, device, dtype_on(device), self.backend)
         if self.out is not None:
             with writing(self.out):
                 self.out.open("a").close()
@@ -164,18 +159,24 @@ class PoliciesCommand:
                 raise
 
     def _study(self, num_ranks: int) -> "Study":
+        import torch
+
         from distca.cli.sources import parse_tokens
-        from distca.measure.policies import Study, layers_of
+        from distca.measure.policies import Study, dtype_on, layers_of
+        from distca.measure.replay import backend_of
 
         chosen = self._chosen
-        context = parse_tokens(chosen["context"])
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        config, context = layers_of(chosen["model"], self.layers), parse_tokens(chosen["context"])
+        backend = backend_of(config, device, dtype_on(device), self.backend)
+        default = "cpu" if device.type == "cpu" else COSTS.get(backend, "h200")
         return Study(
             ranks=num_ranks,
-            config=layers_of(chosen["model"], self.layers),
+            config=config,
             lengths=self.lengths,
             context=context,
             tokens=context if self.tokens is None else parse_tokens(self.tokens),
-            cost=chosen["cost"],
+            cost=self.cost or default,
             seed=self.seed,
             recompute=self.recompute,
         )
@@ -199,7 +200,12 @@ class PoliciesCommand:
         comparison = Comparison(study, self._names, context, self.backend)
         record = {name: self._chosen[name] for name in ABOUT}
         record |= {"ranks": num_ranks, "shares_gpu": shares_gpu(), "device": device_name(device)}
-        record |= {"context": study.context, "tokens": study.tokens, "torch": torch.__version__}
+        record |= {
+            "context": study.context,
+            "tokens": study.tokens,
+            "cost": study.cost,
+            "torch": torch.__version__,
+        }
         taken: list[dict[str, Any]] = []  # of each step: figures by policy
         screen = console(quiet=self.as_json or context.rank > 0)
         screen.print(heading(record), style="bold", soft_wrap=True)
