@@ -111,6 +111,10 @@ def shape(ranks: Ranks) -> None:
     ranks.layer(change=lambda t: t[1:] if ranks.odd else t)
 
 
+def no_tensor(ranks: Ranks) -> None:
+    ranks.layer(change=lambda t: t.tolist() if ranks.odd else t)
+
+
 def layers(ranks: Ranks) -> None:
     out = ranks.layer()
     if ranks.odd:

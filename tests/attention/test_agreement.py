@@ -75,6 +75,17 @@ def test_a_rank_that_does_something_else_is_told_on_every_rank(
 
 
 @pytest.mark.parametrize("face", FACES)
+def test_what_is_no_tensor_is_told_on_every_rank(pool: RankPool, face: str) -> None:
+    plans, words = plans_of_other_sizes(), "q is a list: give a dense tensor"
+    answers = pool.run(mismatches.told, plans, mismatches.no_tensor, face, ranks=2)
+    assert [error for error, _ in answers] == [
+        f"DisagreementError: rank 1 cannot take part: {words}",
+        f"ValueError: {words}",
+    ]
+    assert_right_after(answers, plans)
+
+
+@pytest.mark.parametrize("face", FACES)
 @pytest.mark.parametrize("what", [mismatches.plan, mismatches.plan_in_backward])
 def test_sizes_that_disagree_abort_nothing(
     pool: RankPool, what: Callable[[Ranks], None], face: str
@@ -139,3 +150,13 @@ def test_a_server_of_another_number_of_layers_is_told(
     for error in pool.run(mismatches.served, plan, layers, backward, ranks=3):
         assert f"disagree on {sentence}" in error
         assert error.startswith("DisagreementError: ")
+
+
+@pytest.mark.parametrize("face", FACES)
+def test_the_backward_order_is_compared_where_a_rank_has_no_tokens(
+    pool: RankPool, face: str
+) -> None:
+    """It runs the backward passes of its empty tensors in an order of its own, too."""
+    plans = [Batch([[length], [8], []], GRAIN).plan() for length in (200, 300)]
+    for error, _ in pool.run(mismatches.told, plans, mismatches.backward_order, face, ranks=3):
+        assert "disagree on the backward order: 0 on ranks 0, 2 but 1 on rank 1" in error

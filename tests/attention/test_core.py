@@ -441,3 +441,129 @@ def test_a_buffer_too_small_is_refused_before_anything_is_sent() -> None:
         assert not counting.exchanges
 
     LocalWorld(3).run(rank)
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "blocks", "reference"])
+@pytest.mark.parametrize("ranks", [[[50, 9]], [[30], [29]]])
+def test_heads_of_any_strides(backend: str, ranks: list[list[int]]) -> None:
+    """Views whose heads are no runs of numbers, in calls that move no rows as well."""
+    plan = Batch(ranks).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def transposed(t: Tensor) -> Tensor:
+        return t.transpose(1, 2).contiguous().transpose(1, 2)
+
+    def every_second(t: Tensor) -> Tensor:
+        return torch.stack([t, -t], -1).flatten(-2)[..., ::2]
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend=backend, scale=SCALE)
+        *given, grad_out = tokens.of_rank(transport.rank)
+        results = []
+        for view in (torch.Tensor.contiguous, transposed, every_second):
+            qkv = [view(t.detach()).requires_grad_() for t in given]
+            out = attention(*qkv, plan)
+            results.append([out, *torch.autograd.grad(out, qkv, view(grad_out))])
+        for changed in results[1:]:
+            for one, other in zip(results[0], changed, strict=True):
+                torch.testing.assert_close(one, other)
+
+    LocalWorld(len(ranks)).run(rank)
+
+
+@pytest.mark.parametrize("face", FACES)
+@pytest.mark.parametrize("backend", ["blocks", "reference"])
+def test_autocast_changes_nothing(backend: str, face: str) -> None:
+    plan = Batch([[40, 9], [30]], {"tile": 16, "min_shard": 16}).plan()
+    tokens = Tokens(plan, torch.float32)
+
+    def rank(transport: LocalTransport) -> list[list[Tensor]]:
+        attention = CoreAttention(transport=transport, backend=backend, scale=SCALE, softcap=20.0)
+        *given, grad_out = tokens.of_rank(transport.rank)
+        results = []
+        for enabled in (False, True):
+            qkv = [t.detach().clone().requires_grad_() for t in given]
+            with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+                if face == "op":
+                    out = attention(*qkv, plan)
+                else:
+                    out = attention.dispatch(*qkv, plan).combine()
+                assert out.dtype == torch.float32
+                out.backward(grad_out)
+            results.append([out, *(t.grad for t in qkv if t.grad is not None)])
+        return results
+
+    for plain, cast in LocalWorld(2).run(rank):
+        for one, other in zip(plain, cast, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+NO_TENSOR: dict[str, tuple[Callable[[list[Any]], object], str]] = {
+    "plan": (lambda given: given.__setitem__(3, None), "the plan is a NoneType: give what distca"),
+    "json": (lambda given: given.__setitem__(3, {}), "the plan is a dict: give what distca.plan"),
+    "list": (lambda given: given.__setitem__(0, [1.0]), "q is a list: give a dense tensor"),
+    "none": (lambda given: given.__setitem__(2, None), "v is a NoneType: give a dense tensor"),
+    "sparse": (
+        lambda given: given.__setitem__(1, given[1].to_sparse()),
+        "k is a torch.sparse_coo: give a dense tensor",
+    ),
+}
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("what", NO_TENSOR)
+def test_what_is_no_tensor_on_one_rank_is_told_on_all(what: str, known: bool) -> None:
+    plan = Batch([[500], [30]], {"tile": 16, "min_shard": 16}).plan()
+    assert plan.imbalance < plan.imbalance_before
+    tokens = Tokens(plan, torch.float64)
+    change, words = NO_TENSOR[what]
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        given = [*tokens.of_rank(transport.rank)[:3], plan]
+        if known:
+            attention(*given)
+        if transport.rank:
+            change(given)
+        with pytest.raises(ValueError, match=words):
+            attention(*given)
+
+    LocalWorld(2).run(rank)
+
+
+def test_inference_tensors_join_ranks_that_want_gradients() -> None:
+    plan = Batch([[200], [30]], {"tile": 16, "min_shard": 16}).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> tuple[Tensor, ...]:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        *qkv, grad_out = (t.detach() for t in tokens.of_rank(transport.rank))
+        if transport.rank:
+            with torch.inference_mode():
+                qkv = [t.clone() for t in qkv]
+        else:
+            qkv = [t.requires_grad_() for t in qkv]
+        out = attention(*qkv, plan)
+        out.backward(grad_out)
+        assert transport.rank or all(t.grad is not None for t in qkv)
+        return (out.detach(),)
+
+    found = torch.cat([out for (out,) in LocalWorld(2).run(rank)])
+    torch.testing.assert_close(found, tokens.expected()[0])
+
+
+def test_what_is_no_tensor_is_told_to_nobody_where_nothing_moves() -> None:
+    """The other ranks do not wait for this one, so it does not wait for them."""
+    plan = Batch([[40], [40]]).plan()
+    tokens = Tokens(plan, torch.float64)
+
+    def rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference", scale=SCALE)
+        q, k, v = tokens.of_rank(transport.rank)[:3]
+        right = attention(q, k, v, plan)
+        if transport.rank:
+            with pytest.raises(ValueError, match="k is a list: give a dense tensor"):
+                attention(q, [k], v, plan)  # type: ignore[arg-type]
+        torch.testing.assert_close(attention(q, k, v, plan), right)
+
+    LocalWorld(2).run(rank)

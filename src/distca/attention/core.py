@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
 from distca.attention.prepared import PreparedLayout, PreparedLayouts, PreparedPlan, Watch
-from distca.dispatch.agreement import DisagreementError, Handshake, agree
+from distca.dispatch.agreement import Agreed, DisagreementError, Handshake, agree
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.latent import Latent
 from distca.dispatch.meter import Meter
@@ -209,7 +209,7 @@ class CoreAttention:
             deterministic=self.deterministic,
             transport=self.transport,
             buffers=self.buffers,
-            order=self._order if all(map(_all_have_tokens, plans)) else None,
+            order=None,
             meter=self.meter,
             watch=self.watch,
         )
@@ -224,7 +224,13 @@ class CoreAttention:
 
         Returns the tensors that take part in autograd as the ranks have agreed.
         """
-        inputs.check_differentiation()
+        try:
+            inputs.check_kinds(plan)
+        except (ValueError, RuntimeError) as error:
+            if self._is_awaited(plan):  # the others are told, and raise it too
+                with suppress(DisagreementError):
+                    agree(self.transport, Handshake(error=str(error)))
+            raise
         made = self._ready.setdefault(plan, {})
         if inputs.kind not in made:
             with self._raising_on_all(plan):
@@ -239,31 +245,43 @@ class CoreAttention:
                     grad_mode=torch.is_grad_enabled(),
                     sinks=inputs.sinks is not None,
                 )
-            wants_gradient = self._compare_first_use(inputs, plan, prepared.handshake)
+            agreed = self._compare_first_use(inputs, plan, prepared.handshake)
+            if not agreed.some_serve:
+                prepared = replace(prepared, order=self._order)
+            wants_gradient = agreed.common.wants_gradient
             made[inputs.kind] = _Ready(register(prepared), prepared, wants_gradient)
         ready = made[inputs.kind]
         return inputs.joining() if ready.wants_gradient else inputs, ready
 
-    def _compare_first_use(self, inputs: Inputs, plan: Plan, handshake: Handshake) -> bool:
-        """Compares the first use of a plan with other ranks; returns whether any wants a gradient.
+    def _is_awaited(self, plan: object) -> bool:
+        """Returns whether other ranks wait for this one, as far as it knows: not where a plan that
+        all of them know moves nothing.
+        """
+        known = self._ready.get(plan) if isinstance(plan, Plan) else None
+        layouts = [ready.plan.forward for ready in (known or {}).values()]
+        return not layouts or any(one.messages.dispatch.moves for one in layouts if one)
+
+    def _compare_first_use(self, inputs: Inputs, plan: Plan, handshake: Handshake) -> Agreed:
+        """Compares the first use of a plan with other ranks.
 
         Where messages are compared late, the host does not wait for the others if they have once
         agreed on such tensors, unless it depends on their answer: a rank without a gradient joins
         those that want one, and servers have to prepare the plan.
         """
-        if self.transport.num_ranks == 1:
-            return inputs.wants_gradient
         first_use = replace(_first_use(plan, handshake), wants_gradient=inputs.wants_gradient)
+        alone = Agreed(first_use, some_serve=False)
+        if self.transport.num_ranks == 1:
+            return alone
         known = handshake in self._agreed
         needs_no_answer = inputs.wants_gradient or not torch.is_grad_enabled()
         late = known and needs_no_answer and _all_have_tokens(plan)
         if late and self.transport.note(first_use.record, inputs.q.device):
-            return inputs.wants_gradient
+            return alone
         agreed = agree(self.transport, first_use)
         if agreed.some_serve:  # servers prepare the plan now, and may find that they cannot
             agree(self.transport, _first_use(plan))
         self._agreed.add(handshake)
-        return agreed.common.wants_gradient
+        return agreed
 
     def _join(self, plan: Plan, grad_mode: bool, error: str) -> PreparedPlan:
         """Prepares a plan on a server for the tensors of the other ranks."""

@@ -61,10 +61,27 @@ class Inputs(NamedTuple):
         """
         if self.wants_gradient or not torch.is_grad_enabled():
             return self
-        return self._replace(q=self.q.detach().requires_grad_())
+        q, k, v = (t.clone() if t.is_inference() else t for t in self[:3])  # which autograd refuses
+        return self._replace(q=q.detach().requires_grad_(), k=k, v=v)
 
-    def check_differentiation(self) -> None:
-        """Raises ``RuntimeError`` for forward-mode derivatives, which would silently be zero."""
+    def check_kinds(self, plan: Plan) -> None:
+        """Raises ``ValueError`` for what is no plan or no dense tensor.
+
+        ``RuntimeError`` for forward-mode derivatives, which would silently be zero.
+        """
+        if not isinstance(plan, Plan):
+            raise ValueError(
+                f"the plan is a {type(plan).__name__}: give what distca.plan or Plan.load returns"
+            )
+        named = dict(zip(self._fields, self[:3], strict=False)) | {"sinks": self.sinks}
+        for name, given in named.items():
+            if given is None and name == "sinks":
+                continue
+            if not isinstance(given, Tensor) or given.layout != torch.strided:
+                kind = given.layout if isinstance(given, Tensor) else type(given).__name__
+                raise ValueError(f"{name} is a {kind}: give a dense tensor")
+        if self.latent is not None and not latents.is_latent(self.latent):
+            raise ValueError(latents.NO_LATENT)
         duals = map(unpack_dual, self._given)
         if any(dual.tangent is not None for dual in duals):
             raise RuntimeError(

@@ -13,7 +13,10 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +29,26 @@ from distca.dispatch.latent import Latent, no_latent
 from distca.dispatch.ranges import named
 from distca.dispatch.tensors import wide
 
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
+
+
+def _in_given_dtypes(step: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Runs a step without gradients, and with the dtypes of its tensors instead of autocast's.
+
+    Operators are called under the caller's autocast, which would compute float32 in bfloat16.
+    """
+
+    @wraps(step)
+    def run(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+        with ExitStack() as stack:
+            stack.enter_context(torch.no_grad())
+            for kind in filter(torch.is_autocast_enabled, ("cpu", "cuda")):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+            return step(*args, **options)
+
+    return run
+
 
 class ForwardPass:
     """Queries and keys go to the servers that need them; outputs and log-sum-exp come home.
@@ -33,7 +56,7 @@ class ForwardPass:
     number: of this pass among those of its attention; -1 if it is not known.
     """
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def __init__(
         self,
         plan: PreparedPlan,
@@ -58,7 +81,7 @@ class ForwardPass:
         """Takes part in a layer on a rank that has no tokens in it, and only serves."""
         return cls(plan, *plan.spec.empty(), no_latent(plan.spec), where)
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def compute(self) -> None:
         with named("forward compute", self._where):
             self._result = mine = self._compute_local()
@@ -71,7 +94,7 @@ class ForwardPass:
                 call.scatter([*self._call(call, received), *mine, leaving])
             self._exchange.send_results()
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def combine(self) -> Attended:
         """Returns out [T, H, V] and lse [T, H] of this rank's rows."""
         if self._result is None:
@@ -111,7 +134,7 @@ class BackwardPass:
     number: of the forward pass; -1: ranks do not compare in which order they run backward.
     """
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def __init__(
         self,
         plan: PreparedPlan,
@@ -141,7 +164,7 @@ class BackwardPass:
         attended = Attended.empty(q, v)
         return cls(plan, attended.out, Saved(q, k, v, *attended), no_latent(plan.spec), where)
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def compute(self) -> None:
         with named("backward compute", self._where):
             self._grads = self._compute_local()
@@ -168,7 +191,7 @@ class BackwardPass:
         self._compute_remote(expanded, home)
         self._dweight = latents.contract(home, latent, leaving)
 
-    @torch.no_grad()
+    @_in_given_dtypes
     def combine(self) -> tuple[Tensor, ...]:
         """Returns the gradients of this rank's rows: dq, dk and dv, and those of the latent.
 
@@ -241,7 +264,10 @@ def _traveling(tensors: Sequence[Tensor], latent: Latent | None) -> Sequence[Ten
 
 
 def _dense(tensors: Sequence[Tensor], prepared: PreparedLayout) -> tuple[Tensor, ...]:
-    """Returns contiguous tensors, unless their rows are not moved."""
+    """Returns contiguous tensors; of those whose rows are not moved, only heads have to be.
+
+    Kernels take any strides of rows and heads, but read the numbers of a head one after the other.
+    """
     if prepared.layout.is_one_call:
-        return tuple(tensors)
+        return tuple(t if t.stride(-1) == 1 else t.contiguous() for t in tensors)
     return tuple(tensor.contiguous() for tensor in tensors)

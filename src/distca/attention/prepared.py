@@ -125,7 +125,7 @@ class PreparedPlan:
     deterministic: bool
     transport: Transport
     buffers: Buffers
-    order: CallOrder | None  # None where servers take part, which do not know it
+    order: CallOrder | None  # None where ranks serve, which do not know it, or compare whole steps
     meter: Meter  # of "attention", and of "exposed" communication, which no computation hides
     watch: Watch | None = None
 

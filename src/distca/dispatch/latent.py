@@ -42,13 +42,18 @@ class Latent(NamedTuple):
         return Latent(both @ self.weight, rotary, both.t() @ self.latent)
 
 
+NO_LATENT = (
+    "latents are given without the matrix that expands them: pass distca.Latent(latent, rotary,"
+    " weight)"
+)
+
+
+def is_latent(given: object) -> bool:
+    return isinstance(given, Latent) and all(isinstance(each, Tensor) for each in given)
+
+
 def refusal(given: Latent, spec: TensorSpec, num_tokens: int) -> str:
     """Returns why these are not the factors of keys and values; empty if they are."""
-    if not isinstance(given, Latent) or not all(isinstance(each, Tensor) for each in given):
-        return (
-            "latents are given without the matrix that expands them: pass"
-            " distca.Latent(latent, rotary, weight)"
-        )
     for name, tensor in zip(given._fields, given, strict=True):
         if tensor.ndim != 2 or tensor.dtype != spec.dtype or tensor.device.type != spec.device.type:
             return (
