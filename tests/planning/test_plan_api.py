@@ -219,3 +219,20 @@ def test_an_option_that_cannot_be_is_one_sentence(name: str, value: object) -> N
         return
     assert "\n" not in sentence
     assert re.search(name if value is not None else ".", sentence), sentence
+
+
+@pytest.mark.parametrize(
+    ("documents", "workers", "words"),
+    [
+        ([100.9, 50.2], 2, "documents are .* give a list with the length of each"),
+        (["12", "3"], 2, "documents are .* give a list"),
+        ([True, False], 2, "documents are .* give a list"),
+        ([[1, 2]], 2, "documents are .* give a list"),
+        ([2**70], 2, "documents are .* whole numbers below"),
+        ([100], 1.5, "workers = 1.5: give the number of workers"),
+        ([100], True, "workers = True: give the number of workers"),
+    ],
+)
+def test_what_cannot_be_placed_is_a_sentence(documents: Any, workers: Any, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        distca.place(documents, workers, heads=4, head_dim=8)

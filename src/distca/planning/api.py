@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from distca.planning.bounds import traffic_lower_bound
 from distca.planning.checks import (
     check_memory,
@@ -74,14 +76,27 @@ def place(
         ``variable-length``, ``karmarkar-karp``, ``dynamic-groups``. ``given`` packs documents in
         order of arrival.
     """
+    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool)):
+        raise ValueError(f"workers = {workers!r}: give the number of workers, a whole number")
     if not isinstance(documents, Placement):
         if workers is None:
             raise ValueError("workers is missing: give the number of workers to place documents on")
-        documents = Placement.in_order(as_ints(documents), workers)
+        documents = Placement.in_order(_lengths(documents), workers)
     elif workers not in (None, documents.num_workers):
         given = documents
         documents = Placement.in_order(given.lengths, workers, given.prefixes, given.two_way)
     return place_to_plan(documents, PlanOptions.of(options, changes), placer).placement
+
+
+def _lengths(documents: Sequence[int] | Ints) -> Ints:
+    """Returns the lengths of documents as an array; raises ValueError for anything else."""
+    lengths = np.asarray(documents)
+    if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
+        raise ValueError(
+            f"documents are {str(documents)[:60]!r}: give a list with the length of each, whole"
+            " numbers below 2^63"
+        )
+    return as_ints(lengths)
 
 
 def place_to_plan(documents: Placement, options: PlanOptions, placer: str) -> Placed:

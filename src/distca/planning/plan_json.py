@@ -78,6 +78,8 @@ def _read(data: Mapping[str, Any]) -> dict[str, Any]:
     forward, backward = _tasks(data["tasks"], placement), data["backward_tasks"]
     devices = _devices(data["devices"], placement.num_workers)
     summary = {name: data["summary"][name] for name in _SUMMARY}
+    if not 0 <= _value(summary["tolerance"], float, "tolerance") < 1:
+        raise ValueError(f"tolerance is {summary['tolerance']!r}: it must be from 0 to below 1")
     model = {
         name: _value(value, str if name == "name" else int, f"{name} of the model")
         for name, value in data["model"].items()
