@@ -51,7 +51,8 @@ def test_two_ranks_train_all_policies(tmp_path: Path) -> None:
         (["--layers=0"], "--layers 0: it must be at least 1"),
         (["--warm-up=-1"], "--warm-up -1: it must be at least 0"),
         (["--ranks=300"], "300 ranks on the CPU, where they are for trying things out"),
-        (["--out=no/folder"], "cannot open no/folder: no such file or directory"),
+        (["--out=no/file"], "no/file cannot be written: there is no folder no; create it"),
+        (["--out=."], "is a directory"),
         (["--share-gpu"], "--share-gpu, but there is no GPU"),
     ],
 )

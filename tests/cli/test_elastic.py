@@ -103,7 +103,8 @@ def test_ranks_that_do_not_start_are_left_out(capsys: pytest.CaptureFixture[str]
         """The local ranks of each attempt; only so many of them are a mesh."""
         found: list[list[int]] = []
 
-        def fails(local_ranks: list[int], restart: int) -> None:
+        def fails(local_ranks: list[int], restart: int, has_begun: bool) -> None:
+            assert has_begun is (restart > 0)
             found.append(local_ranks)
             error = RankEndedError("a rank failed")
             error.rank, error.had_started = (1, False) if restart else (2, True)
@@ -117,7 +118,7 @@ def test_ranks_that_do_not_start_are_left_out(capsys: pytest.CaptureFixture[str]
         Attempts(Config(out="nowhere"), restarts, fewest, check).run(4, fails)
         return found
 
-    def stopped(local_ranks: list[int], restart: int) -> None:
+    def stopped(local_ranks: list[int], restart: int, has_begun: bool) -> None:
         error = RankEndedError("a rank failed")
         error.stop_requested = True
         raise error
@@ -189,3 +190,30 @@ def test_torchrun_goes_on_with_fewer_nodes(world: World, tmp_path: Path) -> None
     assert [record["loss"] for record in metrics(out)] == pytest.approx(
         [record["loss"] for record in right], rel=1e-6
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "where"),
+    [
+        ({"resume": False}, "restart 1 of 2 from the beginning"),
+        ({"from_step": 2}, "restart 1 of 2 from step 2"),
+        ({}, "restart 1 of 2 from the beginning, since there is no checkpoint"),
+    ],
+)
+def test_what_a_run_begins_from_holds_until_it_has_begun(
+    changes: dict[str, Any], where: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = []
+
+    def dies(local_ranks: list[int], restart: int, has_begun: bool) -> None:
+        seen.append(has_begun)
+        error = RankEndedError("a rank died")
+        error.had_started = restart == 1
+        if restart < 2:
+            raise error
+
+    Attempts(Config(out="nowhere", **changes), 2, None, lambda _: None).run(2, dies)
+    assert seen == [False, False, True]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith(where)
+    assert second.endswith("restart 2 of 2 from the beginning, since there is no checkpoint")

@@ -14,7 +14,9 @@ from distca.runtime.launched import RankEndedError, RankFailedError, sentence
 if TYPE_CHECKING:
     from distca.train.config import Config
 
-RunOnce = Callable[[Sequence[int], int], Stop | None]  # with these local ranks, as restart n
+# With these local ranks, as restart n; and whether an earlier attempt has begun to train, and with
+# it set aside what the run was not to continue from.
+RunOnce = Callable[[Sequence[int], int, bool], Stop | None]
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,19 @@ class Attempts:
 
     def run(self, num_ranks: int, run_once: RunOnce) -> Stop | None:
         """Starts ranks, again if some were killed; returns the signal that has ended them."""
-        local_ranks = list(range(num_ranks))
+        local_ranks, has_begun = list(range(num_ranks)), False
         for restart in range(self.max_restarts):
             try:
-                return run_once(local_ranks, restart)
+                return run_once(local_ranks, restart, has_begun)
             except RankEndedError as error:
                 if error.stop_requested:
                     raise
+                has_begun |= error.had_started
                 if restart and not error.had_started and self.min_ranks is not None:
                     local_ranks = self._without(error, local_ranks)
                 fewer = f", with {len(local_ranks)} ranks" if len(local_ranks) < num_ranks else ""
-                typer.echo(f"distca: {self._words(error, restart + 1)}{fewer}", err=True)
-        return run_once(local_ranks, self.max_restarts)
+                typer.echo(f"distca: {self._words(error, restart + 1, has_begun)}{fewer}", err=True)
+        return run_once(local_ranks, self.max_restarts, has_begun)
 
     def _without(self, error: RankEndedError, local_ranks: list[int]) -> list[int]:
         """Returns local ranks without one that does not start, as many as the mesh allows.
@@ -62,11 +65,16 @@ class Attempts:
                 return left[:size]
         raise RankFailedError(f"{sentence(error)}; the run cannot go on with fewer ranks: {why}")
 
-    def _words(self, error: Exception, number: int) -> str:
+    def _words(self, error: Exception, number: int, has_begun: bool) -> str:
         from distca.train.step_folders import newest
 
-        found = newest(Path(self.config.out) / "checkpoints")
+        config = self.config
+        found = newest(Path(config.out) / "checkpoints")
         where = f"from {found}" if found else "from the beginning, since there is no checkpoint"
+        if not has_begun and not config.resume:
+            where = "from the beginning"
+        elif not has_begun and config.from_step >= 0:
+            where = f"from step {config.from_step}"
         return f"{sentence(error)}; restart {number} of {self.max_restarts} {where}"
 
 

@@ -17,11 +17,13 @@ if TYPE_CHECKING:
 
 def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Components":
     """Raises ValueError for mistakes that can be found before anything is started."""
-    from distca.train import setup
+    from distca.train import metrics, setup
     from distca.train.extra import check_resumable
 
     own = setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
     check_resumable(config, own.model, own.loader)
+    if (records := Path(config.out) / metrics.FILE).is_file():
+        metrics.read(records)
     return own
 
 

@@ -11,6 +11,7 @@ import typer
 
 from distca.cli.command import (
     OUTPUT,
+    check_output,
     check_sharing,
     console,
     exit_if_stopped,
@@ -145,6 +146,7 @@ class PoliciesCommand:
             )
         for name in self._names:
             study.planners(name)
+        check_output("--out", self.out, self.lengths)
         if self.out is not None:
             with writing(self.out):
                 self.out.open("a").close()

@@ -28,6 +28,7 @@ from distca.runtime.launched import is_launched, mark_repeated
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
+PICTURES = (".png", ".svg", ".pdf")
 LINE_S = 10.0  # between two lines on the progress, where there is no terminal
 STOPPED_EARLY = "stopped before the next step: there was nothing new to save"
 
@@ -88,6 +89,27 @@ def check_sharing(wanted: bool) -> None:
             "--share-gpu under torchrun: leave out torchrun and give --ranks, or leave out"
             " --share-gpu and set DISTCA_SHARE_GPU=0, after starting MPS"
         )
+        mark_repeated(error, os.environ["RANK"] != "0")
+        raise error
+
+
+def check_output(flag: str, path: Path | None, *inputs: Path | str | None) -> None:
+    """Raises ValueError before the work if a file cannot be written, or is one that is read."""
+    if path is None:
+        return
+    if not path.parent.is_dir():
+        raise ValueError(f"{path} cannot be written: there is no folder {path.parent}; create it")
+    if flag == "--plot" and path.suffix not in PICTURES:
+        raise ValueError(f"--plot {path}: give a file that ends in {', '.join(PICTURES)}")
+    for one in (one for one in inputs if one is not None):
+        if path.exists() and Path(one).exists() and path.samefile(one):
+            raise ValueError(f"{flag} {path} is the file that is read: give another one")
+
+
+def check_one_process(command: str) -> None:
+    """Raises ValueError in a rank of torchrun, for a command that uses one process."""
+    if "RANK" in os.environ:
+        error = ValueError(f"distca {command} runs in one process: start it without torchrun")
         mark_repeated(error, os.environ["RANK"] != "0")
         raise error
 

@@ -6,10 +6,16 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import argument, console, json_switch, option, showing_progress
+from distca.cli.command import (
+    argument,
+    check_one_process,
+    console,
+    json_switch,
+    option,
+    showing_progress,
+)
 from distca.cli.export import STEP_HELP
 from distca.report.evaluation import evaluation_table
-from distca.runtime import launched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +40,7 @@ class EvalCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
-        if launched.is_rank():
-            raise ValueError("distca eval runs in one process: start it without torchrun")
+        check_one_process("eval")
         import torch.distributed
 
         from distca.cli.sources import parse_tokens

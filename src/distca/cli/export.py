@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import argument, json_switch, option, showing_progress
+from distca.cli.command import argument, check_one_process, json_switch, option, showing_progress
 
 _DTYPES = ("float32", "bfloat16", "float16")
 STEP_HELP = "Step of the checkpoint. Default: the newest."
@@ -28,6 +28,7 @@ class ExportCommand:
     as_json: bool = json_switch()
 
     def run(self) -> None:
+        check_one_process("export")
         if self.out is None:
             raise ValueError("distca export needs --out DIR, a new or empty folder")
         if self.dtype not in _DTYPES:

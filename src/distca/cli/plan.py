@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from distca.cli.command import OUTPUT, argument, console, json_switch, option, showing_progress
+from distca.cli.command import (
+    OUTPUT,
+    argument,
+    check_output,
+    console,
+    json_switch,
+    option,
+    showing_progress,
+)
 from distca.data.length_names import FORMS
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
@@ -113,6 +121,8 @@ class PlanCommand:
                 )
             _compare(self.documents(), self.options(), self.as_json)
         else:
+            for flag, path in (("--out", self.out), ("--plot", self.plot)):
+                check_output(flag, path, self.lengths)
             self._plan(self.documents(), policy_of(self.policy, self.placement), self.options())
 
     def documents(self) -> "Placement":

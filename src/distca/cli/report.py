@@ -8,9 +8,10 @@ from pathlib import Path
 
 import typer
 
-from distca.cli.command import OUTPUT, argument, console, json_switch, option
+from distca.cli.command import OUTPUT, argument, check_output, console, json_switch, option
 from distca.runtime.disk import writing
 
+PAGE = b"<!doctype html>"  # how each begins
 _output, _live = partial(option, panel=OUTPUT), partial(option, panel="Live")
 
 
@@ -52,10 +53,9 @@ class ReportCommand:
             )
         kind, page = read_page(self.paths)
         path = self.out or self._default_out()
-        if not path.parent.is_dir():
-            raise ValueError(
-                f"{path} cannot be written: there is no folder {path.parent}; create it"
-            )
+        check_output("--out", path)
+        if path.is_file() and path.stat().st_size and not _is_page(path):
+            raise ValueError(f"--out {path} exists and is no page: give another file")
         with writing(path):
             path.write_text(page.to_html(), encoding="utf-8")
         if self.as_json:
@@ -93,3 +93,8 @@ class ReportCommand:
         if self.open_page:
             webbrowser.open(server.url)
         server.serve_until_interrupted()
+
+
+def _is_page(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(PAGE)).lower() == PAGE

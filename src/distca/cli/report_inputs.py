@@ -102,9 +102,6 @@ def _records(folder: Path) -> list[dict[str, Any]]:
         records = read(path)
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not text: {KNOWN}") from None
-    for record in records:
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
-            raise ValueError(f"{path} holds lines that are no records of steps: {KNOWN}")
     if not records and path.read_text().count("\n") > 1:
         raise ValueError(f"{path} holds no record of a step, but other lines: {KNOWN}")
     return records

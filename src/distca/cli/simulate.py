@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 import typer
 from rich.console import Console
 
-from distca.cli.command import OUTPUT, argument, console, json_switch, option, showing_progress
+from distca.cli.command import (
+    OUTPUT,
+    argument,
+    check_output,
+    console,
+    json_switch,
+    option,
+    showing_progress,
+)
 from distca.cli.settings import Settings, read_settings
 from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
@@ -23,7 +31,6 @@ if TYPE_CHECKING:
     from distca.sim.sweep import SweepResult
     from distca.sim.verdict import Verdict
 
-PICTURES = (".png", ".svg", ".pdf")
 FIGURES = (  # of a Summary, in the record of a strategy
     "step_s", "tokens_per_s", "tflops_per_gpu", "idle", "exposed", "bytes_per_gpu", "plan_s",
 )  # fmt: skip
@@ -84,13 +91,8 @@ class SimulateCommand(Settings):
 
     def _check_paths(self) -> None:
         """Reports wrong paths before minutes of work."""
-        for path in (self.trace, self.plot):
-            if path is not None and not path.parent.is_dir():
-                raise ValueError(
-                    f"{path} cannot be written: there is no folder {path.parent}; create it"
-                )
-        if self.plot is not None and self.plot.suffix not in PICTURES:
-            raise ValueError(f"--plot {self.plot}: give a file that ends in {', '.join(PICTURES)}")
+        for flag, path in (("--trace", self.trace), ("--plot", self.plot)):
+            check_output(flag, path, self.lengths, self.config)
 
 
 @dataclass(frozen=True)

@@ -243,11 +243,13 @@ class TrainCommand:
         return len(compare.SIDES) if self.compare else 1
 
     def _run_once(
-        self, config: "Config", local_ranks: Sequence[int], restart: int
+        self, config: "Config", local_ranks: Sequence[int], restart: int, has_begun: bool
     ) -> launch.Stop | None:
         out, num_ranks = Path(config.out), len(local_ranks)
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
-        command = replace(self, resume=True, from_step=None, ranks=num_ranks) if restart else self
+        command = replace(self, ranks=num_ranks) if restart else self
+        if has_begun:
+            command = replace(command, resume=True, from_step=None)
         with sharing(self.share_gpu, num_ranks, logs, in_turns=self.in_turns) as gpu:
             if gpu is not None:
                 check_free_memory(config, num_ranks, self._sides, gpu)

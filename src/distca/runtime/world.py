@@ -2,7 +2,11 @@
 
 import os
 import socket
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from threading import Thread
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -13,6 +17,7 @@ from distca.runtime.launched import mark_repeated, num_restarts
 from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.rank_device import local_device
 
+Result = TypeVar("Result")
 _NAMED = 3  # ranks in an error
 
 
@@ -22,22 +27,63 @@ def join_world() -> torch.device:
     Returns the device of this rank. Raises ValueError on all ranks if some of them have a GPU and
     others do not.
     """
+    if "RANK" in os.environ:
+        _check_variables()
     device = local_device()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if "RANK" in os.environ:
-            wait = distributed_c10d.default_pg_timeout
-            found, rank, world_size = next(rendezvous("env://", timeout=wait))
-            # The store of torchrun outlives its ranks: those that it restarts must not find the
-            # addresses of earlier ones.
-            store = distributed_c10d.PrefixStore(f"attempt {num_restarts()}", found)
-            _check_devices(store, rank, world_size, device.type)
+            store, rank, world_size = _open_to_signals(partial(_meet, device.type))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         else:
             alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
             dist.init_process_group(backend, store=alone, rank=0, world_size=1)
         watch_ranks()
     return device
+
+
+def _check_variables() -> None:
+    """Raises ValueError unless the variables of a launcher are complete, and numbers."""
+    way_out = "start ranks with torchrun, or unset RANK for a process of its own"
+    numbers = {}
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        value = os.environ.get(name, "")
+        if not value:
+            raise ValueError(f"RANK is set, but {name} is not or is empty: {way_out}")
+        if name != "MASTER_ADDR":
+            if not value.isdecimal():
+                raise ValueError(f"{name} = {value!r} is no number: {way_out}")
+            numbers[name] = int(value)
+    if numbers["RANK"] >= numbers["WORLD_SIZE"]:
+        raise ValueError(
+            f"RANK = {numbers['RANK']} with WORLD_SIZE = {numbers['WORLD_SIZE']}: ranks are from 0"
+            f" to WORLD_SIZE - 1; {way_out}"
+        )
+
+
+def _meet(device: str) -> tuple[Any, int, int]:
+    """Waits for the other ranks; returns their store, the rank, and how many there are."""
+    wait = distributed_c10d.default_pg_timeout
+    found, rank, world_size = next(rendezvous("env://", timeout=wait))
+    # The store of torchrun outlives its ranks: those that it restarts must not find the addresses
+    # of earlier ones.
+    store = distributed_c10d.PrefixStore(f"attempt {num_restarts()}", found)
+    _check_devices(store, rank, world_size, device)
+    return store, rank, world_size
+
+
+def _open_to_signals(work: Callable[[], Result]) -> Result:
+    """Returns the result of work that waits in C++, where Python would handle no signal."""
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done.result()
 
 
 def _check_devices(store: Any, rank: int, world_size: int, kind: str) -> None:

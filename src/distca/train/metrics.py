@@ -11,7 +11,7 @@ from distca.train.trackers import Trackers
 
 Record = dict[str, Any]
 
-ABANDONED = "metrics.abandoned.jsonl"
+FILE, ABANDONED = "metrics.jsonl", "metrics.abandoned.jsonl"
 TICKS = "ticks.json"
 
 
@@ -29,7 +29,7 @@ class Records:
     def __init__(self, folder: Path, first_step: int, trackers: Trackers) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._trackers = trackers
-        self.path = folder / "metrics.jsonl"
+        self.path = folder / FILE
         self.num_abandoned = _abandon_from(self.path, first_step)
         self._file = self.path.open("a")
         self._first_step, self._ticks = first_step, dict[str, Record]()
@@ -64,13 +64,22 @@ class Records:
 
 
 def read(path: Path) -> list[Record]:
-    """Returns all complete records; a run that was killed may have left half a line."""
+    """Returns all complete records; a run that was killed may have left half a line.
+
+    Raises ValueError for other lines.
+    """
     records = []
     for line in path.read_text().splitlines():
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError:
             continue
+        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+            raise ValueError(
+                f"{path} holds lines that are no records of steps, such as {line[:40]!r}: delete"
+                " them, or move the file away"
+            )
+        records.append(record)
     return records
 
 

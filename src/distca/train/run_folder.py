@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distca.runtime.disk import writing
-from distca.runtime.launched import is_launched
+from distca.runtime.launched import is_launched, num_restarts
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import from_all_ranks, together
 from distca.train.config import Config
@@ -20,6 +21,8 @@ from distca.train.run_lock import RunLock
 from distca.train.step_folders import newest
 from distca.train.trackers import Trackers
 from distca.train.weights import Weights
+
+BEGUN = "torchrun-job"  # names the job that has begun to train here: its restarts continue
 
 Tell = Callable[[str], None]
 
@@ -64,12 +67,13 @@ class RunFolder:
         check: raises ValueError for a checkpoint that this run may not go on from.
         restore: called with what the checkpoint has besides weights; returns its step.
         """
-        config = self.config
+        resumes, chosen = self.config.resume, self.config.from_step
         start: list[Any] = [None]
         with together(group):
-            if weights is not None and config.resume:
-                chosen = None if config.from_step < 0 else config.from_step
-                resumed = weights.checkpoints.resume(chosen, check)
+            if self._has_begun:  # what it set aside is not to be continued, what it saved is
+                resumes, chosen = True, -1
+            if weights is not None and resumes:
+                resumed = weights.checkpoints.resume(None if chosen < 0 else chosen, check)
                 start = [resumed and (resumed.extra, resumed.notes)]
         dist.broadcast_object_list(start, src=0, group=group)
         step, words, notes = -1, f"starting new in {self.path}", []
@@ -81,8 +85,24 @@ class RunFolder:
         if weights is not None:
             aside = weights.checkpoints.set_aside_after(step)
             notes += [f"{name} is later, and is kept but not used" for name in aside]
+        if self._job is not None and self.rank == 0:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                (self.path / BEGUN).write_text(self._job)
         for line in (*notes, words):
             self.tell(line)
+
+    @property
+    def _job(self) -> str | None:
+        """The name of torchrun's job, if it has started this rank."""
+        return None if is_launched() else os.environ.get("TORCHELASTIC_RUN_ID")
+
+    @property
+    def _has_begun(self) -> bool:
+        """Whether torchrun restarts ranks that had begun this run; our launcher tells them."""
+        begun = self.path / BEGUN
+        restarts = self._job is not None and num_restarts() > 0
+        return restarts and begun.is_file() and begun.read_text() == self._job
 
     def open_records(self, first_step: int) -> Records | None:
         """Returns where to write records of steps; None on all ranks but the first."""
