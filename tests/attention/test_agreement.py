@@ -80,7 +80,7 @@ def test_what_is_no_tensor_is_told_on_every_rank(pool: RankPool, face: str) -> N
     answers = pool.run(mismatches.told, plans, mismatches.no_tensor, face, ranks=2)
     assert [error for error, _ in answers] == [
         f"DisagreementError: rank 1 cannot take part: {words}",
-        f"ValueError: {words}",
+        f"DisagreementError: {words}",
     ]
     assert_right_after(answers, plans)
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -226,10 +226,9 @@ class CoreAttention:
         """
         try:
             inputs.check_kinds(plan)
-        except (ValueError, RuntimeError) as error:
-            if self._is_awaited(plan):  # the others are told, and raise it too
-                with suppress(DisagreementError):
-                    agree(self.transport, Handshake(error=str(error)))
+        except ValueError as error:
+            if self._is_awaited(plan):
+                agree(self.transport, Handshake(error=str(error)))  # which raises it on all ranks
             raise
         made = self._ready.setdefault(plan, {})
         if inputs.kind not in made:

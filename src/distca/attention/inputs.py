@@ -65,9 +65,9 @@ class Inputs(NamedTuple):
         return self._replace(q=q.detach().requires_grad_(), k=k, v=v)
 
     def check_kinds(self, plan: Plan) -> None:
-        """Raises ``ValueError`` for what is no plan or no dense tensor.
+        """Raises ``ValueError`` for what is no plan, or no dense tensor.
 
-        ``RuntimeError`` for forward-mode derivatives, which would silently be zero.
+        Also for forward-mode derivatives, which would silently be zero.
         """
         if not isinstance(plan, Plan):
             raise ValueError(
@@ -84,7 +84,7 @@ class Inputs(NamedTuple):
             raise ValueError(latents.NO_LATENT)
         duals = map(unpack_dual, self._given)
         if any(dual.tangent is not None for dual in duals):
-            raise RuntimeError(
+            raise ValueError(
                 "core attention has no forward-mode derivative (torch.func.jvp,"
                 " torch.autograd.forward_ad): use the backward pass, or another attention"
             )

@@ -27,12 +27,13 @@ def join_world() -> torch.device:
     Returns the device of this rank. Raises ValueError on all ranks if some of them have a GPU and
     others do not.
     """
-    if "RANK" in os.environ:
+    joins = "RANK" in os.environ and not dist.is_initialized()
+    if joins:
         _check_variables()
     device = local_device()
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        if "RANK" in os.environ:
+        if joins:
             store, rank, world_size = _open_to_signals(partial(_meet, device.type))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         else:
