@@ -92,7 +92,6 @@ def deal_slices(
     slices: the largest net load first, as ``Slicer`` cuts them.
     """
     workers = _Workers(dealt, slicer.density, traffic_limit)
-    smallest = WORTH_A_CUT * float(workers.net_headroom.max())
     demands = _Demands.of(slices)
     lower_ends: list[tuple[float, int, int, Slice]] = []  # a heap
     chosen: list[int] = []
@@ -119,8 +118,9 @@ def deal_slices(
         worker = workers.best(upper)
         headroom = float(workers.net_headroom[worker])
         tokens_left = float(workers.tokens_left[worker])
-        if upper.size > tokens_left or (upper.net > headroom > smallest):
-            upper, *lower = slicer.split(upper, SliceLimits(headroom, tokens_left))
+        net_load = headroom if headroom > workers.worth_a_cut else np.inf
+        if upper.size > tokens_left or upper.net > net_load:
+            upper, *lower = slicer.split(upper, SliceLimits(net_load, tokens_left))
             for one in lower:
                 heapq.heappush(lower_ends, (*_heaviest_first(one), one))
         chosen.append(worker)
@@ -160,6 +160,7 @@ class _Workers:
 
     def __init__(self, dealt: DealtShards, density: float, traffic_limit: float) -> None:
         self.net_headroom = dealt.net_headroom(density)
+        self.worth_a_cut = WORTH_A_CUT * float(self.net_headroom.max())  # if it is more
         self.tokens_left = dealt.tokens_left.copy()
         self._sent_keys = np.zeros_like(self.tokens_left)
         self._received_keys = np.zeros_like(self.tokens_left)
@@ -200,19 +201,21 @@ class _Workers:
         """Returns the worker with the most net headroom that can take a slice.
 
         It has net headroom and tokens left for the slice, and stays within the traffic limit. If
-        there is none, the traffic limit is given up, then the tokens, then the headroom.
+        there is none, the traffic limit is given up, then the tokens, then the headroom: the slice
+        is cut to fill it, or goes to a worker with about as much if that is not worth a cut.
         """
         best = int(self.net_headroom.argmax())
+        headroom = float(self.net_headroom[best])
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        if taken.net > self.net_headroom[best] or (
+        if taken.net > headroom > self.worth_a_cut or (
             self.tokens_left[best] >= taken.size
             and self._sent_keys[best] <= sent
             and self._received_keys[best] <= received
         ):
             return best
         # Compare all workers, since that with the most net headroom cannot take the slice.
-        fits = self.net_headroom >= taken.net
+        fits = self.net_headroom >= min(taken.net, headroom - self.worth_a_cut)
         has_tokens = fits & (self.tokens_left >= taken.size)
         if not has_tokens.any():
             return int(np.where(fits, self.tokens_left, -np.inf).argmax())
