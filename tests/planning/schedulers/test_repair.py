@@ -71,6 +71,29 @@ def test_a_rank_makes_room_for_a_piece() -> None:
     assert int((repaired.server != repaired.home).sum()) == 8
 
 
+def test_tasks_are_exchanged_where_no_single_one_fits() -> None:
+    # Two documents with 55 pairs each and two with 45: only with one of each are both ranks even.
+    placement = Placement.from_ranks([[10, 10], [9, 9]])
+    problem = PlanOptions(model=MODEL, cost="pairs").problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    repaired, imbalance = repairs.repair(problem, problem.cost.backward, tasks)
+    assert imbalance == 1.0
+    assert sorted(zip(repaired.server.tolist(), repaired.queries.tolist(), strict=True)) == [
+        (0, 9),
+        (0, 10),
+        (1, 9),
+        (1, 10),
+    ]
+
+
+def test_tasks_are_not_exchanged_where_memory_is_short() -> None:
+    placement = Placement.from_ranks([[10, 10], [9, 9]])
+    options = PlanOptions(model=MODEL, cost="pairs", memory_bytes=1)
+    problem = options.problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    assert repairs.repair(problem, problem.cost.backward, tasks)[0] is tasks
+
+
 def test_no_room_is_made_where_memory_or_headroom_is_short() -> None:
     for ranks, memory in ((8, None), (9, 16 << 20)):  # six others; all memory is taken
         placement = Placement.from_ranks([[1024], *[[128] * 60] * (ranks - 1)])

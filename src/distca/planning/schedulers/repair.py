@@ -5,8 +5,9 @@ search may have used up its budget. Then tasks move one at a time, whole or cut 
 slowest rank to the rank that finishes first, or to a faster one that finishes later. Of all such
 moves, the one after which the later of the two ranks finishes earliest is made; of those that keep
 both within the bound, the one with the fewest bytes. If none helps, because no piece is as small as
-the headroom of any rank, a rank makes room for one: it passes a task on to another rank. Every move
-lowers the finishing time of the slowest rank, or ends the search.
+the headroom of any rank, a rank makes room for one: it passes tasks on to other ranks, or gives one
+to the slowest rank in exchange. Every step lowers the finishing time of the slowest rank, or ends
+the search.
 
 Among hundreds of ranks, the slowest few move a task at the same time, each to other ranks.
 """
@@ -31,7 +32,7 @@ from distca.planning.tasks import Tasks
 
 NUM_MOVES = 512  # after which the search ends
 RANKS_A_MOVE = 16  # of more than MANY_RANKS, of which one moves a task at the same time as others
-NUM_ROOMS = 16  # largest headrooms of ranks that make room, or that tasks are passed on to
+NUM_ROOMS = 16  # largest headrooms, of ranks that make room or that tasks are passed on to
 
 
 def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float]:
@@ -73,16 +74,22 @@ def _next_moves(problem: Problem, documents: DocumentLoads, rows: Ints, load: In
     if 0 in moves:
         return [moves[number] for number in sorted(moves)]
     worst = int(slowest[0])
-    return _moves_that_make_room(problem, documents, worst, pieces.of_slowest(), rows, load)
+    capacity = devices.capacity(int(load.sum()), problem.tolerance)
+    serving = devices.serving[devices.serving != worst]
+    roomy = serving[np.argsort((load - capacity)[serving], kind="stable")[:NUM_ROOMS]]
+    step = problem, documents, worst, pieces.of_slowest(), rows, load
+    return _make_room(*step, capacity, roomy) or _exchange(*step, roomy, latest)
 
 
-def _moves_that_make_room(
+def _make_room(
     problem: Problem,
     documents: DocumentLoads,
     worst: int,
     pieces: Pieces,
     rows: Ints,
     load: Ints,
+    capacity: Ints,
+    roomy: Ints,
 ) -> list[Move]:
     """Returns the move of a piece, and those of tasks that leave its server to make room for it.
 
@@ -90,11 +97,9 @@ def _moves_that_make_room(
     other ranks are within it.
 
     worst: the slowest rank, and ``pieces`` those that could leave it.
+    roomy: the ranks with the largest headrooms, these first.
     """
-    devices = problem.devices
-    capacity = devices.capacity(int(load.sum()), problem.tolerance)
-    headroom, serving = capacity - load, devices.serving[devices.serving != worst]
-    largest = serving[np.argsort(-headroom[serving], kind="stable")[:NUM_ROOMS]].tolist()
+    headroom, largest = capacity - load, roomy.tolist()
     stays_above = load[worst] - pieces.freed_load > capacity[worst]
     useful = np.flatnonzero(pieces.freed_load > 0)
     if not len(useful):
@@ -116,6 +121,45 @@ def _moves_that_make_room(
         if moves and all(fits(problem, rows, move) for move in moves):
             return moves
     return []
+
+
+def _exchange(
+    problem: Problem,
+    documents: DocumentLoads,
+    worst: int,
+    pieces: Pieces,
+    rows: Ints,
+    load: Ints,
+    roomy: Ints,
+    latest: float,
+) -> list[Move]:
+    """Returns the moves of a piece of the slowest rank, and of a task that it gets for it.
+
+    Of all pairs, it is the one after which the later of the two ranks finishes earliest.
+    """
+    devices = problem.devices
+    row = np.flatnonzero(np.isin(rows[3], roomy))
+    if not len(row) or not len(pieces.row):
+        return []
+    back, server = (
+        documents.load(problem.placement.document[rows[0, row]], *rows[1:3, row]),
+        rows[3, row],
+    )
+    added, freed = pieces.added_load[:, None], pieces.freed_load[:, None]
+    later = np.maximum(
+        devices.finish_ps(load[worst] - freed + back, worst),
+        devices.finish_ps(load[server] + added - back, server),
+    )
+    piece, task = divmod(int(np.maximum(later, latest).argmin()), len(row))
+    if later[piece, task] >= devices.finish_ps(load)[worst]:
+        return []
+    low, high = rows[1:3, row[task]].tolist()
+    moving = int(back[task])
+    moves = [
+        pieces.move(piece, int(server[task])),
+        Move(int(row[task]), low, high, worst, added_load=moving, freed_load=moving),
+    ]
+    return moves if all(fits(problem, rows, move) for move in moves) else []
 
 
 def _pass_on(
