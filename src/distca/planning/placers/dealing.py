@@ -91,7 +91,7 @@ def deal_slices(
 
     slices: the largest net load first, as ``Slicer`` cuts them.
     """
-    workers = _Workers(dealt, slicer.density, traffic_limit)
+    workers = _Workers(dealt, slicer.density, traffic_limit, slicer.grain.spacing)
     demands = _Demands.of(slices)
     lower_ends: list[tuple[float, int, int, Slice]] = []  # a heap
     chosen: list[int] = []
@@ -158,13 +158,16 @@ class _Demands(NamedTuple):
 class _Workers:
     """What workers can still take while slices are dealt, [workers]."""
 
-    def __init__(self, dealt: DealtShards, density: float, traffic_limit: float) -> None:
+    def __init__(
+        self, dealt: DealtShards, density: float, traffic_limit: float, shortest: int
+    ) -> None:
         self.net_headroom = dealt.net_headroom(density)
         self.worth_a_cut = WORTH_A_CUT * float(self.net_headroom.max())  # if it is more
         self.tokens_left = dealt.tokens_left.copy()
         self._sent_keys = np.zeros_like(self.tokens_left)
         self._received_keys = np.zeros_like(self.tokens_left)
         self._traffic_limit = traffic_limit
+        self._shortest = shortest  # tokens of a slice, about
 
     def take_at_once(self, demands: _Demands) -> list[int]:
         """Puts the first slices on workers, as many as each go to another worker.
@@ -202,7 +205,7 @@ class _Workers:
 
         It has net headroom and tokens left for the slice, and stays within the traffic limit. If
         there is none, the traffic limit is given up, then the tokens, then the headroom: the slice
-        is cut to fill it, or goes to a worker with about as much if that is not worth a cut.
+        is cut to fill either, unless the headroom is not worth a cut.
         """
         best = int(self.net_headroom.argmax())
         headroom = float(self.net_headroom[best])
@@ -218,7 +221,13 @@ class _Workers:
         fits = self.net_headroom >= min(taken.net, headroom - self.worth_a_cut)
         has_tokens = fits & (self.tokens_left >= taken.size)
         if not has_tokens.any():
-            return int(np.where(fits, self.tokens_left, -np.inf).argmax())
+            longest = int(np.where(fits, self.tokens_left, -np.inf).argmax())
+            if self.tokens_left[longest] >= self._shortest:
+                return longest
+            # No worker gets more tokens than it may have, which would have to move again later.
+            has_tokens = self.tokens_left >= taken.size
+            if not has_tokens.any():
+                return int(self.tokens_left.argmax())
         within_limit = has_tokens & (self._sent_keys <= sent) & (self._received_keys <= received)
         chosen = within_limit if within_limit.any() else has_tokens
         return int(np.where(chosen, self.net_headroom, -np.inf).argmax())
