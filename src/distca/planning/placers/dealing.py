@@ -1,13 +1,12 @@
 """Step 3 of balanced placement: slices and medium documents go to workers.
 
-The largest net load comes first, and goes to the worker with the most net headroom. As long as each
-of the next slices goes to another worker, they are dealt at once, because numpy takes less time for
-hundreds of them than Python for ten.
+The largest net load comes first, and goes to the worker with the most net headroom.
 """
 
 from __future__ import annotations
 
 import heapq
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,7 +19,6 @@ from distca.planning.problem import DocumentLoads
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 WORTH_A_CUT = 0.02  # share of the largest net headroom up to which no slice is cut to fill it
-FEW_AT_ONCE = 16  # slices; where fewer can be dealt at once, so many follow one by one
 
 
 @dataclass(eq=False)
@@ -92,23 +90,11 @@ def deal_slices(
     slices: the largest net load first, as ``Slicer`` cuts them.
     """
     workers = _Workers(dealt, slicer.density, traffic_limit, slicer.grain.spacing)
-    demands = _Demands.of(slices)
     lower_ends: list[tuple[float, int, int, Slice]] = []  # a heap
     chosen: list[int] = []
     parts: list[Slice] = []
     first = 0  # of the slices that are left
-    one_by_one = 0  # how many are dealt before the next ones at once
     while first < len(slices) or lower_ends:
-        if one_by_one == 0:
-            heaviest_end = lower_ends[0][0] if lower_ends else np.inf
-            last = int(demands.negative_net.searchsorted(heaviest_end))
-            at_once = workers.take_at_once(demands.part(first, last))
-            chosen += at_once
-            parts += slices[first : first + len(at_once)]
-            first += len(at_once)
-            one_by_one = 1 if len(at_once) >= FEW_AT_ONCE else FEW_AT_ONCE
-            continue
-        one_by_one -= 1
         if not lower_ends or (
             first < len(slices) and _heaviest_first(slices[first]) < lower_ends[0]
         ):
@@ -116,8 +102,7 @@ def deal_slices(
         else:
             *_, upper = heapq.heappop(lower_ends)
         worker = workers.best(upper)
-        headroom = float(workers.net_headroom[worker])
-        tokens_left = float(workers.tokens_left[worker])
+        headroom, tokens_left = workers.net_headroom[worker], workers.tokens_left[worker]
         net_load = headroom if headroom > workers.worth_a_cut else np.inf
         if upper.size > tokens_left or upper.net > net_load:
             upper, *lower = slicer.split(upper, SliceLimits(net_load, tokens_left))
@@ -133,72 +118,31 @@ def _heaviest_first(one: Slice) -> tuple[float, int, int]:
     return -one.net, one.document, one.start
 
 
-class _Demands(NamedTuple):
-    """What slices take of their workers, [slices], the largest net load first."""
-
-    negative_net: Floats
-    size: Floats
-    sent_keys: Floats
-    received_keys: Floats
-
-    @classmethod
-    def of(cls, slices: Sequence[Slice]) -> _Demands:
-        columns = (
-            [-one.net for one in slices],
-            [one.size for one in slices],
-            [one.num_above * one.size for one in slices],
-            [one.start for one in slices],
-        )
-        return cls(*(np.array(column, np.float64) for column in columns))
-
-    def part(self, first: int, last: int) -> _Demands:
-        return _Demands(*(column[first:last] for column in self))
-
-
 class _Workers:
     """What workers can still take while slices are dealt, [workers]."""
 
     def __init__(
         self, dealt: DealtShards, density: float, traffic_limit: float, shortest: int
     ) -> None:
-        self.net_headroom = dealt.net_headroom(density)
-        self.worth_a_cut = WORTH_A_CUT * float(self.net_headroom.max())  # if it is more
-        self.tokens_left = dealt.tokens_left.copy()
-        self._sent_keys = np.zeros_like(self.tokens_left)
-        self._received_keys = np.zeros_like(self.tokens_left)
+        self.net_headroom: list[float] = dealt.net_headroom(density).tolist()
+        self.tokens_left: list[float] = dealt.tokens_left.tolist()
+        self.worth_a_cut = WORTH_A_CUT * max(self.net_headroom)  # if it is more
+        self._sent_keys, self._received_keys = ([0] * len(self.tokens_left) for _ in range(2))
         self._traffic_limit = traffic_limit
-        self._shortest = shortest  # tokens of a slice, about
-
-    def take_at_once(self, demands: _Demands) -> list[int]:
-        """Puts the first slices on workers, as many as each go to another worker.
-
-        Returns their workers, which are those that ``best`` would find for one after the other: no
-        worker that has taken a slice has the most net headroom again before all of these have.
-        """
-        worker = np.argsort(-self.net_headroom, kind="stable")[: len(demands.size)]
-        negative_net, size, sent_keys, received_keys = demands.part(0, len(worker))
-        headroom = self.net_headroom[worker]
-        after = headroom + negative_net
-        fits = after >= 0.0
-        fits &= self.tokens_left[worker] >= size
-        fits &= self._sent_keys[worker] <= self._traffic_limit - sent_keys
-        fits &= self._received_keys[worker] <= self._traffic_limit - received_keys
-        fits[1:] &= np.maximum.accumulate(after)[:-1] < headroom[1:]
-        worker = worker[: len(fits) if fits.all() else int(fits.argmin())]
-        count = len(worker)
-        self.net_headroom[worker] = after[:count]
-        self.tokens_left[worker] -= size[:count]
-        self._sent_keys[worker] += sent_keys[:count]
-        self._received_keys[worker] += received_keys[:count]
-        chosen: list[int] = worker.tolist()
-        return chosen
+        self._shortest = shortest  # tokens of a slice
+        # (-net headroom, worker) of those with tokens left, the most net headroom first
+        self._order = sorted((-room, worker) for worker, room in enumerate(self.net_headroom))
 
     def take(self, worker: int, taken: Slice) -> None:
         """Puts a slice on a worker."""
+        if self._order:
+            del self._order[bisect_left(self._order, (-self.net_headroom[worker], worker))]
         self.net_headroom[worker] -= taken.net
         self.tokens_left[worker] -= taken.size
         self._sent_keys[worker] += taken.num_above * taken.size
         self._received_keys[worker] += taken.start
+        if self.tokens_left[worker] >= self._shortest:
+            insort(self._order, (-self.net_headroom[worker], worker))
 
     def best(self, taken: Slice) -> int:
         """Returns the worker with the most net headroom that can take a slice.
@@ -207,27 +151,22 @@ class _Workers:
         there is none, the traffic limit is given up, then the tokens, then the headroom: the slice
         is cut to fill either, unless the headroom is not worth a cut.
         """
-        best = int(self.net_headroom.argmax())
-        headroom = float(self.net_headroom[best])
+        if not self._order:
+            return max(range(len(self.tokens_left)), key=self.tokens_left.__getitem__)
+        most, best = -self._order[0][0], self._order[0][1]
+        if taken.net > most > self.worth_a_cut:
+            return best
+        least = min(taken.net, most - self.worth_a_cut)
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        if taken.net > headroom > self.worth_a_cut or (
-            self.tokens_left[best] >= taken.size
-            and self._sent_keys[best] <= sent
-            and self._received_keys[best] <= received
-        ):
-            return best
-        # Compare all workers, since that with the most net headroom cannot take the slice.
-        fits = self.net_headroom >= min(taken.net, headroom - self.worth_a_cut)
-        has_tokens = fits & (self.tokens_left >= taken.size)
-        if not has_tokens.any():
-            longest = int(np.where(fits, self.tokens_left, -np.inf).argmax())
-            if self.tokens_left[longest] >= self._shortest:
-                return longest
-            # No worker gets more tokens than it may have, which would have to move again later.
-            has_tokens = self.tokens_left >= taken.size
-            if not has_tokens.any():
-                return int(self.tokens_left.argmax())
-        within_limit = has_tokens & (self._sent_keys <= sent) & (self._received_keys <= received)
-        chosen = within_limit if within_limit.any() else has_tokens
-        return int(np.where(chosen, self.net_headroom, -np.inf).argmax())
+        has_tokens, longest = -1, best
+        for negative, worker in self._order:
+            if -negative < least:
+                break
+            if self.tokens_left[worker] >= taken.size:
+                if self._sent_keys[worker] <= sent and self._received_keys[worker] <= received:
+                    return worker
+                has_tokens = worker if has_tokens < 0 else has_tokens
+            elif self.tokens_left[worker] > self.tokens_left[longest]:
+                longest = worker
+        return longest if has_tokens < 0 else has_tokens
