@@ -10,6 +10,7 @@ import numpy as np
 from distca.planning.devices import UNLIMITED
 from distca.planning.placement import Placement
 from distca.planning.problem import DoesNotFitError, Problem
+from distca.planning.schedulers.budget import MANY_RANKS
 from distca.planning.schedulers.disaggregated import BegunSchedule, begin_backward
 from distca.planning.schedulers.orders import TooMuchTrafficError
 from distca.planning.tasks import Tasks
@@ -36,7 +37,8 @@ def best_of(
 ) -> Placed:
     """Returns the placement with the best quality after scheduling.
 
-    Where one misses the bound, others with a larger surplus would miss it by more.
+    Where one misses the bound, others with a larger surplus would miss it by more. On many ranks,
+    the first that meets it is taken: others are as good on average, and take time.
 
     fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
         meets the bound, or if its workers serve, have no larger surplus than those of the best
@@ -45,6 +47,8 @@ def best_of(
     first, *others = candidates
     best, least = _better_of(first, problem, Placed(first), _WORST)
     for other in others:
+        if least[0] == 0.0 and problem.devices.num_ranks > MANY_RANKS:
+            break
         misses = 0.0 < least[0] < np.inf
         if not misses or _surplus(other, problem) <= _surplus(best.placement, problem):
             best, least = _better_of(other, problem, best, least)

@@ -159,14 +159,14 @@ class _Workers:
         least = min(taken.net, most - self.worth_a_cut)
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        has_tokens, longest = -1, best
+        tokens_left, size, has_tokens, longest = self.tokens_left, taken.size, -1, best
         for negative, worker in self._order:
             if -negative < least:
                 break
-            if self.tokens_left[worker] >= taken.size:
+            if tokens_left[worker] >= size:
                 if self._sent_keys[worker] <= sent and self._received_keys[worker] <= received:
                     return worker
                 has_tokens = worker if has_tokens < 0 else has_tokens
-            elif self.tokens_left[worker] > self.tokens_left[longest]:
+            elif tokens_left[worker] > tokens_left[longest]:
                 longest = worker
         return longest if has_tokens < 0 else has_tokens

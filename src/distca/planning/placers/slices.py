@@ -101,23 +101,27 @@ class Slicer:
         highest = grain.last_cut(whole.stop)
         if lowest > highest:
             return [whole]
-        if whole.net <= limits.net_load:  # the slice is only too long
-            highest = lowest
-        if highest - lowest > MANY_CUTS:
-            lowest, highest = self._narrow(whole, lowest, highest, limits.net_load)
-        # Both ends for all cuts at once take less time than a search for the cut does.
-        cut = np.arange(lowest, highest + 1) * grain.spacing
-        start, stop = np.empty((2, 2, len(cut)), np.int64)  # of the upper end, the lower end
-        start[0], start[1], stop[0], stop[1] = cut, whole.start, whole.stop, cut
-        load = self.documents.load(as_ints(whole.document), start, stop)
-        fits = load[0] - self.density * (whole.stop - cut) <= limits.net_load
-        fits[-1] = True  # the highest is taken if none fits
-        best = int(fits.argmax())
+        document = as_ints(whole.document)
+        if whole.net <= limits.net_load or lowest == highest:  # the slice is only too long
+            at = lowest * grain.spacing
+            upper, lower = self.documents.load(
+                document, as_ints([at, whole.start]), as_ints([whole.stop, at])
+            ).tolist()
+        else:
+            if highest - lowest > MANY_CUTS:
+                lowest, highest = self._narrow(whole, lowest, highest, limits.net_load)
+            # Both ends for all cuts at once take less time than a search for the cut does.
+            cut = np.arange(lowest, highest + 1) * grain.spacing
+            start, stop = np.empty((2, 2, len(cut)), np.int64)  # of the upper end, the lower end
+            start[0], start[1], stop[0], stop[1] = cut, whole.start, whole.stop, cut
+            load = self.documents.load(document, start, stop)
+            fits = load[0] - self.density * (whole.stop - cut) <= limits.net_load
+            fits[-1] = True  # the highest is taken if none fits
+            best = int(fits.argmax())
+            at, (upper, lower) = int(cut[best]), load[:, best].tolist()
         return [
-            self._slice(whole.document, *span, int(load[end, best]), whole.num_above + end)
-            for end, span in enumerate(
-                ((int(cut[best]), whole.stop), (whole.start, int(cut[best])))
-            )
+            self._slice(whole.document, at, whole.stop, upper, whole.num_above),
+            self._slice(whole.document, whole.start, at, lower, whole.num_above + 1),
         ]
 
     def _narrow(self, whole: Slice, lowest: int, highest: int, net_load: float) -> tuple[int, int]:

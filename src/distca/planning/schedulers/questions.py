@@ -96,7 +96,8 @@ def _describe(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> Requ
     home = placement.worker[number, None]
     start, stop = placement.start[number, None], placement.stop[number, None]
     sources = [np.arange(len(number))[:, None], home, start, stop]
-    other_owners = cache(partial(_other_owners, ledger))  # several requests are for the same shard
+    # Several requests are for the same shard.
+    other_owners = cache(partial(_other_owners, ledger, ledger.sent.tolist()))
     others = [
         (row, worker, *span)
         for row, shard in enumerate(number)
@@ -132,14 +133,19 @@ def _byte_weight(ledger: Ledger, rank: Ints, home: Ints) -> Floats:
     return np.where((node[rank] == node[home]) & ledger.shards.several_nodes, INSIDE_NODE, 1.0)
 
 
-def _other_owners(ledger: Ledger, shard: int) -> list[tuple[int, Span]]:
-    """Returns the other shards of the document whose workers send the most."""
+def _other_owners(ledger: Ledger, sent: list[int], shard: int) -> list[tuple[int, Span]]:
+    """Returns the other shards of the document whose workers send the most.
+
+    sent: bytes of each rank.
+    """
     shards = ledger.shards
     if shards.is_document[shard]:
         return []
-    own, sent = (shards.home[shard], shards.span(shard)), ledger.sent.tolist()
+    own = shards.home[shard], shards.span(shard)
     owners = shards.owners(shards.document[shard]).items()
     others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
+    if len(others) < 2:
+        return others
     return nlargest(NUM_SOURCES - 1, others, key=lambda other: sent[other[0]])
 
 
