@@ -173,6 +173,14 @@ def test_sizes_that_are_slow_on_the_first_batch_may_be_best_on_all(policy: str) 
     assert found.step_s == min(every.values())
 
 
+@pytest.mark.parametrize("policy", ["wlb", "kk", "dynamic-cp"])
+def test_packed_documents_may_have_as_many_micro_batches_as_sequences(policy: str) -> None:
+    scenario, sizes = replace(SCENARIO, sequences=6), Sizes(tp=(2,), pp=(1,), dp=(2,))
+    more = set() if policy == "wlb" else {4, 8}
+    found = candidates(scenario, Strategy(policy, MeshShape()), sizes)
+    assert {one.micro_batches for one in found} == {1, 2, 3} | more
+
+
 def test_all_batches_count() -> None:
     batches = list(SCENARIO.batches(3))
     found = best(SCENARIO, TEMPLATES["wlb"], Sizes(tp=(1,), pp=(1,)), batches, limit_bytes=inf)

@@ -140,10 +140,12 @@ def _micro_batches(
         return [count for count in counts if count == 1 or count <= sequences]
     if template.policy in KEEP_SEQUENCES:
         return [count for count in range(1, sequences // dp + 1) if sequences % (dp * count) == 0]
-    if template.policy == "wlb":
-        return [1 << n for n in range((sequences // dp).bit_length())]
-    # Documents are packed without regard to sequences.
-    return [1 << n for n in range(max(sequences // dp, MAX_MICRO_BATCHES).bit_length())]
+    # Documents are packed without regard to sequences. Usual are as many micro-batches as a group
+    # has sequences, which need not be a power of two: of three, three may fit where two do not.
+    per_group = sequences // dp
+    most = per_group if template.policy == "wlb" else max(per_group, MAX_MICRO_BATCHES)
+    powers = {1 << n for n in range(most.bit_length())}
+    return sorted(powers | {per_group} - {0})
 
 
 def best(
