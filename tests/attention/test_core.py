@@ -343,6 +343,10 @@ def test_second_derivatives_are_refused(face: str) -> None:
             r"q has shape .* on rank 0, where the plan places 43 tokens",
         ),
         (lambda q, k, v: (q[0, 0, 0], k, v), r"q has shape \(\) on rank 0"),
+        (
+            lambda q, k, v: (q[:, :0], k, v),
+            r"q \(43, 0, 8\), .*: k and v must have the same",
+        ),
         (lambda q, k, v: (q, k.float(), v), "k is torch.float32 on cpu but q is torch.float64"),
         (lambda q, k, v: (q, k.to("meta"), v), "k is torch.float64 on meta but q is"),
         (lambda q, k, v: (q, k[:, :1], v), "k and v must have the same number of heads"),
@@ -498,6 +502,13 @@ def test_autocast_changes_nothing(backend: str, face: str) -> None:
             torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
+class Sharded(Tensor):
+    """Looks like a DTensor, which needs a mesh of ranks."""
+
+    def to_local(self) -> Tensor:
+        return self
+
+
 NO_TENSOR: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "plan": (lambda given: given.__setitem__(3, None), "the plan is a NoneType: give what distca"),
     "json": (lambda given: given.__setitem__(3, {}), "the plan is a dict: give what distca.plan"),
@@ -506,6 +517,10 @@ NO_TENSOR: dict[str, tuple[Callable[[list[Any]], object], str]] = {
     "sparse": (
         lambda given: given.__setitem__(1, given[1].to_sparse()),
         "k is a torch.sparse_coo: give a dense tensor",
+    ),
+    "distributed": (
+        lambda given: given.__setitem__(0, given[0].as_subclass(Sharded)),
+        r"q is a Sharded: give q.to_local\(\)",
     ),
 }
 

@@ -80,6 +80,8 @@ class Inputs(NamedTuple):
             if not isinstance(given, Tensor) or given.layout != torch.strided:
                 kind = given.layout if isinstance(given, Tensor) else type(given).__name__
                 raise ValueError(f"{name} is a {kind}: give a dense tensor")
+            if hasattr(given, "to_local"):  # asked by name, since importing DTensor takes a second
+                raise ValueError(f"{name} is a {type(given).__name__}: give {name}.to_local()")
         if self.latent is not None and not latents.is_latent(self.latent):
             raise ValueError(latents.NO_LATENT)
         duals = map(unpack_dual, self._given)
@@ -112,8 +114,8 @@ class Inputs(NamedTuple):
                     f"{name} is {tensor.dtype} on {tensor.device} but q is {q.dtype} on {q.device}:"
                     " all three must agree"
                 )
-        fits = k.shape[1] == v.shape[1] and q.shape[2] == k.shape[2] and v.shape[2]
-        if not fits or q.shape[1] % max(k.shape[1], 1):
+        fits = k.shape[1] == v.shape[1] and q.shape[2] == k.shape[2]
+        if not fits or not q.shape[1] * v.shape[2] or q.shape[1] % max(k.shape[1], 1):
             raise ValueError(
                 f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: k and v must have the"
                 " same number of heads, and q the head size of k and a multiple of their heads"
