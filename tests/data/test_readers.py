@@ -1,6 +1,7 @@
 """Lengths from every kind of file, and a sentence for every kind of damage."""
 
 import json
+import os
 from pathlib import Path
 
 import numpy as np
@@ -76,6 +77,12 @@ def test_a_glob_counts_a_data_set_of_two_files_once(tmp_path: Path) -> None:
     assert read_lengths(str(tmp_path / "*")).tolist() == [10, 20]
 
 
+def npy_header(words: str) -> bytes:
+    """Returns an array file without an array."""
+    header = f"{{'descr': '<i8', 'fortran_order': False, {words}}}".ljust(117) + "\n"
+    return b"\x93NUMPY\x01\x00v\x00" + header.encode()
+
+
 BAD_FILES = {
     "c.json": ("{", "c.json is not JSON: "),
     "latin.json": (b"\xff\xfe", "latin.json is not JSON: "),
@@ -96,6 +103,8 @@ BAD_FILES = {
     "deep.jsonl": ("[" * 100_000, "line 1 of .*deep.jsonl is not JSON"),
     "zip.npy": (b"PK\x03\x04" + bytes(64), "zip.npy is not a plain numpy array"),
     "e.npy": (b"", "e.npy is not a plain numpy array"),
+    "big.npy": (npy_header("'shape': (99999999999999999999,), "), "big.npy is not a plain numpy"),
+    "open.npy": (npy_header("'shape': ((((("), "open.npy is not a plain numpy array"),
     "lonely.bin": (b"", "lonely.idx does not exist: a .bin data set needs its .idx next to it"),
     "c.idx": (b"MMIDIDX", "c.idx is not a Megatron index"),
     "a.csv": ("1", "a.csv has an unknown suffix: give a .json"),
@@ -151,12 +160,16 @@ def test_bad_indices_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_not_there_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.json")
     for source, said in (
         ("x.json", "x.json does not exist: give a .json"),
         ("*.json", "no file matches .*: give"),
         ("", "holds no .txt file: give"),
+        ("pipe.json", "pipe.json is a pipe or a device: give a .json"),
     ):
         with pytest.raises(ValueError, match=said):
             read_lengths(str(tmp_path / source))
+    with pytest.raises(ValueError, match="'' names no file: give"):
+        read_lengths("")  # not the files of this folder
     with pytest.raises(ValueError, match=r"only \.npy files have one; leave it out"):
         read_lengths(tmp_path / "x.json", end_of_document=0)

@@ -90,10 +90,16 @@ def test_a_page_without_its_timeline_and_with_a_refused_policy(simulated: Path) 
 
 
 def test_a_damaged_simulation_is_one_sentence(simulated: Path) -> None:
-    record = json.loads(simulated.read_text())
+    whole = simulated.read_text()
+    record = json.loads(whole)
     del record["runs"][0]["verdict"]
     simulated.write_text(json.dumps(record))
     with pytest.raises(ValueError, match=r"is damaged \(KeyError: 'verdict'\): make it again with"):
+        read_page([simulated])
+    record = json.loads(whole)
+    record["cluster"]["inside"]["bytes_per_s"] = 10**400
+    simulated.write_text(json.dumps(record))
+    with pytest.raises(ValueError, match=r"is damaged \(OverflowError: "):
         read_page([simulated])
 
 

@@ -142,7 +142,7 @@ def _made_of(where: str, command: str, make: Callable[[Any], Page], data: Any) -
         return make(data)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
-    except (LookupError, TypeError, AttributeError) as error:
+    except (LookupError, TypeError, AttributeError, ArithmeticError) as error:
         raise ValueError(
             f"{where} is damaged ({type(error).__name__}: {error}): make it again with {command}"
         ) from error

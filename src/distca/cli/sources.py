@@ -1,5 +1,6 @@
 """Parses what users write on the command line: LENGTHS, 128K, 40GB."""
 
+import glob
 import math
 import re
 from pathlib import Path
@@ -70,7 +71,7 @@ def read_documents(source: str, end_of_document: int | None) -> Lengths:
     try:
         return read_lengths(source, end_of_document=end_of_document)
     except ValueError as error:
-        if Path(source).exists():
+        if Path(source).exists() or glob.has_magic(source):
             raise
         raise ValueError(f"{error}, or a distribution: {FORMS}") from None
 

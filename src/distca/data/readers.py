@@ -83,6 +83,8 @@ def find_files(source: str | Path, known: str) -> list[Path]:
 
     known: the supported sources, for the error message when nothing is found.
     """
+    if not str(source):  # such as an unset variable of a shell; a path would be this folder
+        raise ValueError(f"'' names no file: give {known}")
     path = Path(source)
     found: Iterable[Path]
     if path.is_file():
@@ -92,6 +94,8 @@ def find_files(source: str | Path, known: str) -> list[Path]:
     elif glob.has_magic(str(source)):
         found = map(Path, glob.iglob(str(source), recursive=True))
         missing = f"no file matches {source}"
+    elif path.exists():
+        raise ValueError(f"{path} is a pipe or a device: give {known}")
     else:
         raise ValueError(f"{path} does not exist: give {known}")
     files = {file for file in found if file.is_file()}
@@ -149,7 +153,9 @@ def open_array(path: Path) -> npt.NDArray[np.integer[Any]]:
     """Returns the memory-mapped array of whole numbers in a ``.npy`` file."""
     try:
         array = np.lib.format.open_memmap(path, mode="r")  # ``np.load`` opens archives too
-    except (ValueError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # numpy evaluates the header, and passes on whatever that raises
         raise ValueError(f"{path} is not a plain numpy array: {error}") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ValueError(

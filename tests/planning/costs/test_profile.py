@@ -103,6 +103,7 @@ def test_only_the_same_setting_is_gone_on_with() -> None:
         ({"name": None}, "'name' is missing"),
         ({"tile": 0}, "tile = 0: it must be from 1 to 65536"),
         ({"tile": "big"}, "not usable"),
+        ({"tile": 10**400}, "not usable"),
         ({"linear_tflops": -1.0}, "linear_tflops = -1: it must be from 0.0001 to"),
         ({"sustained": 0.0}, "sustained = 0: it must be from 0.01 to 1"),
         ({"sustained": 2.0}, "sustained = 2: it must be from 0.01 to 1"),

@@ -209,7 +209,7 @@ class Profile:
             for key, kind in (("exchange", MeasuredExchange), ("held_out", HeldOut)):
                 given[key] = [_known(kind, one) for one in given.get(key, ())]
             return build(cls, given)
-        except (TypeError, ValueError, AttributeError) as error:
+        except (TypeError, ValueError, AttributeError, OverflowError) as error:
             raise ValueError(f"the profile is not usable ({error}): {NEEDED}") from None
 
     def to_json(self) -> dict[str, Any]:
