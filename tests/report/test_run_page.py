@@ -75,6 +75,19 @@ def test_ticks_are_drawn_as_stages_and_ranks() -> None:
     assert [one.name for one in same.sections if one.name.startswith("ticks")] == ["ticks-newest-0"]
 
 
+def test_ranks_that_idle_in_a_tick_count_and_ranks_that_never_serve_do_not() -> None:
+    record = ticks(8)
+    for name in ("planned_s", "attention_s"):
+        for row in record[name]:
+            row[0] = 0.0  # leaves all attention to the others
+        record[name][1] = [0.0, 0.0, 0.3]
+    table = section(
+        run_page([Run("one", steps(9), ticks={"newest": record})]), "ticks-newest-0"
+    ).table
+    ratios = [row[table.columns.index("worst / mean")] for row in table.rows]
+    assert ratios[:2] == ["1.20", "2.00"]
+
+
 def test_what_has_happened_is_listed_in_order_and_drawn() -> None:
     records = steps(6)
     records[2]["lost_servers"] = [LOST]

@@ -178,6 +178,7 @@ def _table(record: Record) -> Table:
     columns = ["tick", "direction", "micro-batches", "tick", "attention, worst", "worst / mean"]
     columns += ["planned", "longest wait", "by"]
     ranks = _rank_names(record)
+    serves = np.sum(record["planned_s"], axis=0) > 0  # a rank that idles in one tick does serve
     rows = []
     for number, (phase, cells) in enumerate(zip(record["phases"], record["cells"], strict=True)):
         attention, planned, waiting, whole = (
@@ -191,8 +192,8 @@ def _table(record: Record) -> Table:
                 " ".join(cells),
                 units.seconds(whole.max()),
                 units.seconds(attention.max()),
-                _imbalance(attention),
-                _imbalance(planned),
+                _imbalance(attention[serves]),
+                _imbalance(planned[serves]),
                 units.seconds(waiting.max()),
                 ranks[int(waiting.argmax())],
             ]
@@ -201,6 +202,5 @@ def _table(record: Record) -> Table:
 
 
 def _imbalance(seconds: Any) -> str:
-    """Returns worst over mean of the ranks that compute attention."""
-    busy = seconds[seconds > 0]
-    return f"{busy.max() / busy.mean():.2f}" if len(busy) else NOTHING
+    """Returns worst over mean of the ranks that serve in the step."""
+    return f"{seconds.max() / seconds.mean():.2f}" if seconds.any() else NOTHING
