@@ -1,6 +1,8 @@
 """``distca report --live``: a server that follows a run, through its end and half a line."""
 
 import json
+import socket
+import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -13,7 +15,7 @@ from urllib.request import Request, urlopen
 import pytest
 from report_records import steps, write_run
 
-from distca.cli.live import LiveServer
+from distca.cli.live import ADDRESS, LiveServer
 from distca.cli.report_inputs import run_state, runs_page
 
 pytest.importorskip("plotly")
@@ -96,3 +98,24 @@ def test_pages_of_strangers_are_not_answered(tmp_path: Path, host: str) -> None:
         port: Any = url.rstrip("/").rpartition(":")[2]
         assert ask(f"{url}page.json", Host=f"localhost:{port}")[0] == 200
         assert ask(f"{url}etc/passwd")[0] == 404
+
+
+def test_a_browser_that_leaves_before_its_answer_is_no_error(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with served(write_run(tmp_path / "a", 3)) as url:
+        port = int(url.rstrip("/").rpartition(":")[2])
+        for _ in range(3):
+            with socket.create_connection((ADDRESS, port)) as browser:
+                at_once = struct.pack("ii", 1, 0)  # closing drops what has not been read
+                browser.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+                browser.sendall(f"GET / HTTP/1.1\r\nHost: {ADDRESS}:{port}\r\n\r\n".encode())
+        assert ask(url)[0] == 200
+    assert capfd.readouterr().err == ""
+
+
+def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
+    with served(write_run(tmp_path / "a", 3)) as url:
+        port = int(url.rstrip("/").rpartition(":")[2])
+        with pytest.raises(ValueError, match=rf"^--port {port} cannot be opened \(Address already"):
+            LiveServer(partial(runs_page, [tmp_path / "a"]), str, port)

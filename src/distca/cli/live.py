@@ -1,13 +1,24 @@
 """``distca report --live``: serves a page to browsers on this machine, and nobody else."""
 
+import sys
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Lock
+from typing import Any
 
 from distca.report.pages.page import Page
 
 ADDRESS = "127.0.0.1"
 HOSTS = (ADDRESS, "localhost")  # by another name, a page of a stranger could ask us
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Prints bugs, but not that a browser has left before its answer."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
 
 class LiveServer:
@@ -20,8 +31,12 @@ class LiveServer:
     def __init__(self, make: Callable[[], Page], state: Callable[[], str], port: int = 0) -> None:
         self._make, self._state = make, state
         self._lock, self._known = Lock(), ("", "")
-        self._server = ThreadingHTTPServer((ADDRESS, port), self._handler())
-        self._server.daemon_threads = True
+        try:
+            self._server = _Server((ADDRESS, port), self._handler())
+        except OSError as error:
+            raise ValueError(
+                f"--port {port} cannot be opened ({error.strerror}): choose another one, or none"
+            ) from None
 
     @property
     def url(self) -> str:
@@ -55,14 +70,17 @@ class LiveServer:
                 name = self.headers.get("Host", "").rpartition(":")[0]
                 if name not in HOSTS:
                     return self._answer(403, f"open {live.url} instead")
+                if self.path not in ("/", "/page.json"):
+                    return self._answer(404, f"open {live.url} instead")
                 try:
                     if self.path == "/":
-                        return self._answer(200, live._make().to_html(live=True), "text/html")
-                    if self.path != "/page.json":
-                        return self._answer(404, f"open {live.url} instead")
-                    state, records = live._records()
+                        page = live._make().to_html(live=True)
+                    else:
+                        state, records = live._records()
                 except (ValueError, OSError) as error:
                     return self._answer(503, " ".join(str(error).split()))
+                if self.path == "/":
+                    return self._answer(200, page, "text/html")
                 tag = f'"{state}"'
                 if self.headers.get("If-None-Match") == tag:
                     return self._answer(304, "", tag=tag)

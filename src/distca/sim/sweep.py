@@ -144,8 +144,8 @@ def _micro_batches(
     # has sequences, which need not be a power of two: of three, three may fit where two do not.
     per_group = sequences // dp
     most = per_group if template.policy == "wlb" else max(per_group, MAX_MICRO_BATCHES)
-    powers = {1 << n for n in range(most.bit_length())}
-    return sorted(powers | {per_group} - {0})
+    tried = {1 << n for n in range(most.bit_length())} | {per_group}
+    return sorted(tried - {0})
 
 
 def best(
