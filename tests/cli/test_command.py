@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
 import typer
 
 from distca.cli import app
-from distca.cli.command import Command, for_typer, rank_command
+from distca.cli.command import Command, exit_if_stopped, for_typer, rank_command
 from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
 from distca.cli.train import TrainCommand
+from distca.runtime.launch import Stop
 
 COMMANDS: list[Command] = [
     TrainCommand(),
@@ -43,3 +45,28 @@ def test_every_help_has_an_example() -> None:
     assert {"distca", "distca train", "distca bench replay"} <= found.keys()
     without = [name for name, text in found.items() if f"For example: {name}" not in text]
     assert without == []
+
+
+@pytest.mark.parametrize(
+    ("stop", "continues", "status", "words"),
+    [
+        (Stop(SIGINT, early=True), True, 130, "there was nothing new to save"),
+        (Stop(SIGTERM, early=True), True, None, "there was nothing new to save"),
+        (Stop(SIGTERM, early=False), True, None, ""),
+        (Stop(SIGINT, early=True), False, 130, "stopped: there is no result"),
+        (Stop(SIGTERM, early=True), False, 143, "stopped: there is no result"),
+        (Stop(SIGINT, early=False), False, 130, ""),
+    ],
+)
+def test_only_what_can_go_on_succeeds_after_a_signal(
+    stop: Stop, continues: bool, status: int | None, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        exit_if_stopped(stop, continues=continues)
+        found = None
+    except typer.Exit as ended:
+        found = ended.exit_code
+    assert found == status
+    err = capsys.readouterr().err
+    assert words in err
+    assert bool(words) == bool(err)

@@ -22,7 +22,7 @@ from rich.console import Console
 from typer import Argument, Option
 
 from distca.report.progress import Update, progress
-from distca.runtime.interrupts import CTRL_C, exit_if_importing
+from distca.runtime.interrupts import exit_if_importing
 from distca.runtime.launch import Stop
 from distca.runtime.launched import is_launched, mark_repeated
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
@@ -186,11 +186,15 @@ def stop_before_first_step() -> None:
     signal.signal(signal.SIGTERM, end)
 
 
-def exit_if_stopped(stop: Stop | None) -> None:
-    """Exits with 130 after a Ctrl-C, so that it stops a script too. SIGTERM counts as success."""
+def exit_if_stopped(stop: Stop | None, *, continues: bool = False) -> None:
+    """Exits after a signal: with 130 after a Ctrl-C, so that it stops a script too.
+
+    continues: whether the same command goes on from what it has saved. Then SIGTERM, with which
+        schedulers end a job, counts as success.
+    """
     if stop is None:
         return
     if stop.early:
-        typer.echo(STOPPED_EARLY, err=True)
-    if stop.signal == signal.SIGINT:
-        raise typer.Exit(CTRL_C)
+        typer.echo(STOPPED_EARLY if continues else "stopped: there is no result", err=True)
+    if stop.signal == signal.SIGINT or (stop.early and not continues):
+        raise typer.Exit(128 + stop.signal)

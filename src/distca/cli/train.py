@@ -232,7 +232,7 @@ class TrainCommand:
         finally:
             lock.release()
             console().show_cursor()  # rank 0 hides it, and may have been killed
-        exit_if_stopped(stop)
+        exit_if_stopped(stop, continues=True)
 
     def _check(self, config: "Config", num_ranks: int) -> "Components":
         return check(config, num_ranks, self._sides, self.share_gpu)
