@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import socket
@@ -11,6 +12,8 @@ from pathlib import Path
 
 from ranks import World
 from train.runs import start_each, start_in
+
+from distca.planning.costs.profile import Profile
 
 TINY = [
     "model.sizes={layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
@@ -66,6 +69,19 @@ def test_data_with_other_contents_is_named(world: World, tmp_path: Path) -> None
     first, second = world(2).run(start_in, settings, str(tmp_path), ranks=2)
     assert first == second
     assert re.match(r"data\.source 0\.contents is \w+ on rank 0 and \w+ on rank 1", first)
+
+
+def test_a_profile_with_other_rates_is_named(world: World, tmp_path: Path) -> None:
+    """Plans would differ sooner or later, with words about lengths and options."""
+    record = Profile.read("h200").to_json()
+    for rank, tflops in enumerate((100.0, 200.0)):
+        (tmp_path / str(rank)).mkdir()
+        text = json.dumps(record | {"linear_tflops": tflops})
+        (tmp_path / str(rank) / "mine.json").write_text(text)
+    settings = [*TINY, "parallel.cost=mine.json", f"out={tmp_path}/run"]
+    first, second = world(2).run(start_in, settings, str(tmp_path), ranks=2)
+    assert first == second
+    assert re.match(r"file of parallel\.cost\.contents is \w+ on rank 0 and \w+ on rank 1", first)
 
 
 def test_both_processes_end_with_2_and_one_says_why(tmp_path: Path) -> None:

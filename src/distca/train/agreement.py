@@ -36,11 +36,15 @@ def versions() -> dict[str, str]:
 
 
 def components_of(
-    model: Any, data: list[dict[str, Any]], weights: Mapping[str, Any]
+    model: Any,
+    data: list[dict[str, Any]],
+    weights: Mapping[str, Any],
+    profile: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Returns the model's config, and the fingerprints of weights and data, by key."""
+    """Returns the model's config, and the fingerprints of weights, data and costs, by key."""
     sources = {f"source {number}": values for number, values in enumerate(data)}
-    return _flat("", {"model config": asdict(model), "weights": weights, "data": sources})
+    files = {"weights": weights, "data": sources, "file of parallel.cost": profile}
+    return _flat("", {"model config": asdict(model), **files})
 
 
 def agree(mine: Mapping[str, Any]) -> None:

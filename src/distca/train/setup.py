@@ -25,6 +25,7 @@ from distca.model.sizes import model_config
 from distca.pipeline.memory import GIB, Memory
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
+from distca.planning.costs.profile import is_shipped
 from distca.planning.options import PlanOptions
 from distca.planning.policies import policy_of
 from distca.planning.spans import Ints
@@ -54,6 +55,7 @@ class Components:
     planner: StepPlanner
     memory: Memory  # of a worker, estimated
     weights: Fingerprint  # of the files of ``model.path``
+    profile: Fingerprint  # of the file of ``parallel.cost``
 
     @classmethod
     def of(
@@ -92,14 +94,24 @@ class Components:
         weights: Fingerprint = {}
         if path := config.model.path:
             weights = fingerprint(sorted({Path(path) / file for file in check_folder(model, path)}))
-        return cls(parallel, model, loader_of(config, tokenizer), planner, memory, weights)
+        profile: Fingerprint = {}
+        if not is_shipped(cost := config.parallel.cost) and Path(cost).is_file():
+            profile = fingerprint([Path(cost)])
+        loader = loader_of(config, tokenizer)
+        return cls(parallel, model, loader, planner, memory, weights, profile)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns by key what all ranks must have in common."""
+        return agreement.components_of(
+            self.model, self.loader.fingerprints, self.weights, self.profile
+        )
 
 
 def facts_of(config: Config, own: Components, device: torch.device) -> dict[str, Any]:
     """Returns what a process that joins a run must have in common with its ranks, as JSON."""
     plan = own.planner.plan(_full_documents(config)).fingerprint
-    facts = agreement.components_of(own.model, own.loader.fingerprints, own.weights)
-    facts |= agreement.versions() | {"kind of device": device.type, "plan of a full batch": plan}
+    facts = own.to_json() | agreement.versions()
+    facts |= {"kind of device": device.type, "plan of a full batch": plan}
     return json.loads(json.dumps(facts))  # type: ignore[no-any-return]
 
 

@@ -207,7 +207,7 @@ class Trainer:
             own = setup.Components.of(
                 self.config, dist.get_world_size(), self.device, nodes=nodes, sides=sides
             )
-        agreement.agree(agreement.components_of(own.model, own.loader.fingerprints, own.weights))
+        agreement.agree(own.to_json())
         return own
 
     def _description(self) -> Description | None:
