@@ -108,14 +108,30 @@ def test_models_of_the_users_own_are_a_warning(caplog: pytest.LogCaptureFixture)
     assert "`distca check MODEL_DIR`" in caplog.text
 
 
-def test_a_model_that_calls_no_attention_of_ours_is_refused_in_training() -> None:
+def test_a_model_that_calls_no_attention_of_ours_is_refused() -> None:
     model = tiny_model("llama", "distca")
     for layer in model.model.layers:
         layer.self_attn = Skipping()
     with pytest.raises(ValueError, match="LlamaForCausalLM has not called the attention"):
         model(**packed([20, 9]))
     with torch.no_grad():
-        model(**packed([20, 9]))
+        with pytest.raises(ValueError, match="LlamaForCausalLM has not called the attention"):
+            model(**packed([20, 9]))
+        model(**packed([20]))
+
+
+@pytest.mark.parametrize("family", ["layoutlm", "fnet"])
+def test_encoders_that_mix_documents_are_refused_without_gradients(family: str) -> None:
+    kinds = {"layoutlm": transformers.LayoutLMForMaskedLM, "fnet": transformers.FNetForMaskedLM}
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    config = kinds[family].config_class(**sizes)
+    config.num_attention_heads = 4
+    model = kinds[family]._from_config(config, attn_implementation="distca").eval()
+    words = "has not called the attention|mask of its own, so that documents cannot be told apart"
+    with torch.no_grad():
+        with pytest.raises(ValueError, match=words):
+            model(**packed([20, 9]))
+        model(**packed([20]))
 
 
 @pytest.mark.slow

@@ -130,7 +130,9 @@ class Registered:
         if not isinstance(attention_mask, PackedMask):
             num_rows, _, num_queries, _ = query.shape
             several = False
-            if attention_mask is None and num_queries > 1:
+            # Without a mask, or with the same one for all queries, nothing can be told apart.
+            alike = attention_mask is None or attention_mask.shape[-2] == 1
+            if alike and num_queries > 1:
                 several = len(told_lengths(num_rows, num_queries)) > num_rows
             refuse_mask(where, module, attention_mask, given, several=several)
             out = attend_masked(module, query, key, value, attention_mask, scaling, given)

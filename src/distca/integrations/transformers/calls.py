@@ -154,9 +154,17 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
         refusals.refuse_own_mask(call)
     if not outer:
         hooks.after()
-    if learns and not outer:
+    if not outer and (learns or (not call.attended and _holds_several(call))):
         refusals.check_use(call)
     return result
+
+
+def _holds_several(call: CallInProgress) -> bool:
+    """Tells whether a row holds several documents, which no layer of the model keeps apart."""
+    if call.tokens is None or any(map(refusals.keeps_apart, call.model.modules())):
+        return False
+    num_rows, row_tokens = call.tokens.shape[:2]
+    return bool(len(within((call,), told_lengths, num_rows, row_tokens)) > num_rows)
 
 
 @cache

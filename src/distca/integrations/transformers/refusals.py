@@ -189,7 +189,10 @@ def refuse_own_mask(call: CallInProgress) -> NoReturn:
 
 
 def check_use(call: CallInProgress) -> None:
-    """Checks after a call with gradients which modules have called distca's attention."""
+    """Checks after a call which modules have called distca's attention.
+
+    After one without gradients, only if none has, and documents share a row.
+    """
     kind = class_of(call.model)
     name = kind.__name__
     if not call.attended and call.tokens is not None:
