@@ -101,6 +101,25 @@ def test_what_is_wrong_is_said(folder: Path) -> None:
             open_tokenizer(spec, **options)
 
 
+def test_a_config_beside_the_file_may_be_damaged(folder: Path) -> None:
+    for text, said in (
+        ("[]", r"tokenizer_config\.json is not a table of entries: download it again"),
+        ('{"eos_token": [1]}', r"eos_token in .*json is \[1\]: it must be a text"),
+    ):
+        (folder / "tokenizer_config.json").write_text(text)
+        with pytest.raises(ValueError, match=said):
+            open_tokenizer(str(folder))
+
+
+def test_words_that_a_tokenizer_cannot_read_are_said(tmp_path: Path) -> None:
+    inner = Inner(models.WordLevel({"to": 0}, unk_token="?"))
+    inner.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path), add_eos=False)
+    assert tokenizer.encode("to").tolist() == [0]
+    with pytest.raises(ValueError, match=r"tokenizer\.json cannot read a text \(.*\): mend it, or"):
+        tokenizer.encode("be")
+
+
 def test_a_missing_library_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(ValueError, match=r"needs the tokenizers library: pip install 'distca\[hf"):

@@ -195,3 +195,18 @@ def test_command_without_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[s
     status, _, err = checked(capsys, str(tmp_path))
     assert status == 2
     assert "no config.json: give the folder of a transformers model" in err
+
+
+def test_command_on_a_damaged_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = family_model_of("llama", "eager").config
+    config.save_pretrained(tmp_path)
+    for name, content in (
+        ("model.safetensors", b"short"),
+        ("config.json", b'{"model_type": "llama", "hidden_size": "32"}'),
+        ("config.json", b"[" * 100_000),
+    ):
+        (tmp_path / name).write_bytes(content)
+        status, _, err = checked(capsys, str(tmp_path))
+        assert status == 2
+        assert f"{tmp_path} cannot be loaded by transformers (" in err
+        assert err.count("\n") == 1

@@ -127,7 +127,12 @@ def _hugging_face(path: Path, chosen: Mapping[str, str], add_bos: bool, add_eos:
         # JSON may hold half characters, which tokenizers cannot read.
         text = text.encode("utf-8", errors="replace").decode("utf-8")
         # The file's template would add bos a second time.
-        return np.array(inner.encode(text, add_special_tokens=False).ids, np.int64)
+        try:
+            return np.array(inner.encode(text, add_special_tokens=False).ids, np.int64)
+        except Exception as error:  # such as no token for what the vocabulary does not have
+            raise ValueError(
+                f"{path} cannot read a text ({error}): mend it, or use another tokenizer"
+            ) from None
 
     vocab_size = 1 + max(inner.get_vocab().values(), default=0)  # ids may have gaps
     return Tokenizer(str(path), vocab_size, encode, **ids, add_bos=add_bos, add_eos=add_eos)
@@ -154,8 +159,12 @@ def _load(path: Path) -> Any:
 def _named_tokens(path: Path) -> dict[str, str | None]:
     """Returns bos and eos of a ``tokenizer_config.json``, if it exists."""
     config = read_json(path) if path.is_file() else {}
+    if not isinstance(config, dict):
+        raise ValueError(f"{path} is not a table of entries: download it again")
     named: dict[str, str | None] = {}
     for word in ("bos", "eos"):
-        token = config.get(f"{word}_token") if isinstance(config, dict) else None
+        token = config.get(f"{word}_token")
         named[word] = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(named[word], str | None):
+            raise ValueError(f"{word}_token in {path} is {token!r}: it must be a text")
     return named

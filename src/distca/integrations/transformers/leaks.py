@@ -93,10 +93,23 @@ def packed(
 
 def load(folder: Path) -> nn.Module:
     """Loads a model in float32 from its folder, with random weights if that has only a config."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} has no config.json: give the folder of a transformers model")
+    try:
+        return _load(folder)
+    except (ValueError, OSError):  # whose words are meant for users
+        raise
+    except Exception as error:  # damaged files fail in any way
+        first = next(iter(str(error).splitlines()), "")
+        raise ValueError(
+            f"{folder} cannot be loaded by transformers ({type(error).__name__}: {first}): download"
+            " it again, or mend its config.json"
+        ) from error
+
+
+def _load(folder: Path) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+
     config = AutoConfig.from_pretrained(folder)
     kinds: list[Any] = [AutoModelForCausalLM, AutoModelForImageTextToText]
     own = getattr(config, "auto_map", {})  # classes whose code is in the folder
