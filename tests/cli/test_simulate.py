@@ -313,6 +313,8 @@ def test_mistakes_in_a_file_are_one_sentence(run: Any, text: str, words: str) ->
         (["--sequences=0"], "sequences = 0: give 1 or more"),
         (["--sequences=3", "--gpus=64,96"], "3 sequences on 64 GPUs are 4.5 on 96"),
         (["--batches=0"], "--batches 0: give a number from 1 to"),
+        (["--sequences=99999999999"], "--sequences 1e+11: give a number from 1 to 1,048,576"),
+        (["--gpus-per-node=99999999999999999999"], "--gpus-per-node 1e+20: give a number from 1"),
         (["--seed=-1"], "--seed -1: give a number from 0 to"),
         (["--mask=x"], "mask 'x' is unknown"),
         (["--policy=x"], "policy 'x' is unknown"),

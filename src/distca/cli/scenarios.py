@@ -26,7 +26,7 @@ from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
 from distca.sim.sweep import Sizes
 
-MOST_BATCHES, LARGEST = 10_000, 10**9  # far above all that is of use
+MOST_BATCHES, MOST_SEQUENCES, LARGEST = 10_000, 1 << 20, 10**9  # far above all that is of use
 TOKENS_PER_GPU = 32768  # in a step, unless the number of sequences is given
 
 
@@ -47,6 +47,7 @@ class Study:
         _ = Rates(model, machines, MeshShape()).profile  # reports a missing one at once
         context, lengths = _documents(settings)
         _within("--batches", settings.batches, 1, MOST_BATCHES)
+        _within("--sequences", settings.sequences or 1, 1, MOST_SEQUENCES)
         seeds = _counts("seed", settings.seed)
         for seed in seeds or (-1,):
             _within("--seed", seed, 0, LARGEST)
@@ -114,6 +115,7 @@ def cluster_of(settings: Settings) -> Cluster:
     )
     inside = _bandwidth("--inside", settings.inside) or known.inside.bytes_per_s
     per_node = settings.gpus_per_node
+    _within("--gpus-per-node", 1 if per_node is None else per_node, 1, MOST_RANKS)
     return replace(
         known,
         gpus_per_node=known.gpus_per_node if per_node is None else per_node,
