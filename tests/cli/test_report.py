@@ -139,14 +139,16 @@ def test_markup_in_names_stays_text(run: Any) -> None:
         ("text.json", "hello", "text.json is damaged or not JSON"),
         ("metrics.jsonl", "x\ny\nz\n", "metrics.jsonl holds no record of a step"),
         ("metrics.jsonl", '{"loss": 1}\n', "metrics.jsonl holds lines that are no records"),
+        ("metrics.jsonl", "[" * 100_000 + "\n\n", "metrics.jsonl holds no record of a step"),
+        ("metrics.jsonl", b"\xff\n", "metrics.jsonl is not text: delete it, or move it away"),
         ("metrics.jsonl", "", "has no finished step yet: wait for one, or follow it with --live"),
     ],
 )
 def test_anything_else_is_refused_with_one_sentence(
-    run: Any, name: str, content: str | None, words: str
+    run: Any, name: str, content: str | bytes | None, words: str
 ) -> None:
     if content is not None:
-        Path(name).write_text(content)
+        Path(name).write_bytes(content if isinstance(content, bytes) else content.encode())
     _, err = run(name, status=2)
     assert err.startswith("distca: ")
     assert words in err

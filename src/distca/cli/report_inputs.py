@@ -98,10 +98,7 @@ def _records(folder: Path) -> list[dict[str, Any]]:
     path = folder / METRICS
     if not path.exists():
         return []
-    try:
-        records = read(path)
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not text: {KNOWN}") from None
+    records = read(path)
     if not records and path.read_text().count("\n") > 1:
         raise ValueError(f"{path} holds no record of a step, but other lines: {KNOWN}")
     return records

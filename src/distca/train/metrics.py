@@ -68,11 +68,15 @@ def read(path: Path) -> list[Record]:
 
     Raises ValueError for other lines.
     """
+    try:
+        text = path.read_text()
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not text: delete it, or move it away") from None
     records = []
-    for line in path.read_text().splitlines():
+    for line in text.splitlines():
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if not isinstance(record, dict) or not isinstance(record.get("step"), int):
             raise ValueError(
