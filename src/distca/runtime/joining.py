@@ -14,9 +14,11 @@ import json
 import socket
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
+from threading import Thread
 from typing import Any
 
 import torch
@@ -72,6 +74,28 @@ def publish_end(context: RankContext) -> None:
         root_store(context.world_group.get_group_store()).set(_HUB, "[]")
 
 
+def _open(host: str, port: int) -> Store:
+    """Connects to a store. Raises TimeoutError if what listens there is silent.
+
+    torch would wait for it without end, and meanwhile no signal is heard: so another thread does.
+    """
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    opened: Future[Store] = Future()
+
+    def connect() -> None:
+        limit = timedelta(seconds=ANSWER_S)
+        try:
+            opened.set_result(TCPStore(host, port, timeout=limit, wait_for_workers=False))
+        except Exception as error:
+            opened.set_exception(error)
+
+    Thread(target=connect, daemon=True).start()
+    with suppress(TimeoutError):
+        return opened.result(_CONNECT_S)
+    raise TimeoutError(f"it is silent for {_CONNECT_S:.0f} s")
+
+
 class Run:
     """A run, as a process sees it that does not belong to it yet."""
 
@@ -83,17 +107,13 @@ class Run:
     def at(cls, address: str) -> Run:
         """Finds the run whose store has this address, HOST:PORT. Raises ValueError if none has."""
         host, colon, port = address.rpartition(":")
-        if not colon or not host or not port.isdecimal():
+        if not colon or not host or not port.isdecimal() or int(port) >= 1 << 16:
             raise ValueError(f"--join {address}: give HOST:PORT, as the run shows it at its start")
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
         try:
             # Unlike the store, this fails at once if nobody listens.
             socket.create_connection((host, int(port)), _CONNECT_S).close()
-            store = TCPStore(
-                host, int(port), timeout=timedelta(seconds=ANSWER_S), wait_for_workers=False
-            )
-        except (RuntimeError, ValueError, OSError, OverflowError) as error:
+            store = _open(host, int(port))
+        except (RuntimeError, ValueError, OSError) as error:
             raise ValueError(
                 f"--join {address}: no run answers there ({str(error).splitlines()[0]})"
             ) from None
