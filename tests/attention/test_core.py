@@ -90,7 +90,9 @@ def test_selective_checkpointing_exchanges_once() -> None:
 def test_no_collective_where_nothing_moves() -> None:
     even = Batch([[40], [40], [40]], {"tile": 16, "min_shard": 16}).plan()
     assert exchanges_of(even, lambda attention, qkv: attention(*qkv, even)) == [0, 0, 0]
-    keys_only = three_ranks(placement="balanced")
+    keys_only = Batch([[500, 9], [64, 7, 1], [40]], {"tile": 16, "min_shard": 16}).plan(
+        placement="balanced"
+    )
     assert not len(keys_only.forward.moved)
     assert keys_only.traffic.total
     # No output goes home, so forward has no combine.

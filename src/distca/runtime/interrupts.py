@@ -1,14 +1,19 @@
-"""Ctrl-C and SIGTERM while modules are imported, which takes seconds.
+"""Ctrl-C and SIGTERM while Python cannot handle them: during imports, and while C++ waits.
 
-An exception that a signal raises inside an import may be caught there, and leaves half a module:
-numpy and torch then fail later, with errors of their own. So a process that is asked to end during
-an import ends at once. It has nothing to clean up yet.
+An exception that a signal raises inside an import, which takes seconds, may be caught there, and
+leaves half a module: numpy and torch then fail later, with errors of their own. So a process that
+is asked to end during an import ends at once. It has nothing to clean up yet.
 """
 
 import os
 import signal
+from collections.abc import Callable
+from concurrent.futures import Future
+from threading import Thread
 from types import FrameType
+from typing import TypeVar
 
+Result = TypeVar("Result")
 CTRL_C = 130  # the exit status after a Ctrl-C
 _IMPORT = "<frozen importlib._bootstrap>"
 
@@ -33,3 +38,20 @@ def exit_if_importing(frame: FrameType | None, status: int) -> None:
 def _end(_: int, frame: FrameType | None) -> None:
     exit_if_importing(frame, CTRL_C)
     raise KeyboardInterrupt
+
+
+def open_to_signals(work: Callable[[], Result], limit_s: float | None = None) -> Result:
+    """Returns the result of work that waits in C++, where Python would handle no signal.
+
+    Raises TimeoutError if it takes longer than the limit; it then goes on, and is not waited for.
+    """
+    done: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return done.result(limit_s)

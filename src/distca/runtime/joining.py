@@ -14,11 +14,9 @@ import json
 import socket
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
-from threading import Thread
 from typing import Any
 
 import torch
@@ -27,6 +25,7 @@ from torch.distributed.distributed_c10d import Store
 from distca.dispatch.hub_address import HubAddress
 from distca.dispatch.peers import Members, Peers
 from distca.pipeline.mesh import MeshShape
+from distca.runtime.interrupts import open_to_signals
 from distca.runtime.lost_ranks import name_them_here, spare, watch
 from distca.runtime.mesh import RankContext
 from distca.runtime.new_groups import Groups, make_groups, root_store
@@ -77,23 +76,18 @@ def publish_end(context: RankContext) -> None:
 def _open(host: str, port: int) -> Store:
     """Connects to a store. Raises TimeoutError if what listens there is silent.
 
-    torch would wait for it without end, and meanwhile no signal is heard: so another thread does.
+    torch would wait for it without end.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-    opened: Future[Store] = Future()
-
-    def connect() -> None:
+    def connect() -> Store:
         limit = timedelta(seconds=ANSWER_S)
-        try:
-            opened.set_result(TCPStore(host, port, timeout=limit, wait_for_workers=False))
-        except Exception as error:
-            opened.set_exception(error)
+        return TCPStore(host, port, timeout=limit, wait_for_workers=False)
 
-    Thread(target=connect, daemon=True).start()
-    with suppress(TimeoutError):
-        return opened.result(_CONNECT_S)
-    raise TimeoutError(f"it is silent for {_CONNECT_S:.0f} s")
+    try:
+        return open_to_signals(connect, _CONNECT_S)
+    except TimeoutError:
+        raise TimeoutError(f"it is silent for {_CONNECT_S:.0f} s") from None
 
 
 class Run:

@@ -2,22 +2,19 @@
 
 import os
 import socket
-from collections.abc import Callable
-from concurrent.futures import Future
 from functools import partial
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
+from distca.runtime.interrupts import open_to_signals
 from distca.runtime.launched import mark_repeated, num_restarts
 from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.rank_device import local_device
 
-Result = TypeVar("Result")
 _NAMED = 3  # ranks in an error
 
 
@@ -34,7 +31,7 @@ def join_world() -> torch.device:
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         if joins:
-            store, rank, world_size = _open_to_signals(partial(_meet, device.type))
+            store, rank, world_size = open_to_signals(partial(_meet, device.type))
             dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         else:
             alone = torch.distributed.HashStore()  # type: ignore[attr-defined]
@@ -71,20 +68,6 @@ def _meet(device: str) -> tuple[Any, int, int]:
     store = distributed_c10d.PrefixStore(f"attempt {num_restarts()}", found)
     _check_devices(store, rank, world_size, device)
     return store, rank, world_size
-
-
-def _open_to_signals(work: Callable[[], Result]) -> Result:
-    """Returns the result of work that waits in C++, where Python would handle no signal."""
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return done.result()
 
 
 def _check_devices(store: Any, rank: int, world_size: int, kind: str) -> None:

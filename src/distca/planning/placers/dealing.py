@@ -126,7 +126,7 @@ class _Workers:
     ) -> None:
         self.net_headroom: list[float] = dealt.net_headroom(density).tolist()
         self.tokens_left: list[float] = dealt.tokens_left.tolist()
-        self.worth_a_cut = WORTH_A_CUT * max(self.net_headroom)  # if it is more
+        self.worth_a_cut = WORTH_A_CUT * max(*self.net_headroom, 0.0)  # if it is more
         self._sent_keys, self._received_keys = ([0] * len(self.tokens_left) for _ in range(2))
         self._traffic_limit = traffic_limit
         self._shortest = shortest  # tokens of a slice
