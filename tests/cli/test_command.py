@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import typer
 
-from distca.cli import app
+from distca.cli import app, main
 from distca.cli.command import Command, exit_if_stopped, for_typer, rank_command
 from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
@@ -70,3 +70,20 @@ def test_only_what_can_go_on_succeeds_after_a_signal(
     err = capsys.readouterr().err
     assert words in err
     assert bool(words) == bool(err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["train", "--out", ""], "the value of --out is empty: give one, or leave it out"),
+        (["plan", "pretrain", "--out="], "the value of --out is empty: give one, or leave it out"),
+        (["report", ""], "an argument is empty: give one, or leave it out"),
+    ],
+)
+def test_an_empty_value_is_refused(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert capsys.readouterr().err == f"distca: {words}\n"

@@ -5,6 +5,7 @@ Nothing heavy is imported before a command runs, so that ``distca --help`` answe
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Annotated
 
 import typer
@@ -81,6 +82,7 @@ def main(args: Sequence[str] | None = None) -> None:
     """
     arguments = list(sys.argv[1:] if args is None else args)
     try:
+        _check_empty(arguments)
         status = app(arguments or ["--help"], prog_name="distca", standalone_mode=False)
     except (ValueError, OSError, _USAGE_ERROR) as error:
         if not is_repeated(error):
@@ -93,6 +95,19 @@ def main(args: Sequence[str] | None = None) -> None:
     except (KeyboardInterrupt, typer.Abort):
         status = CTRL_C
     sys.exit(status or 0)
+
+
+def _check_empty(arguments: Sequence[str]) -> None:
+    """Raises ValueError for an empty value, such as that of a variable that is not set.
+
+    An empty path would be the current folder.
+    """
+    for before, one in pairwise(["", *arguments]):
+        has_no_value = one.startswith("--") and one.find("=") == len(one) - 1
+        if has_no_value or not one:
+            flag = one[:-1] or before
+            what = f"the value of {flag}" if flag.startswith("--") else "an argument"
+            raise ValueError(f"{what} is empty: give one, or leave it out")
 
 
 def _sentence(error: Exception) -> str:
