@@ -62,7 +62,7 @@ def random_lengths(seed: int, count: int, longest: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("servers", [{}, {"servers": 3, "workers_serve": False}])
-@pytest.mark.parametrize(("count", "ranks"), [(60, 64), (64, 32), (40, 48)])
+@pytest.mark.parametrize(("count", "ranks"), [(60, 60), (64, 32), (40, 48)])
 def test_thousands_of_shards_are_not_scheduled_to_be_compared(
     count: int, ranks: int, servers: dict[str, int]
 ) -> None:

@@ -12,8 +12,10 @@ from pathlib import Path
 import pytest
 
 READY = "print('ready', flush=True)"
+# In short turns: a signal that comes just before a sleep is handled after it.
+SLEEP = "for _ in range(600): time.sleep(0.1)"
 # A module that swallows what is raised inside it, as some do.
-SWALLOWS = f"import time\ntry:\n    {READY}\n    time.sleep(60)\nexcept BaseException: pass\n"
+SWALLOWS = f"import time\ntry:\n    {READY}\n    {SLEEP}\nexcept BaseException: pass\n"
 CTRL_C = "from distca.runtime.interrupts import end_on_ctrl_c; end_on_ctrl_c()"
 SIGTERM = "from distca.cli.command import stop_before_first_step; stop_before_first_step()"
 
@@ -49,7 +51,7 @@ def test_the_installed_script_is_that() -> None:
 
 
 def test_ctrl_c_elsewhere_is_an_exception_as_usual(tmp_path: Path) -> None:
-    (tmp_path / "sleeps.py").write_text("import time\ndef sleep(): time.sleep(60)\n")
+    (tmp_path / "sleeps.py").write_text(f"import time\ndef sleep():\n    {SLEEP}\n")
     code = (
         f"{CTRL_C}\nimport sleeps\n"
         f"try:\n    {READY}\n    sleeps.sleep()\nexcept KeyboardInterrupt: print(1)"
