@@ -32,6 +32,7 @@ from distca.planning.tasks import Tasks
 
 NUM_MOVES = 512  # after which the search ends
 RANKS_A_MOVE = 16  # of more than MANY_RANKS, of which one moves a task at the same time as others
+NUM_BACK = 512  # longest tasks of other ranks, of which the slowest may get one in exchange
 NUM_ROOMS = 16  # largest headrooms, of ranks that make room or that tasks are passed on to
 
 
@@ -139,12 +140,11 @@ def _exchange(
     """
     devices = problem.devices
     row = np.flatnonzero(np.isin(rows[3], roomy))
+    row = row[np.argsort(rows[1, row] - rows[2, row], kind="stable")[:NUM_BACK]]
     if not len(row) or not len(pieces.row):
         return []
-    back, server = (
-        documents.load(problem.placement.document[rows[0, row]], *rows[1:3, row]),
-        rows[3, row],
-    )
+    shard, start, stop, server = rows[:, row]
+    back = documents.load(problem.placement.document[shard], start, stop)
     added, freed = pieces.added_load[:, None], pieces.freed_load[:, None]
     later = np.maximum(
         devices.finish_ps(load[worst] - freed + back, worst),
@@ -153,11 +153,10 @@ def _exchange(
     piece, task = divmod(int(np.maximum(later, latest).argmin()), len(row))
     if later[piece, task] >= devices.finish_ps(load)[worst]:
         return []
-    low, high = rows[1:3, row[task]].tolist()
-    moving = int(back[task])
+    returning, low, high, moving = (int(one[task]) for one in (row, start, stop, back))
     moves = [
         pieces.move(piece, int(server[task])),
-        Move(int(row[task]), low, high, worst, added_load=moving, freed_load=moving),
+        Move(returning, low, high, worst, added_load=moving, freed_load=moving),
     ]
     return moves if all(fits(problem, rows, move) for move in moves) else []
 
