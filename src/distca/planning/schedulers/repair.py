@@ -17,6 +17,7 @@ import bisect
 import numpy as np
 
 from distca.planning.costs.base import TaskCost
+from distca.planning.devices import UNLIMITED
 from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.budget import MANY_RANKS
 from distca.planning.schedulers.single_moves import (
@@ -24,6 +25,7 @@ from distca.planning.schedulers.single_moves import (
     Pieces,
     best_moves,
     fits,
+    moved_bytes,
     pieces_of,
     rows_after,
 )
@@ -136,7 +138,8 @@ def _exchange(
 ) -> list[Move]:
     """Returns the moves of a piece of the slowest rank, and of a task that it gets for it.
 
-    Of all pairs, it is the one after which the later of the two ranks finishes earliest.
+    Of all pairs, it is the one after which the later of the two ranks finishes earliest; of those
+    that keep both within the bound, the one with the fewest bytes.
     """
     devices = problem.devices
     row = np.flatnonzero(np.isin(rows[3], roomy))
@@ -144,13 +147,20 @@ def _exchange(
     if not len(row) or not len(pieces.row):
         return []
     shard, start, stop, server = rows[:, row]
-    back = documents.load(problem.placement.document[shard], start, stop)
+    document = problem.placement.document[shard]
+    back = documents.load(document, start, stop)
     added, freed = pieces.added_load[:, None], pieces.freed_load[:, None]
     later = np.maximum(
         devices.finish_ps(load[worst] - freed + back, worst),
         devices.finish_ps(load[server] + added - back, server),
     )
-    piece, task = divmod(int(np.maximum(later, latest).argmin()), len(row))
+    until = np.maximum(later, latest)
+    home = problem.placement.worker
+    leaving = moved_bytes(problem, pieces.document, pieces.low, pieces.high)[:, None]
+    moved = leaving * _more_away(home[rows[0, pieces.row]][:, None], worst, server)
+    moved += moved_bytes(problem, document, start, stop) * _more_away(home[shard], server, worst)
+    cheapest = np.where(until == until.min(), moved, UNLIMITED).argmin()
+    piece, task = divmod(int(cheapest), len(row))
     if later[piece, task] >= devices.finish_ps(load)[worst]:
         return []
     returning, low, high, moving = (int(one[task]) for one in (row, start, stop, back))
@@ -159,6 +169,12 @@ def _exchange(
         Move(returning, low, high, worst, added_load=moving, freed_load=moving),
     ]
     return moves if all(fits(problem, rows, move) for move in moves) else []
+
+
+def _more_away(home: Ints, before: Ints | int, after: Ints | int) -> Ints:
+    """Returns 1 for moves away from home, -1 for those back home, and 0 for all others."""
+    more: Ints = np.not_equal(after, home).astype(np.int64) - np.not_equal(before, home)
+    return more
 
 
 def _pass_on(
