@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distca.runtime.disk import writing
-from distca.runtime.launched import is_launched, num_restarts
+from distca.runtime.launched import is_launched
 from distca.runtime.mesh import RankContext
 from distca.runtime.together import from_all_ranks, together
 from distca.train.config import Config
@@ -19,10 +18,9 @@ from distca.train.extra import CheckExtra, Extra
 from distca.train.metrics import ABANDONED, Records
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import newest
+from distca.train.torchrun_job import TorchrunJob
 from distca.train.trackers import Trackers
 from distca.train.weights import Weights
-
-BEGUN = "torchrun-job"  # names the job that has begun to train here: its restarts continue
 
 Tell = Callable[[str], None]
 
@@ -48,6 +46,7 @@ class RunFolder:
         with together(context.world_group):
             if context.rank == 0 and not is_launched():
                 lock = RunLock(path)
+                TorchrunJob(path).forget_earlier()
         return cls(path, config, context.rank, tell, lock)
 
     def unlock(self) -> None:
@@ -68,9 +67,10 @@ class RunFolder:
         restore: called with what the checkpoint has besides weights; returns its step.
         """
         resumes, chosen = self.config.resume, self.config.from_step
+        job = TorchrunJob(self.path)
         start: list[Any] = [None]
         with together(group):
-            if self._has_begun:  # what it set aside is not to be continued, what it saved is
+            if job.has_begun():  # what it set aside is not to be continued, what it saved is
                 resumes, chosen = True, -1
             if weights is not None and resumes:
                 resumed = weights.checkpoints.resume(None if chosen < 0 else chosen, check)
@@ -85,24 +85,10 @@ class RunFolder:
         if weights is not None:
             aside = weights.checkpoints.set_aside_after(step)
             notes += [f"{name} is later, and is kept but not used" for name in aside]
-        if self._job is not None and self.rank == 0:
-            with writing(self.path):
-                self.path.mkdir(parents=True, exist_ok=True)
-                (self.path / BEGUN).write_text(self._job)
+        if self.rank == 0:
+            job.begin()
         for line in (*notes, words):
             self.tell(line)
-
-    @property
-    def _job(self) -> str | None:
-        """The name of torchrun's job, if it has started this rank."""
-        return None if is_launched() else os.environ.get("TORCHELASTIC_RUN_ID")
-
-    @property
-    def _has_begun(self) -> bool:
-        """Whether torchrun restarts ranks that had begun this run; our launcher tells them."""
-        begun = self.path / BEGUN
-        restarts = self._job is not None and num_restarts() > 0
-        return restarts and begun.is_file() and begun.read_text() == self._job
 
     def open_records(self, first_step: int) -> Records | None:
         """Returns where to write records of steps; None on all ranks but the first."""
