@@ -27,6 +27,7 @@ from functools import cached_property
 
 import numpy as np
 
+from distca.planning.devices import UNLIMITED
 from distca.planning.placement import Placement
 from distca.planning.placers.attempts import Attempt, Measure
 from distca.planning.placers.candidates import Placed, best_of
@@ -36,6 +37,7 @@ from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import SliceLimits, Slicer
 from distca.planning.problem import DocumentLoads, Grain, Problem
+from distca.planning.schedulers.budget import MANY_RANKS
 from distca.planning.spans import Floats
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
@@ -50,6 +52,7 @@ FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another se
 WORTH_A_SEARCH = 0.18  # share of the bytes, those of tasks, up to which no search saves enough
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
+MOST_SLICES = 3000  # dealt on more than MANY_RANKS, after which no other density is tried
 SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
 SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
@@ -65,29 +68,25 @@ def balanced_placement(problem: Problem) -> Placed:
     placements for the scheduler is returned then: the one found, documents in order, or, where
     these do not suffice, each document dealt over all workers.
     """
-
-    def gathered(placement: Placement) -> Placement:
-        return gather_in_nodes(placement, problem)
-
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
     prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     nearest = _search(problem)
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
-        candidates = [gathered(_placement(nearest, problem))]
+        candidates = [gather_in_nodes(_placement(nearest, problem), problem)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
             return Placed(candidates[0])
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return best_of([*candidates, gathered(in_order)], problem)
+        return best_of([*candidates, in_order], problem)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
-        candidates.append(gathered(in_order))
+        candidates.append(in_order)
     dealt = _deal_over_all(in_order, problem) if few else None
     if len(candidates) == 1 and dealt is None:
         return Placed(candidates[0])
-    return best_of(candidates, problem, fallback=None if dealt is None else gathered(dealt))
+    return best_of(candidates, problem, fallback=dealt)
 
 
 def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
@@ -170,10 +169,12 @@ class _Loads:
 def _search_densities(measure: Measure) -> Attempt | None:
     """Returns the first placement within the bound, or the one that moves the fewest bytes.
 
-    The tight target is of no use beside dedicated servers, to which tasks have to move anyway.
+    The tight target is of no use beside dedicated servers, to which tasks have to move anyway. On
+    many ranks, the search ends once many slices have been dealt.
     """
     problem = measure.problem
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
+    slices_left = MOST_SLICES if problem.devices.num_ranks > MANY_RANKS else UNLIMITED
     most_ahead = AHEAD * problem.tolerance
     nearest: Attempt | None = None
     for target in TARGETS if only_workers else TARGETS[:1]:
@@ -182,11 +183,12 @@ def _search_densities(measure: Measure) -> Attempt | None:
             weight = _equal_weight(problem)
         loads = _Loads.of(problem, weight, target)
         if nearest is None:
-            found = _ascend(measure, loads, 0, most_ahead)
+            attempts = _ascend(measure, loads, 0, most_ahead, slices_left)
         else:
-            found = _ascend(measure, loads, nearest.density, np.inf)
-        if nearest is None or (found is not None and found.quality < nearest.quality):
-            nearest = found
+            attempts = _ascend(measure, loads, nearest.density, np.inf, slices_left)
+        slices_left -= sum(len(attempt.long.slices) for attempt in attempts)
+        known = [] if nearest is None else [nearest]
+        nearest = min([*known, *attempts], key=lambda attempt: attempt.quality, default=None)
         if nearest is None or nearest.surplus > NEAR_MISS:
             break
         few_tasks = nearest.surplus <= FEW_TASKS or nearest.task_share <= WORTH_A_SEARCH
@@ -195,17 +197,20 @@ def _search_densities(measure: Measure) -> Attempt | None:
     return nearest
 
 
-def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> Attempt | None:
-    """Tries densities from an index on, as long as the surplus falls; returns the best attempt.
+def _ascend(
+    measure: Measure, loads: _Loads, index: int, most_ahead: float, slices_left: int
+) -> list[Attempt]:
+    """Tries densities from an index on, as long as the surplus falls.
 
     most_ahead: by how much forward may be ahead; with more, no density will meet its bound.
     """
     attempts: list[Attempt] = []
     steps = 1
-    while index < len(loads.densities):
+    while index < len(loads.densities) and slices_left > 0:
         here = _attempt(measure, loads, index)
         before = attempts[-1] if attempts else None
         attempts.append(here)
+        slices_left -= len(here.long.slices)
         # Where the cuts are about the same as before, only a larger step may change them.
         same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)
@@ -214,7 +219,7 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> A
             break
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps
-    return min(attempts, key=lambda attempt: attempt.quality, default=None)
+    return attempts
 
 
 def _attempt(measure: Measure, loads: _Loads, index: int) -> Attempt:
