@@ -309,7 +309,7 @@ def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None
         for tokens in (1024, 65536)
     )
     assert [one.left for one in few] == [budget.BUDGET // 2] * 2
-    assert [one.left for one in many] == [budget.BUDGET, 4 * budget.BUDGET]
+    assert [one.left for one in many] == [budget.BUDGET, budget.BUDGET_OF_MANY]
     assert [one.steps_left for one in few] == [UNLIMITED, budget.NUM_STEPS]
 
 

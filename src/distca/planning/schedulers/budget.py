@@ -14,7 +14,8 @@ from distca.planning.problem import Problem
 
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
-MANY_RANKS = 64  # up to which it is the same; more with many tiles have proportionally more
+MANY_RANKS = 64  # up to which it is the same
+BUDGET_OF_MANY = 450  # of more ranks
 NUM_STEPS = 16  # of more ranks, which shed in eight batches
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
 FEW_SERVERS = 2  # of a request; pieces for others are found one after the other
@@ -32,9 +33,7 @@ class Budget:
         ranks = problem.devices.num_ranks
         few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
         many = ranks > MANY_RANKS
-        budget = (
-            BUDGET // 2 if few_tiles else BUDGET * (ranks if many else MANY_RANKS) // MANY_RANKS
-        )
+        budget = BUDGET // 2 if few_tiles else BUDGET_OF_MANY if many else BUDGET
         return cls(budget, NUM_STEPS) if many else cls(budget)
 
     def spend(self, work: int) -> None:

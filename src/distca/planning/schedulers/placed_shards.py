@@ -151,6 +151,12 @@ class PlacedShards:
         node = self.problem.devices.node
         return self.several_nodes and bool(node[rank] == node[other])
 
+    def ranks_of_node(self, rank: int) -> list[int]:
+        """Returns all ranks of the node of a rank."""
+        node = self.problem.devices.node
+        ranks: list[int] = np.flatnonzero(node == node[rank]).tolist()
+        return ranks
+
     def cuttable(self, shards: Sequence[int]) -> CuttableShards:
         """Returns shards with the positions at which they may be cut."""
         return self._all_cuttable.take(as_ints(shards))

@@ -25,7 +25,8 @@ def server_sets(
             if holder.server not in reserved:
                 sets.append(fewest_servers(loads.headrooms, load, [holder], spare, reserved))
     if shards.several_nodes:
-        near = [headroom for headroom in loads.headrooms if shards.same_node(headroom.server, home)]
+        own = [Headroom(loads.headroom(one), one) for one in shards.ranks_of_node(home)]
+        near = sorted(one for one in own if one.load > 0 and loads.serves(one.server))
         sets.append(fewest_servers(near, load, spare=spare, without=reserved))
     return [one for index, one in enumerate(sets) if one and one not in sets[:index]]
 

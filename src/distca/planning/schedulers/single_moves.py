@@ -21,6 +21,7 @@ from distca.planning.traffic import memory_bytes
 
 NUM_TASKS = 256  # longest tasks of a slow rank, and best moves, that are looked at
 NUM_CUTS = 1024  # of these tasks that are looked at; if there are more, every second or third, ...
+ALL_CUTS = 8192  # of the tasks of all slow ranks together
 
 
 class Move(NamedTuple):
@@ -183,7 +184,8 @@ def _possible_cuts(grain: Grain, start: Ints, stop: Ints, rank: Ints) -> tuple[I
     """Returns (task, position) of cuts that leave at least ``min_shard`` on both sides."""
     first, last = grain.first_cut(start), grain.last_cut(stop)
     num_cuts = np.bincount(rank, np.maximum(last - first + 1, 0))
-    every = 1 + num_cuts.astype(np.int64)[rank] // NUM_CUTS
+    most = min(NUM_CUTS, ALL_CUTS // max(len(num_cuts), 1))  # of a rank
+    every = 1 + num_cuts.astype(np.int64)[rank] // most
     first, last = -(-first // every), last // every
     count = np.maximum(last - first + 1, 0)
     cut = expand(first, count) * np.repeat(every * grain.spacing, count)
