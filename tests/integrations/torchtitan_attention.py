@@ -1,4 +1,4 @@
-"""torchtitan's own attention on a CPU, for tests only.
+"""torchtitan's own attention in any dtype and on a CPU, for tests only.
 
 torch's varlen kernel has no CPU version, and torchtitan casts to bfloat16 for it. So
 ``OwnAttention`` replaces it by ``scaled_dot_product_attention`` of one document after another, and
@@ -22,7 +22,8 @@ from torchtitan.models.common.attention import (
     VarlenMetadata,
 )
 
-torchtitan_on_cpu.stay_on_cpu()
+if not torch.cuda.is_available():
+    torchtitan_on_cpu.stay_on_cpu()
 
 
 class OwnAttention(VarlenAttention):  # type: ignore[misc]

@@ -40,6 +40,7 @@ def texts(sizes: list[int], _: str) -> Dataset:
 
 for name, sizes in {
     "texts": random.Random(0).choices(LENGTHS, k=200),
+    "longer": random.Random(0).choices([16 * length for length in LENGTHS], k=200),
     "long": [5000] * 8,  # every row is one document
     "few": [700] * 6 + [200] * 6,  # the first rank gets the first half
     "none": [700] * 2 + [50] * 2,  # the second rank gets less than a row
@@ -130,7 +131,8 @@ def gathered() -> Iterator[list[Any]]:
 
 def mark() -> None:
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ |= {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size}
+    local_rank = str(torch.cuda.current_device()) if torch.cuda.is_available() else rank
+    os.environ |= {"RANK": rank, "LOCAL_RANK": local_rank, "WORLD_SIZE": size}
 
 
 @dataclass

@@ -29,3 +29,26 @@ def test_megatron(gpu_world: World, case: dict[str, object]) -> None:
     from integrations.megatron_gpu_bodies import stepped_on_gpu
 
     assert max(gpu_world(2).run(stepped_on_gpu, Case(**case), ranks=2)) < 1e-5
+
+
+def test_torchtitan(gpu_world: World) -> None:
+    """At 8,192 tokens a rank, so that messages are beyond NCCL's buffers."""
+    pytest.importorskip(
+        "torchtitan.trainer", reason="torchtitan is not installed", exc_type=ImportError
+    )
+    from integrations.torchtitan_bodies import trained
+
+    options = {
+        "training.seq_len": 8192,
+        "training.global_batch_size": 4,  # two micro-batches per step
+        "dataloader.dataset": "longer",
+    }
+    own, distca = (
+        gpu_world(2).run(trained, attention, "selective", options, ranks=2)
+        for attention in ("own", "distca")
+    )
+    for mine, theirs in zip(distca, own, strict=True):
+        assert len(mine.steps) == 3
+        for found, right in zip(mine.steps, theirs.steps, strict=True):
+            assert found == pytest.approx(right, rel=1e-4)
+        assert mine.exchanges
