@@ -96,13 +96,14 @@ def _describe(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> Requ
     home = placement.worker[number, None]
     start, stop = placement.start[number, None], placement.stop[number, None]
     sources = [np.arange(len(number))[:, None], home, start, stop]
-    # Several requests are for the same shard.
-    other_owners = cache(partial(_other_owners, ledger, ledger.sent.tolist()))
-    others = [
-        (row, worker, *span)
-        for row, shard in enumerate(number)
-        for worker, span in other_owners(shard)
-    ]
+    # Several requests are for the same document.
+    busiest_owners = cache(partial(_busiest_owners, ledger, ledger.sent.tolist()))
+    others = list[tuple[int, ...]]()
+    for index, shard in enumerate(number):
+        if not shards.is_document[shard]:
+            own = shards.home[shard], shards.span(shard)
+            busiest = [owner for owner in busiest_owners(shards.document[shard]) if owner != own]
+            others += [(index, worker, *span) for worker, span in busiest[: NUM_SOURCES - 1]]
     row, worker, start, stop = (
         np.concatenate([column, more[:, None]])
         for column, more in zip(sources, as_ints(others).reshape(-1, 4).T, strict=True)
@@ -133,20 +134,14 @@ def _byte_weight(ledger: Ledger, rank: Ints, home: Ints) -> Floats:
     return np.where((node[rank] == node[home]) & ledger.shards.several_nodes, INSIDE_NODE, 1.0)
 
 
-def _other_owners(ledger: Ledger, sent: list[int], shard: int) -> list[tuple[int, Span]]:
-    """Returns the other shards of the document whose workers send the most.
+def _busiest_owners(ledger: Ledger, sent: list[int], document: int) -> list[tuple[int, Span]]:
+    """Returns the shards of a document whose workers send the most, one more than is asked for.
 
     sent: bytes of each rank.
     """
-    shards = ledger.shards
-    if shards.is_document[shard]:
-        return []
-    own = shards.home[shard], shards.span(shard)
-    owners = shards.owners(shards.document[shard]).items()
-    others = [(rank, span) for rank, spans in owners for span in spans if (rank, span) != own]
-    if len(others) < 2:
-        return others
-    return nlargest(NUM_SOURCES - 1, others, key=lambda other: sent[other[0]])
+    owners = ledger.shards.owners(document).items()
+    all_of_them = [(rank, span) for rank, spans in owners for span in spans]
+    return nlargest(NUM_SOURCES, all_of_them, key=lambda owner: sent[owner[0]])
 
 
 def _held(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> HeldSpans:
