@@ -20,10 +20,12 @@ import faulthandler
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
+from threading import Timer
 from typing import Any
 
 import torch
@@ -46,7 +48,8 @@ from distca.runtime.parallelize import Precision
 from distca.runtime.shared_gpu import share_gpu
 from distca.runtime.world import join_world
 
-LOGS = Path("runs/cluster_gpu/logs")
+LOGS = Path("runs/cluster_gpu")
+END_S = 5  # from the stacks of a step that hangs to the end of the rank, so that all write theirs
 
 
 def main() -> None:
@@ -57,13 +60,14 @@ def main() -> None:
             dist.destroy_process_group()
         return
     command = [sys.executable, *sys.argv]
+    logs = LOGS / f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
     if options.cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-        launch.launch(command, options.ranks, LOGS)
+        launch.launch(command, options.ranks, logs)
     else:
-        with share_gpu(options.ranks, LOGS / "mps") as gpu:
+        with share_gpu(options.ranks, logs / "mps") as gpu:
             print(gpu, flush=True)
-            launch.launch(command, options.ranks, LOGS, gpu)
+            launch.launch(command, options.ranks, logs, gpu)
 
 
 # -- one rank ----------------------------------------------------------------------------------
@@ -92,10 +96,9 @@ def run_rank(options: argparse.Namespace) -> None:
         batch = batch_of(options, seed=number if counts else 10**6 + number)
         for name in in_turns(sides, number):
             side = sides[name]
-            faulthandler.dump_traceback_later(options.step_limit, exit=True)
-            ready = side.prepare(batch)
-            figures = train_step(side, ready, context)
-            faulthandler.cancel_dump_traceback_later()
+            with limited(options.step_limit, f"round {number + 1}, {name}"):
+                ready = side.prepare(batch)
+                figures = train_step(side, ready, context)
             if counts:
                 plan = side.plan_of(ready)
                 predicted = predict(plan, side.context.parallel)
@@ -112,6 +115,19 @@ def run_rank(options: argparse.Namespace) -> None:
         print(table(cell))
     if options.trace:
         trace(options, sides, context)
+
+
+@contextmanager
+def limited(seconds: float, what: str) -> Iterator[None]:
+    """Ends this rank after some seconds, and says in its log where it was."""
+    print(what, file=sys.stderr, flush=True)
+    faulthandler.dump_traceback_later(seconds)
+    end = Timer(seconds + END_S, os._exit, [1])
+    end.daemon = True
+    end.start()
+    yield
+    end.cancel()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def trace(options: argparse.Namespace, sides: Mapping[str, Side], context: RankContext) -> None:
