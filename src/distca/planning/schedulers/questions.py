@@ -2,7 +2,6 @@
 
 from collections.abc import Generator, Sequence
 from functools import cache, partial
-from heapq import nlargest
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -141,7 +140,7 @@ def _busiest_owners(ledger: Ledger, sent: list[int], document: int) -> list[tupl
     """
     owners = ledger.shards.owners(document).items()
     all_of_them = [(rank, span) for rank, spans in owners for span in spans]
-    return nlargest(NUM_SOURCES, all_of_them, key=lambda owner: sent[owner[0]])
+    return sorted(all_of_them, key=lambda owner: -sent[owner[0]])[:NUM_SOURCES]
 
 
 def _held(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> HeldSpans:

@@ -209,8 +209,9 @@ def rows_after(rows: Ints, moves: list[Move]) -> Ints:
             (shard, move.high, stop, server),
         ]
     added = as_ints([piece for piece in pieces if piece[1] < piece[2]]).T
-    kept = np.delete(rows, [move.row for move in moves], axis=1)
-    return np.concatenate([kept, added], axis=1)
+    is_kept = np.ones(rows.shape[1], bool)
+    is_kept[[move.row for move in moves]] = False
+    return np.concatenate([rows.compress(is_kept, axis=1), added], axis=1)
 
 
 def fits(problem: Problem, rows: Ints, move: Move) -> bool:
