@@ -122,12 +122,20 @@ def limited(seconds: float, what: str) -> Iterator[None]:
     """Ends this rank after some seconds, and says in its log where it was."""
     print(what, file=sys.stderr, flush=True)
     faulthandler.dump_traceback_later(seconds)
-    end = Timer(seconds + END_S, os._exit, [1])
+    end = Timer(seconds + END_S, end_rank)
     end.daemon = True
     end.start()
     yield
     end.cancel()
     faulthandler.cancel_dump_traceback_later()
+
+
+def end_rank() -> None:
+    """Ends this rank, and says which collectives over NCCL have not ended."""
+    dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", None)
+    if dump is not None:
+        print(dump(includeCollectives=True, onlyActive=True).decode(), file=sys.stderr, flush=True)
+    os._exit(1)
 
 
 def trace(options: argparse.Namespace, sides: Mapping[str, Side], context: RankContext) -> None:
