@@ -89,3 +89,14 @@ def _slowly(
                 moved = single_moves.moved_bytes(problem, pieces.document[piece], *span)
                 options.append((max(later, latest), int(moved), len(options), move))
     return min(options)[-1] if options else None
+
+
+def test_many_slow_ranks_share_the_cuts_that_are_looked_at() -> None:
+    start, stop = np.zeros(64, np.int64), np.full(64, 1 << 20)
+    grain = PlanOptions(model=MODEL).problem(Placement.in_order(stop, 64)).grain
+    one, _ = single_moves._possible_cuts(grain, start[:1], stop[:1], np.zeros(1, np.int64))
+    many, cut = single_moves._possible_cuts(grain, start, stop, np.arange(64))
+    assert single_moves.NUM_CUTS / 2 < len(one) <= single_moves.NUM_CUTS
+    assert single_moves.ALL_CUTS / 2 < len(many) <= single_moves.ALL_CUTS
+    assert set(np.bincount(many)) == {len(many) // 64}
+    assert np.all(cut % grain.spacing == 0)
