@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import socket
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
 from distca.dispatch.hub import Hub, encode
 from distca.dispatch.hub_connection import HubConnection
+from distca.dispatch.peer_news import PeerLostError
 
 _LOOPBACK = "127.0.0.1"
 _CONNECT_S = 30.0
@@ -30,6 +34,33 @@ class HubAddress(NamedTuple):
         connected.settimeout(None)
         connected.sendall(encode(self.token, *who))
         return HubConnection(connected)
+
+
+def reach_hub(group: dist.ProcessGroup) -> tuple[Hub | None, HubConnection, HubAddress]:
+    """Connects this rank to the hub of a group, which is in the process of the first rank.
+
+    All ranks must ask. Raises ``PeerLostError`` if the first rank does not answer.
+    """
+    rank, size = group.rank(), group.size()
+    # The store of torchrun outlives its ranks: those that it restarts must not find an earlier hub.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.distributed_c10d.PrefixStore(f"distca {attempt}", group.get_group_store())
+    store.set(f"node {rank}", socket.gethostname())
+    hub = None
+    if rank == 0:
+        nodes = {store.get(f"node {other}") for other in range(size)}
+        hub, address = start_hub(size, local=len(nodes) == 1)
+        store.set("hub", json.dumps(address))
+    address = HubAddress(*json.loads(store.get("hub")))
+    try:
+        return hub, address.connect(rank), address
+    except OSError as error:
+        first = dist.get_process_group_ranks(group)[0]
+        raise PeerLostError(
+            f"rank {first} does not answer at {address.host} port {address.port} ({error}): it"
+            " has ended, or this node cannot reach that one",
+            first,
+        ) from error
 
 
 def start_hub(num_ranks: int, *, local: bool) -> tuple[Hub, HubAddress]:

@@ -9,56 +9,26 @@ connection was closed. The channel has its own connections, to a hub on the firs
 from __future__ import annotations
 
 import atexit
-import json
 import logging
-import os
-import socket
 import sys
-import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from threading import Condition, Lock, Thread, Timer, current_thread
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
 from distca.dispatch.announcements import Announcement, Announcements
 from distca.dispatch.hub import LOST, Hub
-from distca.dispatch.hub_address import HubAddress, start_hub
+from distca.dispatch.hub_address import HubAddress, reach_hub
 from distca.dispatch.hub_connection import HubConnection
+from distca.dispatch.peer_news import Members, PeerLostError
 from distca.dispatch.transports.base import ExchangeError, Records
 
 _CLOSE_S = 1.0
 _TOGETHER_S = 1.0  # in which ranks that fail for the same reason all do so, each with its own words
 _log = logging.getLogger(__name__)
 _of_group: WeakKeyDictionary[dist.ProcessGroup, Peers] = WeakKeyDictionary()
-
-
-class Members(NamedTuple):
-    """The ranks that go on, and the candidates that join them, with new groups.
-
-    ranks: global ranks.
-    candidates: the number of each, and the global rank that it wishes to have or None.
-    name: a name for the groups that nothing else has.
-    """
-
-    ranks: list[int]
-    candidates: list[tuple[int, int | None]]
-    name: str
-
-
-class PeerLostError(ExchangeError):
-    """Raised when a rank has ended, or its node is gone, while others still need it.
-
-    rank: its global rank.
-    how: in words.
-    noticed_at: when this rank noticed it, in seconds since 1970.
-    """
-
-    def __init__(self, message: str, rank: int, how: str = LOST) -> None:
-        super().__init__(message)
-        self.rank, self.how, self.noticed_at = rank, how, time.time()
 
 
 class Peers:
@@ -112,7 +82,9 @@ class Peers:
         alone: whether a single rank has a hub too, so that others can join it.
         """
         if group not in _of_group:
-            _of_group[group] = _connect(group, alone=alone)
+            ranks = dist.get_process_group_ranks(group)
+            hub = reach_hub(group) if len(ranks) > 1 or alone else (None, None, None)
+            _of_group[group] = cls(ranks, *hub)
         return _of_group[group]
 
     @classmethod
@@ -340,29 +312,3 @@ def drop_connections() -> None:
     """Drops the connections of this process to the hubs of all its groups."""
     for peers in list(_of_group.values()):
         peers.drop()
-
-
-def _connect(group: dist.ProcessGroup, *, alone: bool) -> Peers:
-    ranks = dist.get_process_group_ranks(group)
-    rank, size = group.rank(), len(ranks)
-    if size == 1 and not alone:
-        return Peers(ranks, None, None)
-    # The store of torchrun outlives its ranks: those that it restarts must not find an earlier hub.
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.distributed_c10d.PrefixStore(f"distca {attempt}", group.get_group_store())
-    store.set(f"node {rank}", socket.gethostname())
-    hub = None
-    if rank == 0:
-        nodes = {store.get(f"node {other}") for other in range(size)}
-        hub, address = start_hub(size, local=len(nodes) == 1)
-        store.set("hub", json.dumps(address))
-    address = HubAddress(*json.loads(store.get("hub")))
-    try:
-        connection = address.connect(rank)
-    except OSError as error:
-        raise PeerLostError(
-            f"rank {ranks[0]} does not answer at {address.host} port {address.port} ({error}): it"
-            " has ended, or this node cannot reach that one",
-            ranks[0],
-        ) from error
-    return Peers(ranks, hub, connection, address)

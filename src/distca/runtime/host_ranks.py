@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.dispatch.peers import PeerLostError, Peers
+from distca.dispatch.peer_news import PeerLostError
+from distca.dispatch.peers import Peers
 from distca.dispatch.transports.base import Records
 from distca.dispatch.transports.surviving import NEWS_S, wait_unless_lost
 

@@ -23,7 +23,8 @@ import torch
 from torch.distributed.distributed_c10d import Store
 
 from distca.dispatch.hub_address import HubAddress
-from distca.dispatch.peers import Members, Peers
+from distca.dispatch.peer_news import Members
+from distca.dispatch.peers import Peers
 from distca.pipeline.mesh import MeshShape
 from distca.runtime.interrupts import open_to_signals
 from distca.runtime.lost_ranks import name_them_here, spare, watch

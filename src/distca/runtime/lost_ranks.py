@@ -15,7 +15,8 @@ from typing import NoReturn
 
 import torch.distributed as dist
 
-from distca.dispatch.peers import PeerLostError, Peers
+from distca.dispatch.peer_news import PeerLostError
+from distca.dispatch.peers import Peers
 from distca.runtime.launched import RankEndedError, report, sentence
 
 GRACE_S = 2.0  # for the main thread to raise by itself

@@ -25,7 +25,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
 
-from distca.dispatch.peers import Members, Peers
+from distca.dispatch.peer_news import Members
+from distca.dispatch.peers import Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import ExchangeError
 from distca.dispatch.transports.exchange_group import exchange_options

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from distca.dispatch.peers import Members
+from distca.dispatch.peer_news import Members
 from distca.dispatch.transports.base import ExchangeError
 from distca.runtime.lost_ranks import spare, watch
 from distca.runtime.mesh import RankContext

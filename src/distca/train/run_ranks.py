@@ -30,7 +30,7 @@ from typing import Any, TypeVar
 import torch
 
 from distca.data.loader import Loader
-from distca.dispatch.peers import PeerLostError
+from distca.dispatch.peer_news import PeerLostError
 from distca.dispatch.transports.base import ExchangeError
 from distca.dispatch.transports.surviving import NEWS_S
 from distca.pipeline.speeds import LearnedSpeeds

@@ -21,7 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from distca.dispatch.background import DaemonExecutor, run_now
-from distca.dispatch.peers import PeerLostError, Peers
+from distca.dispatch.peer_news import PeerLostError
+from distca.dispatch.peers import Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, ExchangeError, Object, Records, Wait
 from distca.dispatch.transports.exchange_group import timeout_of

@@ -15,7 +15,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch import Tensor
 
-from distca.dispatch.peers import PeerLostError, Peers
+from distca.dispatch.peer_news import PeerLostError
+from distca.dispatch.peers import Peers
 from distca.dispatch.transports.abort import abort_communicators
 from distca.dispatch.transports.base import Check, Wait
 from distca.dispatch.transports.distributed import DistributedTransport
