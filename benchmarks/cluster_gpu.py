@@ -125,9 +125,11 @@ def limited(seconds: float, what: str) -> Iterator[None]:
     end = Timer(seconds + END_S, end_rank)
     end.daemon = True
     end.start()
-    yield
-    end.cancel()
-    faulthandler.cancel_dump_traceback_later()
+    try:
+        yield
+    finally:
+        end.cancel()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def end_rank() -> None:

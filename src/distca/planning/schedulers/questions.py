@@ -134,7 +134,9 @@ def _byte_weight(ledger: Ledger, rank: Ints, home: Ints) -> Floats:
 
 
 def _busiest_owners(ledger: Ledger, sent: list[int], document: int) -> list[tuple[int, Span]]:
-    """Returns the shards of a document whose workers send the most, one more than is asked for.
+    """Returns the shards of a document whose workers send the most.
+
+    There is one more than a request looks at, since its own shard may be among them.
 
     sent: bytes of each rank.
     """
