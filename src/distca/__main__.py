@@ -14,8 +14,8 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
-        if end.code and "RANK" in os.environ:
-            _end_rank(int(end.code))
+        if end.code and isinstance(end.code, int) and "RANK" in os.environ:
+            _end_rank(end.code)
         raise
 
 
