@@ -61,15 +61,21 @@ def random_lengths(seed: int, count: int, longest: int) -> np.ndarray:
     return np.clip(draw, 64, longest).astype(np.int64)
 
 
-@pytest.mark.parametrize("servers", [{}, {"servers": 3, "workers_serve": False}])
 @pytest.mark.parametrize(("count", "ranks"), [(60, 60), (64, 32), (40, 48)])
-def test_thousands_of_shards_are_not_scheduled_to_be_compared(
-    count: int, ranks: int, servers: dict[str, int]
-) -> None:
-    lengths = random_lengths(0, count, longest=262144)
-    seen = scheduled(lengths, ranks, cost="pairs", **servers)
+def test_thousands_of_shards_are_not_scheduled_to_be_compared(count: int, ranks: int) -> None:
+    seen = scheduled(random_lengths(0, count, longest=262144), ranks, cost="pairs")
     assert len(seen.problems) == 2
     assert sum(seen.num_shards) <= 4 * (count + ranks)
+
+
+@pytest.mark.parametrize(("count", "ranks"), [(60, 60), (64, 32), (40, 48)])
+def test_documents_stay_in_order_where_no_worker_serves(count: int, ranks: int) -> None:
+    lengths = random_lengths(0, count, longest=262144)
+    seen = scheduled(lengths, ranks, cost="pairs", servers=3, workers_serve=False)
+    (problem,) = seen.problems
+    in_order = Placement.in_order(lengths, ranks)
+    assert np.array_equal(problem.placement.worker, in_order.worker)
+    assert np.array_equal(problem.placement.start, in_order.start)
 
 
 def test_they_are_if_no_other_placement_meets_the_bound() -> None:

@@ -36,20 +36,51 @@ def planned(ranks: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int, Plan]:
     return tried, plan
 
 
-@pytest.mark.parametrize(
-    ("name", "never", "at_once", "densities"),
-    [("MOST_SLICES", UNLIMITED, 1, 1), ("HARDLY_LESS", np.inf, 0.0, 2)],
-)
-def test_many_ranks_try_fewer_densities(
-    name: str, never: float, at_once: float, densities: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for other, value in (("MOST_SLICES", UNLIMITED), ("HARDLY_LESS", np.inf), (name, never)):
-        monkeypatch.setattr(balanced, other, value)
+def test_many_ranks_try_no_other_density_after_many_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(balanced, "MOST_SLICES", UNLIMITED)
     alike, _ = planned(64, monkeypatch)
     most, _ = planned(96, monkeypatch)
-    monkeypatch.setattr(balanced, name, at_once)
+    monkeypatch.setattr(balanced, "MOST_SLICES", 1)
     fewer, plan = planned(96, monkeypatch)
     assert fewer < most
-    assert fewer <= densities * len(balanced.TARGETS)
+    assert fewer <= len(balanced.TARGETS)
     assert plan.meets_bound
     assert planned(64, monkeypatch)[0] == alike > 1
+
+
+def test_many_ranks_try_no_other_density_where_few_tasks_move(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(balanced, "WORTH_A_SEARCH", 0.0)
+    assert planned(96, monkeypatch)[0] > len(balanced.TARGETS)
+    monkeypatch.setattr(balanced, "WORTH_A_SEARCH", 1.0)  # all that move are few
+    fewer, plan = planned(96, monkeypatch)
+    assert fewer == 1
+    assert plan.meets_bound
+    assert planned(64, monkeypatch)[0] > 1
+
+
+@pytest.mark.parametrize("workers_serve", [False, True])
+def test_documents_stay_in_order_where_no_worker_serves(
+    workers_serve: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tasks have to move then, so that cutting documents for workers gains nothing."""
+    tried: list[object] = []
+    search = balanced._search
+    monkeypatch.setattr(
+        balanced, "_search", lambda problem: tried.append(problem) or search(problem)
+    )
+    lengths = np.array(distribution("pretrain", CONTEXT).batch(8 * CONTEXT, seed=1))
+    plan = place_and_plan(
+        Placement.in_order(lengths, 8),
+        policy_of("distca", "balanced"),
+        model="llama3-8b",
+        servers=2,
+        workers_serve=workers_serve,
+    )
+    assert bool(tried) == workers_serve
+    assert plan.meets_bound
+    if not workers_serve:
+        in_order = Placement.in_order(lengths, 8)
+        assert np.array_equal(plan.placement.document, in_order.document)
+        assert np.array_equal(plan.placement.worker, in_order.worker)

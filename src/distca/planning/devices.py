@@ -93,7 +93,7 @@ class Devices:
     def workers_only(self) -> Devices:
         """The workers alone; if none of them serves, all of them with speed 1."""
         workers = slice(self.num_workers)
-        speed = self.speed[workers] if np.any(self.speed[workers]) else np.ones(self.num_workers)
+        speed = self.speed[workers] if self.workers_serve else np.ones(self.num_workers)
         return Devices(
             self.num_workers,
             speed,
@@ -105,6 +105,11 @@ class Devices:
     @property
     def num_ranks(self) -> int:
         return len(self.speed)
+
+    @property
+    def workers_serve(self) -> bool:
+        """Whether any worker computes attention."""
+        return bool(np.any(self.speed[: self.num_workers]))
 
     @cached_property
     def serving(self) -> Ints:

@@ -53,7 +53,6 @@ WORTH_A_SEARCH = 0.18  # share of the bytes, those of tasks, up to which no sear
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 MOST_SLICES = 3000  # dealt on more than MANY_RANKS, after which no other density is tried
-HARDLY_LESS = 0.95  # share of the surplus: if more is left, more than MANY_RANKS try no other
 SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
 SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
@@ -71,7 +70,8 @@ def balanced_placement(problem: Problem) -> Placed:
     """
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
     prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
-    nearest = _search(problem)
+    # If no worker serves, all tasks move, and documents in order have the fewest.
+    nearest = _search(problem) if problem.devices.workers_serve else None
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
@@ -217,8 +217,8 @@ def _ascend(
         same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
-        stays = many and before is not None and here.surplus > HARDLY_LESS * before.surplus
-        if here.is_enough or no_closer or no_use or stays:
+        few_tasks = many and here.task_share <= WORTH_A_SEARCH
+        if here.is_enough or no_closer or no_use or few_tasks:
             break
         steps = 2 * steps if same else min(max(int(here.surplus / SURPLUS_OF_STEP), 1), MAX_STEPS)
         index += steps

@@ -44,6 +44,7 @@ class PlacedShards:
     _first: list[int]  # [workers + 1] the first shard of each worker
     _homes: dict[int, KeySpans] = field(default_factory=dict)
     _owners: dict[int, KeySpans] = field(default_factory=dict)
+    _owner_spans: dict[int, tuple[Ints, list[tuple[int, Span]]]] = field(default_factory=dict)
     _held: dict[int, KeySpans] = field(default_factory=dict)
     _parts: dict[int, list[tuple[int, Span]]] = field(default_factory=dict)
     _heaviest_first: dict[int, Ints] = field(default_factory=dict)  # of each worker
@@ -235,6 +236,14 @@ class PlacedShards:
         if document not in self._owners:
             self._owners[document] = joined((self.homes(owner), part) for owner, part in parts)
         return self._owners[document]
+
+    def owner_spans(self, document: int) -> tuple[Ints, list[tuple[int, Span]]]:
+        """Returns the same one by one: the worker of each span, and each (worker, span)."""
+        if document not in self._owner_spans:
+            owners = self.owners(document).items()
+            found = [(worker, span) for worker, spans in owners for span in spans]
+            self._owner_spans[document] = as_ints([worker for worker, _ in found]), found
+        return self._owner_spans[document]
 
     def all_parts(self, document: int) -> list[tuple[int, Span]]:
         """Divides all keys of a document as ``parts`` does; without a prefix there is one part."""

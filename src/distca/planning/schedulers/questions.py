@@ -96,7 +96,7 @@ def _describe(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> Requ
     start, stop = placement.start[number, None], placement.stop[number, None]
     sources = [np.arange(len(number))[:, None], home, start, stop]
     # Several requests are for the same document.
-    busiest_owners = cache(partial(_busiest_owners, ledger, ledger.sent.tolist()))
+    busiest_owners = cache(partial(_busiest_owners, ledger))
     others = list[tuple[int, ...]]()
     for index, shard in enumerate(number):
         if not shards.is_document[shard]:
@@ -133,16 +133,14 @@ def _byte_weight(ledger: Ledger, rank: Ints, home: Ints) -> Floats:
     return np.where((node[rank] == node[home]) & ledger.shards.several_nodes, INSIDE_NODE, 1.0)
 
 
-def _busiest_owners(ledger: Ledger, sent: list[int], document: int) -> list[tuple[int, Span]]:
+def _busiest_owners(ledger: Ledger, document: int) -> list[tuple[int, Span]]:
     """Returns the shards of a document whose workers send the most.
 
     There is one more than a request looks at, since its own shard may be among them.
-
-    sent: bytes of each rank.
     """
-    owners = ledger.shards.owners(document).items()
-    all_of_them = [(rank, span) for rank, spans in owners for span in spans]
-    return sorted(all_of_them, key=lambda owner: -sent[owner[0]])[:NUM_SOURCES]
+    worker, owners = ledger.shards.owner_spans(document)
+    busiest = np.argsort(-ledger.sent[worker], kind="stable")[:NUM_SOURCES]
+    return [owners[index] for index in busiest.tolist()]
 
 
 def _held(ledger: Ledger, wanted: Sequence[Request], num_slots: int) -> HeldSpans:

@@ -9,8 +9,6 @@ next batch. Ranks share dedicated servers, which have headroom for many of them.
 import bisect
 from collections.abc import Container, Iterator, Sequence
 
-import numpy as np
-
 from distca.planning.schedulers.budget import MANY_RANKS, Budget
 from distca.planning.schedulers.cuts import Cut
 from distca.planning.schedulers.ledger import Ledger
@@ -88,7 +86,7 @@ def _drop_done(ledger: Ledger, waiting: dict[int, int]) -> None:
     most = headrooms[-1].load if headrooms else 0
     for rank in list(waiting):
         heaviest = ledger.uncut(rank)[:NUM_SHARDS]
-        if not ledger.loads.surplus(rank) or not np.any(least_piece[heaviest] <= most):
+        if not ledger.loads.surplus(rank) or not (least_piece[heaviest] <= most).any():
             del waiting[rank]
 
 

@@ -48,6 +48,17 @@ class StuckRank:
         roomy: Ints = serving[np.argsort(lacking, kind="stable")[:NUM_ROOMS]]
         return roomy
 
+    @cached_property
+    def _tasks(self) -> Ints:
+        """The rows of the tasks of these ranks."""
+        return np.flatnonzero(np.isin(self.rows[3], self._roomy))
+
+    @cached_property
+    def _task_load(self) -> Ints:
+        """[tasks]"""
+        shard, start, stop, _ = self.rows[:, self._tasks]
+        return self.documents.load(self.problem.placement.document[shard], start, stop)
+
     def _make_room(self) -> list[Move]:
         """Returns the move of a piece, and those of tasks that leave its server for it.
 
@@ -62,16 +73,14 @@ class StuckRank:
         if not len(useful):
             return []
         piece = int(useful[np.lexsort((pieces.added_load[useful], stays_above[useful]))[0]])
+        tasks: dict[int, list[tuple[int, int]]] = {server: [] for server in largest}
+        columns = rows[3, self._tasks], self._task_load, self._tasks
+        for server, of_task, row in zip(*(one.tolist() for one in columns), strict=True):
+            tasks[server].append((of_task, row))
         for server in largest:
-            row = np.flatnonzero(rows[3] == server)
-            task_load = self.documents.load(
-                problem.placement.document[rows[0, row]], *rows[1:3, row]
-            )
             rooms = [(int(headroom[other]), other) for other in largest if other != server]
             passed_on = _pass_on(
-                sorted(zip(task_load.tolist(), row.tolist(), strict=True)),
-                int(pieces.added_load[piece] - headroom[server]),
-                rooms,
+                sorted(tasks[server]), int(pieces.added_load[piece] - headroom[server]), rooms
             )
             moves = [pieces.move(piece, server)] if passed_on else []
             for moving, task, other in passed_on:
@@ -89,13 +98,12 @@ class StuckRank:
         """
         problem, rows, load, worst = self.problem, self.rows, self.load, self.rank
         pieces, devices = self.pieces, problem.devices
-        row = np.flatnonzero(np.isin(rows[3], self._roomy))
-        row = row[np.argsort(rows[1, row] - rows[2, row], kind="stable")[:NUM_BACK]]
+        longest = np.argsort((rows[1] - rows[2])[self._tasks], kind="stable")[:NUM_BACK]
+        row, back = self._tasks[longest], self._task_load[longest]
         if not len(row) or not len(pieces.row):
             return []
         shard, start, stop, server = rows[:, row]
         document = problem.placement.document[shard]
-        back = self.documents.load(document, start, stop)
         added, freed = pieces.added_load[:, None], pieces.freed_load[:, None]
         later = np.maximum(
             devices.finish_ps(load[worst] - freed + back, worst),
