@@ -15,7 +15,7 @@ from distca.planning.problem import Problem
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
 MANY_RANKS = 64  # up to which it is the same
-BUDGET_OF_MANY = 450  # of more ranks
+BUDGET_OF_MANY = 415  # of more ranks
 NUM_STEPS = 14  # of more ranks, which shed in eight batches
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
 FEW_SERVERS = 2  # of a request; pieces for others are found one after the other

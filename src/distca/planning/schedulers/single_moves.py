@@ -199,19 +199,19 @@ def moved_bytes(problem: Problem, document: Ints, low: Ints, high: Ints) -> Ints
 
 
 def rows_after(rows: Ints, moves: list[Move]) -> Ints:
-    """Returns the rows with those that replace the ones of moves at the end."""
-    pieces = []
-    for move in sorted(moves, reverse=True):
+    """Returns the rows after moves: a piece takes the place of its task, others come last."""
+    rows, added = rows.copy(), []
+    for move in moves:
         shard, start, stop, server = rows[:, move.row].tolist()
-        pieces += [
+        pieces = [
             (shard, start, move.low, server),
             (shard, move.low, move.high, move.server),
             (shard, move.high, stop, server),
         ]
-    added = as_ints([piece for piece in pieces if piece[1] < piece[2]]).T
-    is_kept = np.ones(rows.shape[1], bool)
-    is_kept[[move.row for move in moves]] = False
-    return np.concatenate([rows.compress(is_kept, axis=1), added], axis=1)
+        first, *others = [piece for piece in pieces if piece[1] < piece[2]]
+        rows[:, move.row] = first
+        added += others
+    return np.concatenate([rows, as_ints(added).reshape(-1, 4).T], axis=1)
 
 
 def fits(problem: Problem, rows: Ints, move: Move) -> bool:
