@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from signal import SIGABRT
 
 import pytest
 
-# What torch's threads do now and then, when their peers have gone: abort in the finalization.
+# A thread of gloo does this now and then: it aborts in the finalization.
 ABORTS_LATE = """
 import atexit, os, sys
+import torch.distributed as dist
 import distca.cli
 from distca import __main__
 
@@ -21,25 +21,33 @@ class AbortsLate:
 def run():
     global kept
     kept = AbortsLate()
-    sys.exit({status})
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    {end}
 
 distca.cli.main = run
 atexit.register(print, "told the others")
 __main__.main()
 """
+SUCCESS = "dist.destroy_process_group(); sys.exit(0)"
 
 
 @pytest.mark.parametrize(
-    ("rank", "status", "ended"), [("0", 2, 2), ("0", 1, 1), ("0", 0, -SIGABRT), ("", 2, -SIGABRT)]
+    ("end", "status", "said"),
+    [
+        ("sys.exit(0)", 0, ""),  # such as a server that has left
+        ("sys.exit(2)", 2, ""),
+        ("raise RuntimeError('a defect')", 1, "RuntimeError: a defect\n"),
+        (SUCCESS, -SIGABRT, ""),  # threads of gloo have ended, so Python finalizes as usual
+    ],
 )
-def test_a_rank_ends_with_its_status_after_an_error(rank: str, status: int, ended: int) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+def test_a_process_with_groups_ends_with_its_status(end: str, status: int, said: str) -> None:
     process = subprocess.run(
-        [sys.executable, "-c", ABORTS_LATE.format(status=status)],
-        env=environment | ({"RANK": rank} if rank else {}),
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", ABORTS_LATE.format(end=end)],
+        capture_output=True,
         text=True,
         timeout=60,
     )
-    assert process.returncode == ended
+    assert process.returncode == status
     assert process.stdout == "told the others\n"
+    assert process.stderr.endswith(said)
+    assert process.stderr.count("Traceback") == bool(said)

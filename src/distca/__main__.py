@@ -14,15 +14,28 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
-        if end.code and isinstance(end.code, int) and "RANK" in os.environ:
-            _end_rank(end.code)
+        if isinstance(end.code, int) and _has_process_groups():
+            _end(end.code)
+        raise
+    except Exception:
+        if _has_process_groups():
+            sys.excepthook(*sys.exc_info())  # as Python does afterwards
+            _end(1)
         raise
 
 
-def _end_rank(status: int) -> None:
-    """Ends a rank after an error with its status, and without Python's finalization.
+def _has_process_groups() -> bool:
+    """Returns whether process groups have not been destroyed, as after an error."""
+    torch_groups = sys.modules.get("torch.distributed.distributed_c10d")
+    return torch_groups is not None and bool(torch_groups._world.pg_map)
 
-    Threads of torch whose peers have gone may abort the process meanwhile, and hide the status.
+
+def _end(status: int) -> None:
+    """Ends this process with a status, and without Python's finalization.
+
+    A thread of gloo may hold the last reference to a tensor of a collective that is over. If it
+    gives it up while Python finalizes, it gets no GIL, and the process is aborted: its status would
+    be that of SIGABRT.
     """
     atexit._run_exitfuncs()
     sys.stdout.flush()

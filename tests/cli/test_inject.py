@@ -139,5 +139,5 @@ def test_faults_that_only_one_rank_was_given_are_refused_on_all(tmp_path: Path) 
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [2, 2]
+    assert [rank.returncode for rank in ranks] == [2, 2], said
     assert "--inject is [] on rank 0 and ['slow rank 1 x0.5 steps 0-1'] on rank 1" in said[0]

@@ -132,7 +132,7 @@ def test_a_rank_of_torchrun_measures(run: Any) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_measure_together(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+    command = [sys.executable, "-P", "-m", "distca"]
     ran = subprocess.run(
         [*command, "profile", "--ranks=2", "--quick", "--json"],
         capture_output=True,

@@ -17,7 +17,7 @@ from distca.measure.selftest import exact
 
 
 def test_two_ranks_pass(tmp_path: Path) -> None:
-    command = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+    command = [sys.executable, "-P", "-m", "distca"]
     ran = subprocess.run(
         [*command, "selftest", f"--out={tmp_path}", "--json"],
         capture_output=True,

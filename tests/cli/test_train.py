@@ -21,7 +21,7 @@ from distca.train.config import Config
 from distca.train.run_lock import RunLock
 from distca.train.step_folders import COMPLETE
 
-COMMAND = [sys.executable, "-P", "-c", "from distca.cli import main; main()"]
+COMMAND = [sys.executable, "-P", "-m", "distca"]
 TINY = (
     "model.sizes={layers=1,hidden=64,heads=2,kv_heads=1,head_dim=32,ffn=64}",
     "train.tokens_per_step=512",

@@ -106,7 +106,7 @@ def test_both_processes_end_with_2_and_one_says_why(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     said = [process.communicate(timeout=60)[1] for process in ranks]
-    assert [process.returncode for process in ranks] == [2, 2]
+    assert [process.returncode for process in ranks] == [2, 2], said
     assert said == [
         "distca: train.seed is 0 on rank 0 and 1 on rank 1: start all ranks with the same config,"
         " versions and files\n",
