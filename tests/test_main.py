@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from signal import SIGABRT
 
 import pytest
@@ -51,3 +53,18 @@ def test_a_process_with_groups_ends_with_its_status(end: str, status: int, said:
     assert process.stdout == "told the others\n"
     assert process.stderr.endswith(said)
     assert process.stderr.count("Traceback") == bool(said)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is full")
+@pytest.mark.parametrize(("end", "status"), [("sys.exit(0)", 1), ("sys.exit(2)", 2)])
+def test_output_that_is_lost_is_no_success(end: str, status: int) -> None:
+    with open("/dev/full", "w") as full:
+        process = subprocess.run(
+            [sys.executable, "-c", ABORTS_LATE.format(end=end)],
+            env={name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"},
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert (process.returncode, process.stderr) == (status, "")

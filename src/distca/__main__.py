@@ -38,8 +38,11 @@ def _end(status: int) -> None:
     be that of SIGABRT.
     """
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:  # a full disk, or a reader that is gone
+            status = status or 1
     os._exit(status)
 
 
