@@ -30,9 +30,9 @@ class Scheduled:
         self.problems: list[Problem] = []
         begin = candidates.begin_backward
 
-        def recorded(problem: Problem, max_peak: int) -> BegunSchedule:
+        def recorded(problem: Problem, slices: int, max_peak: int) -> BegunSchedule:
             self.problems.append(problem)
-            return begin(problem, max_peak)
+            return begin(problem, slices, max_peak)
 
         patch.setattr(candidates, "begin_backward", recorded)
 

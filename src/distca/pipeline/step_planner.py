@@ -34,13 +34,12 @@ from distca.planning.placement import Placement
 from distca.planning.placers.candidates import Placed
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES, Policy
-from distca.planning.schedulers.disaggregated import BegunSchedule
 from distca.planning.spans import Bools, Floats, Ints, as_ints
 
 StageMasks = tuple[Mask | None, ...]  # the mask of each stage's layer; None without a layer
 # The placement of each stage's documents and the given one, as in ``Half``; None without any.
 StagePlacements = tuple[tuple[Placement, Placement] | None, ...]
-Begun = dict[Placement, BegunSchedule]  # of placements that the placer has scheduled in part
+PlacedHalves = dict[Placement, Placed]  # what the placer has done, by placement
 PlanPool = Callable[[Tick, StagePlacements, StageMasks], Plan]  # for one half
 
 
@@ -132,10 +131,10 @@ class StepPlanner:
         """
         lengths = as_ints(lengths)
         known = np.zeros_like(lengths) if prefixes is None else as_ints(prefixes)
-        micro_batches, begun = self._place(lengths, known)
+        micro_batches, placed = self._place(lengths, known)
         make_schedule = Schedule.aligned if train else Schedule.forward_only
         schedule = make_schedule(self.parallel.pp, self.micro_batches)
-        plan_pool = cache(partial(_plan_pool, self, begun))  # equal pools only once
+        plan_pool = cache(partial(_plan_pool, self, placed))  # equal pools only once
         slots = partial(_slots, self, micro_batches, plan_pool)
         return StepPlan(
             schedule=schedule,
@@ -145,7 +144,9 @@ class StepPlanner:
             first_trained_part=self.first_trained_part,
         )
 
-    def _place(self, lengths: Ints, prefixes: Ints) -> tuple[tuple[tuple[Half, ...], ...], Begun]:
+    def _place(
+        self, lengths: Ints, prefixes: Ints
+    ) -> tuple[tuple[tuple[Half, ...], ...], PlacedHalves]:
         """Splits documents, and places them on the workers of a stage.
 
         Returns halves, [micro-batches, halves], and what the placer has scheduled of them.
@@ -154,14 +155,13 @@ class StepPlanner:
         into_halves = halves_then_groups if self.policy.places_tokens else groups_then_halves
         sets = into_halves(lengths, prefixes, self.parallel.dp, self.micro_batches, num_halves)
         place_half = cache(self._place_half)  # halves of equal documents only once
-        halves, begun = [], {}
+        halves, placed_halves = [], {}
         for members, group in sets:
             columns = lengths[members], prefixes[members], group
             placed, given = place_half(*(tuple(column.tolist()) for column in columns))
             halves.append(Half(members, placed.placement, given))
-            if placed.begun is not None:
-                begun[placed.placement] = placed.begun
-        return tuple(zip(*[iter(halves)] * num_halves, strict=True)), begun
+            placed_halves[placed.placement] = placed
+        return tuple(zip(*[iter(halves)] * num_halves, strict=True)), placed_halves
 
     def _place_half(
         self, lengths: tuple[int, ...], prefixes: tuple[int, ...], group: tuple[int, ...]
@@ -254,7 +254,7 @@ def _slot_masks(planner: StepPlanner, tick: Tick, slot: int) -> StageMasks:
 
 def _plan_pool(
     planner: StepPlanner,
-    begun: Begun,
+    placed_halves: PlacedHalves,
     tick: Tick,
     placements: StagePlacements,
     masks: StageMasks,
@@ -272,9 +272,9 @@ def _plan_pool(
     if planner.parallel.pp > 1:
         cost = cost.one_way(backward=tick.phase == BACKWARD)
     # Without a pipeline, the pool is placed like the half, and what was scheduled of it is used.
-    known = next((begun[one] for one in placed if one in begun), None)
+    known = placed_halves[next(one for one in placed if one is not None)]
     return plan(
-        Placed(pool_placements(placed, workers), known),
+        replace(known, placement=pool_placements(placed, workers)),
         planner.plan_options,
         scheduler=planner.policy.scheduler,
         given=given,

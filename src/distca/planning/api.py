@@ -148,7 +148,9 @@ def plan(
     placement.two_way.check_masks(problem.reach)
     check_own_memory(problem)
     is_ours = scheduler == "distca"
-    assignment = disaggregated(problem, placed.begun) if is_ours else assign_tasks(problem)
+    assignment = (
+        disaggregated(problem, placed.begun, placed.slices) if is_ours else assign_tasks(problem)
+    )
     check_memory(problem, assignment)
     forward_load_ps, backward_load_ps = loads = assignment.load_ps(problem)
     before = placement if given is None else given

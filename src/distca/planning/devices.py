@@ -126,12 +126,19 @@ class Devices:
         return np.where(self.speed > 0, self.speed, 1.0)
 
     @cached_property
+    def _are_plain(self) -> bool:
+        """Whether loads are finishing times, as those of ranks of speed 1 without other work."""
+        return bool(np.all(self._divisor == 1.0)) and not self.busy_ps.any()
+
+    @cached_property
     def _totals(self) -> tuple[float, float]:
         """The speeds of all ranks together, and their other work at speed 1 in picoseconds."""
         return float(np.sum(self.speed)), float(np.sum(self.speed * self.busy_ps))
 
     def finish_ps(self, load: Ints, rank: int | slice | Ints = slice(None)) -> Ints:
         """Returns finishing times, of each rank [ranks], or of loads on the ranks named."""
+        if self._are_plain:
+            return load.copy()
         finish: Ints = self.busy_ps[rank] + np.ceil(load / self._divisor[rank]).astype(np.int64)
         return finish
 

@@ -1,6 +1,7 @@
 """Search orders that share branches, compared with orders that are tried one by one."""
 
 from collections.abc import Sequence
+from copy import copy
 from itertools import pairwise
 
 import numpy as np
@@ -8,9 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from distca.data.lengths import distribution
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
-from distca.planning.api import place_and_plan, plan
+from distca.planning.api import place_and_plan, place_to_plan, plan
 from distca.planning.devices import UNLIMITED
 from distca.planning.masks import Mask
 from distca.planning.models import model_shape
@@ -47,11 +49,15 @@ def placed(ranks: list[list[Entry]], cost: str, **options: object) -> PlacedShar
     return PlacedShards.of(problem, problem.cost.backward)
 
 
+def search_of(
+    shards: PlacedShards, max_peak: int = UNLIMITED, budget: Budget | None = None
+) -> OrderSearch:
+    return OrderSearch(shards, max_peak, budget or Budget.of(shards.problem))
+
+
 def one_by_one(shards: PlacedShards, expected_load: int) -> Candidate:
     """Tries every order from the start to its end."""
-    first, *others = (
-        OrderSearch(shards, UNLIMITED).run([order], expected_load) for order in SEARCH_ORDERS
-    )
+    first, *others = (search_of(shards).run([order], expected_load) for order in SEARCH_ORDERS)
     if first.missed > 0.0 or first.moved == 0:
         return first
     return min([first, *others], key=lambda candidate: candidate.quality)
@@ -67,16 +73,18 @@ def one_by_one(shards: PlacedShards, expected_load: int) -> Candidate:
     cost=st.sampled_from(COSTS),
     servers=st.sampled_from([0, 0, 2]),
 )
+@example([[], [], [], [6000, 30_000], [8192, 30_000], [100, 100, 100, 30_000]], "analytic", 0)
 def test_shared_branches_lead_to_the_best_order(
     ranks: list[list[Entry]], cost: str, servers: int
 ) -> None:
     shards = placed(ranks, cost, servers=servers)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
-    best = one_by_one(shards, expected_load)
-    assert found.quality == best.quality
-    assert found.order == best.order
-    for one, other in zip(vars(found.tasks).values(), vars(best.tasks).values(), strict=True):
+    found = search_of(shards, budget=Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
+    assert found.quality == one_by_one(shards, expected_load).quality
+    # Of several orders that are as good, the one whose branch ends first is taken.
+    alone = search_of(shards).run([found.order], expected_load)
+    assert found.quality == alone.quality
+    for one, other in zip(vars(found.tasks).values(), vars(alone.tasks).values(), strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -87,7 +95,7 @@ def test_documents_that_span_ranks_do_too(lengths: list[int], cost: str) -> None
     problem = PlanOptions(model="llama3-8b", cost=cost).problem(placement)
     shards = PlacedShards.of(problem, problem.cost.backward)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
+    found = search_of(shards, budget=Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
     assert found.quality == one_by_one(shards, expected_load).quality
 
 
@@ -96,7 +104,7 @@ def test_documents_with_a_prefix_do_too(cost: str) -> None:
     continued: Entry = {"length": 700, "parent": 0, "prefix": 4096}
     shards = placed([[4096, *([continued] * 8)], [continued] * 4, [30_000]], cost)
     expected_load = int(shards.load.sum())
-    found = OrderSearch(shards, UNLIMITED, Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
+    found = search_of(shards, budget=Budget(UNLIMITED)).run(SEARCH_ORDERS, expected_load)
     assert found.moved > 0
     assert found.quality == one_by_one(shards, expected_load).quality
 
@@ -104,20 +112,20 @@ def test_documents_with_a_prefix_do_too(cost: str) -> None:
 def test_a_limit_on_the_peak_ends_the_search() -> None:
     shards = placed([[30_000], [700] * 4, [700] * 4], "pairs")
     load = int(shards.load.sum())
-    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
-    assert OrderSearch(shards, peak).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic == peak
+    peak = search_of(shards).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    assert search_of(shards, peak).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic == peak
     with pytest.raises(TooMuchTrafficError):
-        OrderSearch(shards, peak - 1).run(SEARCH_ORDERS[:1], load)
+        search_of(shards, peak - 1).run(SEARCH_ORDERS[:1], load)
 
 
 def test_the_limit_on_the_peak_is_that_of_the_first_order() -> None:
     """The peak of another order may be higher, if its total is lower."""
     shards = placed([[], [100, 700], [], [2000, 6000], [100], [100, 8192, 100]], "pairs")
     load = int(shards.load.sum())
-    best = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS, load)
-    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    best = search_of(shards).run(SEARCH_ORDERS, load)
+    peak = search_of(shards).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
     assert best.ledger.peak_traffic > peak
-    search = OrderSearch(shards, peak)
+    search = search_of(shards, peak)
     first = search.first(SEARCH_ORDERS, load)
     assert (first.order, first.ledger.peak_traffic) == (SEARCH_ORDERS[0], peak)
     for _ in range(2):  # the second time, there is nothing left to do
@@ -135,10 +143,10 @@ def test_a_limit_on_the_peak_ends_before_all_idle_workers_are_empty(
         move_whole(self, shard, server)
 
     monkeypatch.setattr(Ledger, "move_whole", counted)
-    peak = OrderSearch(shards, UNLIMITED).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
+    peak = search_of(shards).run(SEARCH_ORDERS[:1], load).ledger.peak_traffic
     num_all = len(moved)
     with pytest.raises(TooMuchTrafficError):
-        OrderSearch(shards, peak // 4).run(SEARCH_ORDERS[:1], load)
+        search_of(shards, peak // 4).run(SEARCH_ORDERS[:1], load)
     assert 0 < len(moved) - num_all <= num_all // 2
 
 
@@ -178,7 +186,7 @@ def work_of(shards: PlacedShards, num_orders: int) -> tuple[Candidate, int]:
     """Returns the result of some orders, and the requests that were evaluated for it."""
     with pytest.MonkeyPatch.context() as patch:
         work = Work(patch)
-        search = OrderSearch(shards, UNLIMITED)
+        search = search_of(shards)
         return search.run(SEARCH_ORDERS[:num_orders], int(shards.load.sum())), work.num_requests
 
 
@@ -215,7 +223,7 @@ class WorkOfSearches:
 
             def call(search: OrderSearch, *args: object) -> object:
                 steps.setdefault(search, [])
-                self.budgets.setdefault(search, Budget.of(search._shards.problem))
+                self.budgets.setdefault(search, copy(search._budget))  # at its start
                 searches.append(search)
                 return method(search, *args)
 
@@ -296,8 +304,11 @@ def test_every_search_keeps_its_budget(
         )
     assert len(work.steps) <= 4  # three placements, and the other direction
     for search, steps in work.steps.items():
-        assert sum(steps[:-1]) < work.budgets[search].left  # no step begins once it is spent
-        assert len(steps) <= work.budgets[search].steps_left
+        left = work.budgets[search]
+        assert sum(steps[:-1]) < left.left  # no step begins once it is spent
+        assert len(steps) <= left.steps_left
+        if ranks > budget.MANY_RANKS and len(steps) > 1:  # or would be exceeded by too much
+            assert left.left - sum(steps[:-1]) > budget.LEFT_FOR_A_STEP * steps[-2]
 
 
 def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None:
@@ -311,6 +322,42 @@ def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None
     assert [one.left for one in few] == [budget.BUDGET // 2] * 2
     assert [one.left for one in many] == [budget.BUDGET, budget.BUDGET_OF_MANY]
     assert [one.steps_left for one in few] == [UNLIMITED, budget.NUM_STEPS]
+
+
+@pytest.mark.parametrize(("slices", "less"), [(0, 0), (4, 0), (50, 10), (100_000, 315)])
+def test_slices_that_a_placer_has_dealt_leave_many_ranks_less_to_search(
+    slices: int, less: int
+) -> None:
+    few, many = (placed([[65536]] * ranks, "pairs").problem for ranks in (64, 65))
+    assert Budget.of(few, slices).left == budget.BUDGET
+    assert Budget.of(many, slices).left == budget.BUDGET_OF_MANY - less
+
+
+def test_a_step_needs_half_of_what_the_last_one_took_only_on_many_ranks() -> None:
+    for ranks, is_spent in ((64, False), (65, True)):
+        left = Budget.of(placed([[65536]] * ranks, "pairs").problem)
+        left.spend(left.left * 3 // 5)
+        assert not left.is_spent
+        left.spend(left.left * 3 // 4)
+        assert left.left > 0
+        assert left.is_spent == is_spent
+
+
+@pytest.mark.parametrize("cost", ["pairs", "h200"])  # one set of tasks, or one for each direction
+def test_both_directions_search_less_for_the_slices_that_were_dealt(cost: str) -> None:
+    lengths = distribution("prolong", 8192).batch(96 * 8192, seed=1)
+    options = PlanOptions(model="llama3-8b", cost=cost)
+    result = place_to_plan(Placement.in_order(lengths, 96), options, "balanced")
+    assert result.begun is None  # so that both are scheduled below
+    cuts = len(result.placement.document) - result.placement.num_documents
+    assert result.slices > cuts > 0
+    with pytest.MonkeyPatch.context() as patch:
+        work = WorkOfSearches(patch)
+        plan(result, options)
+    expected = Budget.of(options.problem(result.placement), result.slices).left
+    assert len(work.budgets) >= 1
+    assert {one.left for one in work.budgets.values()} == {expected}
+    assert expected < budget.BUDGET_OF_MANY
 
 
 class Count:

@@ -157,3 +157,25 @@ def test_the_slowest_rank_is_looked_at_wherever_rounding_puts_the_bound() -> Non
     loads = problem.document_loads(problem.cost.backward.ps)
     load = loads.load(np.arange(2), rows[1], rows[2])
     assert repairs._next_moves(problem, loads, rows, load) == []  # both finish at the mean
+
+
+def test_many_ranks_end_after_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    placement = Placement.from_ranks([*[[2048, 1536, 1024]] * 8, *[[1024, 512]] * 120])
+    problem = PlanOptions(model=MODEL, cost="pairs", tolerance=0.05).problem(placement)
+    tasks = Tasks.at_home(placement, problem.reach)
+    rounds, next_moves = [], repairs._next_moves
+
+    def counted(*arguments: object) -> list[object]:
+        rounds.append(next_moves(*arguments))  # type: ignore[arg-type]
+        return list(rounds[-1])
+
+    monkeypatch.setattr(repairs, "_next_moves", counted)
+    results = []
+    for steps in (1, 2, repairs.NUM_STEPS):
+        rounds.clear()
+        monkeypatch.setattr(repairs, "NUM_STEPS", steps)
+        results.append(repairs.repair(problem, problem.cost.backward, tasks)[1])
+        assert len(rounds) <= steps
+    assert results == sorted(results, reverse=True)
+    assert results[0] > results[-1]
+    assert results[-1] <= 1.05

@@ -100,3 +100,40 @@ def test_many_slow_ranks_share_the_cuts_that_are_looked_at() -> None:
     assert single_moves.ALL_CUTS / 2 < len(many) <= single_moves.ALL_CUTS
     assert set(np.bincount(many)) == {len(many) // 64}
     assert np.all(cut % grain.spacing == 0)
+
+
+@given(
+    tasks=st.lists(st.tuples(st.integers(0, 500), st.integers(1, 300)), min_size=1, max_size=6),
+    data=st.data(),
+)
+def test_what_does_not_move_stays_in_its_row(
+    tasks: list[tuple[int, int]], data: st.DataObject
+) -> None:
+    rows = np.array(
+        [[shard, start, start + size, 7] for shard, (start, size) in enumerate(tasks)]
+    ).T
+    moved = data.draw(st.lists(st.integers(0, len(tasks) - 1), unique=True, min_size=1))
+    moves = []
+    for row in moved:
+        start, stop = rows[1:3, row].tolist()
+        low = data.draw(st.integers(start, stop - 1))
+        moves.append(Move(row, low, data.draw(st.integers(low + 1, stop)), row, 0, 0))
+    after = single_moves.rows_after(rows, moves)
+
+    def servers(rows: Ints) -> list[tuple[int, int, int]]:
+        """Returns the server of each query."""
+        return sorted(
+            (shard, query, server)
+            for shard, start, stop, server in rows.T.tolist()
+            for query in range(start, stop)
+        )
+
+    goes = {
+        (move.row, query): move.server for move in moves for query in range(move.low, move.high)
+    }
+    expected = [(shard, query, goes.get((shard, query), 7)) for shard, query, _ in servers(rows)]
+    assert servers(after) == expected
+    assert np.all(after[1] < after[2])
+    assert after[0, : len(tasks)].tolist() == list(range(len(tasks)))
+    unmoved = np.setdiff1d(np.arange(len(tasks)), moved)
+    np.testing.assert_array_equal(after[:, unmoved], rows[:, unmoved])

@@ -58,12 +58,14 @@ class Measure:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
+        self.slices = 0  # of all attempts
         costs = (problem.cost.forward, problem.cost.backward)
         self._directions = [(cost, problem.document_loads(cost.ps)) for cost in costs]
 
     def __call__(self, index: int, long: LongDocuments, table: Ints) -> Attempt:
         problem, shape = self.problem, self.problem.shape
         workers = problem.devices.workers_only
+        self.slices += len(long.slices)
         worker, document, start, stop = table.T
         keys = problem.masks.num_keys(document, start, stop) - (stop - start)
         sent = np.zeros_like(keys)

@@ -71,23 +71,24 @@ def balanced_placement(problem: Problem) -> Placed:
     lengths, num_workers = problem.placement.lengths, problem.placement.num_workers
     prefixes, two_way = problem.placement.prefixes, problem.placement.two_way
     # If no worker serves, all tasks move, and documents in order have the fewest.
-    nearest = _search(problem) if problem.devices.workers_serve else None
+    measure = Measure(problem)
+    nearest = _search(measure) if problem.devices.workers_serve else None
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
         candidates = [gather_in_nodes(_placement(nearest, problem), problem)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
-            return Placed(candidates[0])
+            return Placed(candidates[0], slices=measure.slices)
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return best_of([*candidates, in_order], problem)
+        return best_of([*candidates, in_order], problem, slices=measure.slices)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
     dealt = _deal_over_all(in_order, problem) if few else None
     if len(candidates) == 1 and dealt is None:
-        return Placed(candidates[0])
-    return best_of(candidates, problem, fallback=dealt)
+        return Placed(candidates[0], slices=measure.slices)
+    return best_of(candidates, problem, fallback=dealt, slices=measure.slices)
 
 
 def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
@@ -96,11 +97,10 @@ def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
     return dealt if np.ptp(dealt.tokens) <= problem.grain.tile else None
 
 
-def _search(problem: Problem) -> Attempt | None:
+def _search(measure: Measure) -> Attempt | None:
     """Returns the best placement for any density, with slices swapped if that lowers the peak."""
-    measure = Measure(problem)
     plain = _search_densities(measure)
-    if plain is None or not _sends_too_much(plain, problem):
+    if plain is None or not _sends_too_much(plain, measure.problem):
         return plain
     even = _fill_up(measure, plain.density, plain.long.with_even_senders())
     is_lower = even.peak_bytes <= LOWER_PEAK * plain.peak_bytes
@@ -175,7 +175,6 @@ def _search_densities(measure: Measure) -> Attempt | None:
     """
     problem = measure.problem
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
-    slices_left = MOST_SLICES if problem.devices.num_ranks > MANY_RANKS else UNLIMITED
     most_ahead = AHEAD * problem.tolerance
     nearest: Attempt | None = None
     for target in TARGETS if only_workers else TARGETS[:1]:
@@ -184,10 +183,9 @@ def _search_densities(measure: Measure) -> Attempt | None:
             weight = _equal_weight(problem)
         loads = _Loads.of(problem, weight, target)
         if nearest is None:
-            attempts = _ascend(measure, loads, 0, most_ahead, slices_left)
+            attempts = _ascend(measure, loads, 0, most_ahead)
         else:
-            attempts = _ascend(measure, loads, nearest.density, np.inf, slices_left)
-        slices_left -= sum(len(attempt.long.slices) for attempt in attempts)
+            attempts = _ascend(measure, loads, nearest.density, np.inf)
         known = [] if nearest is None else [nearest]
         nearest = min([*known, *attempts], key=lambda attempt: attempt.quality, default=None)
         if nearest is None or nearest.surplus > NEAR_MISS:
@@ -198,21 +196,19 @@ def _search_densities(measure: Measure) -> Attempt | None:
     return nearest
 
 
-def _ascend(
-    measure: Measure, loads: _Loads, index: int, most_ahead: float, slices_left: int
-) -> list[Attempt]:
+def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> list[Attempt]:
     """Tries densities from an index on, as long as the surplus falls.
 
     most_ahead: by how much forward may be ahead; with more, no density will meet its bound.
     """
     many = measure.problem.devices.num_ranks > MANY_RANKS
+    most_slices = MOST_SLICES if many else UNLIMITED
     attempts: list[Attempt] = []
     steps = 1
-    while index < len(loads.densities) and slices_left > 0:
+    while index < len(loads.densities) and measure.slices < most_slices:
         here = _attempt(measure, loads, index)
         before = attempts[-1] if attempts else None
         attempts.append(here)
-        slices_left -= len(here.long.slices)
         # Where the cuts are about the same as before, only a larger step may change them.
         same = before is not None and here.is_like(before)
         no_closer = before is not None and not same and not here.is_closer(before)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -16,24 +17,51 @@ from distca.planning.schedulers.orders import TooMuchTrafficError
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import traffic
 
-_Quality = tuple[float, float, float]  # imbalance above the bound; peak and total traffic
-_WORST: _Quality = (np.inf, np.inf, np.inf)
-
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """A placement, and its schedule as far as the placer had to make it.
+    """A placement, and what its placer has done that a plan of it makes use of.
 
-    begun: of the placer's own problem. A plan of another one, such as under another mask, does not
-        use it.
+    begun: the schedule as far as the placer had to make it, of the placer's own problem. A plan of
+        another one, such as under another mask, does not use it.
+    slices: how many the placer has dealt (``Budget.of``).
     """
 
     placement: Placement
     begun: BegunSchedule | None = None
+    slices: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Scheduled:
+    """A candidate after scheduling, with the first search order."""
+
+    placement: Placement
+    begun: BegunSchedule
+
+    @property
+    def missed(self) -> float:
+        """Imbalance above the bound."""
+        return self.begun.first.missed
+
+    @cached_property
+    def moved(self) -> tuple[int, int]:
+        """Peak and total traffic."""
+        problem, tasks = self.begun.shards.problem, self.begun.first.tasks
+        moved = traffic(tasks, self.placement, problem.shape, problem.devices.node)
+        return moved.worst, moved.total
+
+    def is_better(self, other: _Scheduled) -> bool:
+        if self.missed != other.missed:
+            return self.missed < other.missed
+        return self.moved < other.moved
 
 
 def best_of(
-    candidates: Sequence[Placement], problem: Problem, fallback: Placement | None = None
+    candidates: Sequence[Placement],
+    problem: Problem,
+    fallback: Placement | None = None,
+    slices: int = 0,
 ) -> Placed:
     """Returns the placement with the best quality after scheduling.
 
@@ -43,37 +71,44 @@ def best_of(
     fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
         meets the bound, or if its workers serve, have no larger surplus than those of the best
         candidate, and fetch less than its peak.
+    slices: those that the placer has dealt.
     """
-    first, *others = candidates
-    best, least = _better_of(first, problem, Placed(first), _WORST)
-    for other in others:
-        if least[0] == 0.0 and problem.devices.num_ranks > MANY_RANKS:
+    best: _Scheduled | None = None
+    for candidate in candidates:
+        if best is not None and best.missed == 0.0 and problem.devices.num_ranks > MANY_RANKS:
             break
-        misses = 0.0 < least[0] < np.inf
-        if not misses or _surplus(other, problem) <= _surplus(best.placement, problem):
-            best, least = _better_of(other, problem, best, least)
+        if best is None or best.missed == 0.0 or _has_no_more_surplus(candidate, best):
+            best = _better_of(candidate, problem, best, slices)
     if fallback is not None and (
-        least[0] > 0.0
+        best is None
+        or best.missed > 0.0
         or (
-            _fetched_bytes(fallback, problem) < least[1]
-            and _surplus(fallback, problem) <= _surplus(best.placement, problem)
+            _fetched_bytes(fallback, problem) < best.moved[0]
+            and _has_no_more_surplus(fallback, best)
         )
     ):
-        best, _ = _better_of(fallback, problem, best, least)
-    return best
+        best = _better_of(fallback, problem, best, slices)
+    if best is None:
+        return Placed(candidates[0], slices=slices)
+    return Placed(best.placement, best.begun, slices)
 
 
 def _better_of(
-    candidate: Placement, problem: Problem, best: Placed, least: _Quality
-) -> tuple[Placed, _Quality]:
-    """Returns the better one of a candidate and the best so far, with its quality."""
-    max_peak = UNLIMITED if least[0] > 0.0 else int(least[1])
+    candidate: Placement, problem: Problem, best: _Scheduled | None, slices: int
+) -> _Scheduled | None:
+    """Returns the better one of a candidate and the best so far; None if neither fits."""
+    max_peak = UNLIMITED if best is None or best.missed > 0.0 else best.moved[0]
     try:
-        begun = begin_backward(replace(problem, placement=candidate), max_peak)
+        begun = begin_backward(replace(problem, placement=candidate), slices, max_peak)
     except (DoesNotFitError, TooMuchTrafficError):
-        return best, least
-    quality = _quality(begun)
-    return (Placed(candidate, begun), quality) if quality < least else (best, least)
+        return best
+    scheduled = _Scheduled(candidate, begun)
+    return scheduled if best is None or scheduled.is_better(best) else best
+
+
+def _has_no_more_surplus(candidate: Placement, best: _Scheduled) -> bool:
+    problem = best.begun.shards.problem
+    return _surplus(candidate, problem) <= _surplus(best.placement, problem)
 
 
 def _surplus(placement: Placement, problem: Problem) -> int:
@@ -98,11 +133,3 @@ def _fetched_bytes(placement: Placement, problem: Problem) -> float:
     keys = Tasks.at_home(placement, problem.reach).keys
     fetched = int(keys.sum() - placement.tokens.sum())
     return fetched * problem.shape.kv_bytes / placement.num_workers
-
-
-def _quality(begun: BegunSchedule) -> _Quality:
-    """Returns the quality with the first search order."""
-    problem, tasks = begun.shards.problem, begun.first.tasks
-    placement, devices = problem.placement, problem.devices
-    moved = traffic(tasks, placement, problem.shape, devices.node)
-    return begun.first.missed, moved.worst, moved.total

@@ -15,8 +15,11 @@ from distca.planning.problem import Problem
 BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03 s
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
 MANY_RANKS = 64  # up to which it is the same
-BUDGET_OF_MANY = 415  # of more ranks
+BUDGET_OF_MANY = 415  # of more ranks,
+SLICES_A_REQUEST = 5  # less one for so many slices that a placer has dealt, each about 0.03 ms,
+LEAST_OF_MANY = 100  # but not less than that
 NUM_STEPS = 14  # of more ranks, which shed in eight batches
+LEFT_FOR_A_STEP = 0.5  # of more ranks: share of the last step's work that another one needs
 EVALUATION = 16  # requests that take as long as an evaluation does beside its requests
 FEW_SERVERS = 2  # of a request; pieces for others are found one after the other
 SERVER = 3  # requests that take as long as each other server of the widest request
@@ -25,25 +28,37 @@ SERVER = 3  # requests that take as long as each other server of the widest requ
 class Budget:
     """The work that is left to a search."""
 
-    def __init__(self, left: int, steps_left: int = UNLIMITED) -> None:
+    def __init__(
+        self, left: int, steps_left: int = UNLIMITED, left_for_a_step: float = 0.0
+    ) -> None:
         self.left, self.steps_left = left, steps_left
+        self._left_for_a_step, self._last_work = left_for_a_step, 0
 
     @classmethod
-    def of(cls, problem: Problem) -> Budget:
+    def of(cls, problem: Problem, slices: int = 0) -> Budget:
+        """Returns the budget of one direction.
+
+        slices: those that the placer has dealt, whose time is not there for the search.
+        """
         ranks = problem.devices.num_ranks
         few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
         many = ranks > MANY_RANKS
         budget = BUDGET // 2 if few_tiles else BUDGET_OF_MANY if many else BUDGET
-        return cls(budget, NUM_STEPS) if many else cls(budget)
+        if not many:
+            return cls(budget)
+        left = max(budget - slices // SLICES_A_REQUEST, LEAST_OF_MANY)
+        return cls(left, NUM_STEPS, LEFT_FOR_A_STEP)
 
     def spend(self, work: int) -> None:
         """Counts a step of the search."""
         self.left -= work
         self.steps_left -= 1
+        self._last_work = work
 
     @property
     def is_spent(self) -> bool:
-        return self.left <= 0 or self.steps_left <= 0
+        """Whether too little is left for a step like the last one."""
+        return self.left <= self._left_for_a_step * self._last_work or self.steps_left <= 0
 
 
 def work_of(num_servers: Sequence[int]) -> int:

@@ -83,14 +83,12 @@ Branch = Shedding[None]
 class OrderSearch:
     """Carries out steps 2 to 5 of the scheduler in several orders."""
 
-    def __init__(self, shards: PlacedShards, max_peak: int, budget: Budget | None = None) -> None:
+    def __init__(self, shards: PlacedShards, max_peak: int, budget: Budget) -> None:
         """Prepares a search.
 
         max_peak: the first order ends if it lets a rank send or receive more.
-        budget: by default that of the problem.
         """
-        self._shards, self._max_peak = shards, max_peak
-        self._budget = budget or Budget.of(shards.problem)
+        self._shards, self._max_peak, self._budget = shards, max_peak, budget
         self._moves_to_keys: Moves | None = None  # those of the first try
         self._first_work: list[int] = []  # of each step of the first order
         self._forks: list[Branch] = []

@@ -17,10 +17,11 @@ from distca.planning.problem import DocumentLoads, Problem
 from distca.planning.schedulers.budget import MANY_RANKS
 from distca.planning.schedulers.single_moves import Move, best_moves, pieces_of, rows_after
 from distca.planning.schedulers.stuck_rank import StuckRank
-from distca.planning.spans import Ints
+from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
 
 NUM_MOVES = 512  # after which the search ends
+NUM_STEPS = 48  # of more than MANY_RANKS, likewise: many that move little take as long
 RANKS_A_MOVE = 16  # of more than MANY_RANKS, of which one moves a task at the same time as others
 
 
@@ -29,23 +30,26 @@ def repair(problem: Problem, cost: TaskCost, tasks: Tasks) -> tuple[Tasks, float
     devices, placement = problem.devices, problem.placement
     documents = problem.document_loads(cost.ps)
     moves_left, best = NUM_MOVES, (tasks, np.inf)
+    steps_left = NUM_STEPS if devices.num_ranks > MANY_RANKS else NUM_MOVES
     while True:
         load = tasks.load_ps(placement, problem.reach, cost, devices.num_ranks)
         imbalance = devices.imbalance(load)
         if imbalance >= best[1]:
             return best
-        best = tasks, imbalance
+        best, moves_before = (tasks, imbalance), moves_left
         shard = placement.shard_of(tasks.document, tasks.q_start)
         rows = np.stack([shard, tasks.q_start, tasks.q_stop, tasks.server])  # as in ``Tasks.build``
-        while moves_left > 0 and devices.imbalance(load) > 1.0 + problem.tolerance:
+        while min(moves_left, steps_left) > 0 and devices.imbalance(load) > 1.0 + problem.tolerance:
             moves = _next_moves(problem, documents, rows, load)
             if not moves:
                 break
-            moves_left -= len(moves)
-            for move in moves:
-                load[rows[3, move.row]] -= move.freed_load
-                load[move.server] += move.added_load
+            moves_left, steps_left = moves_left - len(moves), steps_left - 1
+            row, _, _, server, added, freed = as_ints(moves).T
+            np.subtract.at(load, rows[3, row], freed)
+            np.add.at(load, server, added)
             rows = rows_after(rows, moves)
+        if moves_left == moves_before:
+            return best
         # Pieces of a task that are neighbours again become one, which changes loads and their mean.
         tasks = Tasks.build(placement, problem.reach, rows)
 

@@ -21,7 +21,7 @@ from distca.planning.traffic import memory_bytes
 
 NUM_TASKS = 256  # longest tasks of a slow rank, and best moves, that are looked at
 NUM_CUTS = 1024  # of these tasks that are looked at; if there are more, every second or third, ...
-ALL_CUTS = 8192  # of the tasks of all slow ranks together
+ALL_CUTS = 4096  # of the tasks of all slow ranks together
 
 
 class Move(NamedTuple):
@@ -200,18 +200,13 @@ def moved_bytes(problem: Problem, document: Ints, low: Ints, high: Ints) -> Ints
 
 def rows_after(rows: Ints, moves: list[Move]) -> Ints:
     """Returns the rows after moves: a piece takes the place of its task, others come last."""
-    rows, added = rows.copy(), []
-    for move in moves:
-        shard, start, stop, server = rows[:, move.row].tolist()
-        pieces = [
-            (shard, start, move.low, server),
-            (shard, move.low, move.high, move.server),
-            (shard, move.high, stop, server),
-        ]
-        first, *others = [piece for piece in pieces if piece[1] < piece[2]]
-        rows[:, move.row] = first
-        added += others
-    return np.concatenate([rows, as_ints(added).reshape(-1, 4).T], axis=1)
+    row, low, high, server, _, _ = as_ints(moves).T
+    shard, start, stop, before = rows[:, row]
+    moved, tail = np.stack([shard, low, high, server]), np.stack([shard, high, stop, before])
+    has_head = start < low
+    rows = rows.copy()
+    rows[:, row] = np.where(has_head, np.stack([shard, start, low, before]), moved)
+    return np.concatenate([rows, moved[:, has_head], tail[:, high < stop]], axis=1)
 
 
 def fits(problem: Problem, rows: Ints, move: Move) -> bool:

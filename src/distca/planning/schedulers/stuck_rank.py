@@ -5,6 +5,7 @@ piece: it passes tasks on to others. Or it gives one of its tasks to the slow ra
 """
 
 import bisect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +17,7 @@ from distca.planning.schedulers.single_moves import Move, Pieces, fits, moved_by
 from distca.planning.spans import Ints
 
 NUM_BACK = 512  # longest tasks of other ranks, of which the slow one may get one in exchange
-NUM_ROOMS = 16  # largest headrooms, of ranks that make room or that tasks are passed on to
+NUM_ROOMS = 32  # largest headrooms, of ranks that make room or that tasks are passed on to
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,10 +78,11 @@ class StuckRank:
         columns = rows[3, self._tasks], self._task_load, self._tasks
         for server, of_task, row in zip(*(one.tolist() for one in columns), strict=True):
             tasks[server].append((of_task, row))
-        for server in largest:
-            rooms = [(int(headroom[other]), other) for other in largest if other != server]
+        rooms = list(zip(headroom[self._roomy].tolist(), largest, strict=True))
+        for room, server in rooms:
+            others = (one for one in rooms if one[1] != server)
             passed_on = _pass_on(
-                sorted(tasks[server]), int(pieces.added_load[piece] - headroom[server]), rooms
+                sorted(tasks[server]), int(pieces.added_load[piece]) - room, others
             )
             moves = [pieces.move(piece, server)] if passed_on else []
             for moving, task, other in passed_on:
@@ -135,7 +137,7 @@ def _more_away(home: Ints, before: Ints | int, after: Ints | int) -> Ints:
 
 
 def _pass_on(
-    tasks: list[tuple[int, int]], load: int, rooms: list[tuple[int, int]]
+    tasks: list[tuple[int, int]], load: int, rooms: Iterable[tuple[int, int]]
 ) -> list[tuple[int, int, int]]:
     """Returns (load, row, server) of tasks that have a load together; none if there are too few.
 
