@@ -47,6 +47,8 @@ def _any_placement(problem: Problem, max_pairs: float) -> float:
         squares = squares - 2 * max_pairs
         left = squares > (first + 0.5) ** 2
         squares, first = squares[left], first[left]
+        if not len(squares):
+            break
         keys += float(np.sum(np.sqrt(squares) - 0.5 - first))
     return keys * problem.shape.kv_bytes
 

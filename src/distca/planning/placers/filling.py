@@ -4,6 +4,7 @@ A *table* has a row (worker, document, start, stop) for each shard.
 """
 
 import heapq
+from itertools import islice
 
 import numpy as np
 
@@ -180,7 +181,8 @@ def _surplus_tiles(tokens_left: Floats, tile: int) -> Floats:
 def _move_tiles(table: Ints, workers: int, tile: int) -> Ints:
     """Evens out workers whose shards are too short to be cut: some tiles or a shard at a time."""
     counts = np.bincount(table[:, 0], table[:, 3] - table[:, 2], minlength=workers)
-    held = [table[table[:, 0] == worker, 1:].tolist() for worker in range(workers)]
+    rows = iter(table[np.argsort(table[:, 0], kind="stable"), 1:].tolist())
+    held = [list(islice(rows, n)) for n in np.bincount(table[:, 0], minlength=workers).tolist()]
     mean = counts.mean()
     while counts.max() - counts.min() > tile:
         high, low = int(counts.argmax()), int(counts.argmin())
