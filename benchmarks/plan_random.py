@@ -22,7 +22,7 @@ from distca.planning.checks import verify
 from distca.planning.placement import Placement
 from distca.planning.policies import policy_of
 
-BATCHES, BATCHES_OF_MANY_RANKS = 1000, 60
+BATCHES, BATCHES_OF_MANY_RANKS = 1000, 480
 RANKS = (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 MANY_RANKS = (96, 128, 192, 256, 384, 512)
 GROUPS = ((2, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))  # in the report

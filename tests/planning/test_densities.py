@@ -7,7 +7,7 @@ from distca.data.lengths import distribution
 from distca.planning.api import place_and_plan
 from distca.planning.devices import UNLIMITED
 from distca.planning.placement import Placement
-from distca.planning.placers import balanced
+from distca.planning.placers import attempts, balanced
 from distca.planning.plan import Plan
 from distca.planning.policies import policy_of
 
@@ -46,6 +46,23 @@ def test_many_ranks_try_no_other_density_after_many_slices(monkeypatch: pytest.M
     assert fewer <= len(balanced.TARGETS)
     assert plan.meets_bound
     assert planned(64, monkeypatch)[0] == alike > 1
+
+
+def test_after_many_slices_a_density_has_to_do_much_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(balanced, "WORTH_A_SEARCH", 0.0)
+    monkeypatch.setattr(balanced, "MANY_SLICES", UNLIMITED)
+    alike, _ = planned(64, monkeypatch)
+    most, _ = planned(96, monkeypatch)
+    monkeypatch.setattr(balanced, "MANY_SLICES", 0)
+    monkeypatch.setattr(attempts, "MUCH_CLOSER", (0.0, 0.0))  # none does
+    fewer, plan = planned(96, monkeypatch)
+    assert fewer < most
+    assert plan.meets_bound
+    assert planned(64, monkeypatch)[0] == alike
+    monkeypatch.setattr(attempts, "MUCH_CLOSER", (1.0, 1.0))  # all that are closer do
+    assert planned(96, monkeypatch)[0] == most
 
 
 def test_many_ranks_try_no_other_density_where_few_tasks_move(

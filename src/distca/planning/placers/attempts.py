@@ -14,6 +14,7 @@ from distca.planning.spans import Ints
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
 LEFT_TO_SAVE = 0.05  # share of the bytes up to which moving tasks is as good as another density
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes
+MUCH_CLOSER = (0.95, 0.8)  # shares of the bytes and the surplus, of which it must reach one as well
 ALIKE = 0.02  # relative difference between surpluses that are about the same
 
 
@@ -48,9 +49,18 @@ class Attempt(NamedTuple):
         """Returns whether the surplus is about the same."""
         return abs(self.surplus - other.surplus) <= ALIKE * other.surplus
 
-    def is_closer(self, other: Attempt) -> bool:
-        """Returns whether it moves fewer bytes, or has a much smaller surplus."""
-        return self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
+    def is_closer(self, other: Attempt, much: bool = False) -> bool:
+        """Returns whether it moves fewer bytes, or has a much smaller surplus.
+
+        much: whether the bytes must be much fewer, or the surplus smaller as well.
+        """
+        share_of_bytes, share_of_surplus = MUCH_CLOSER
+        closer = self.moved_bytes < other.moved_bytes or self.surplus <= CLOSER * other.surplus
+        return closer and (
+            not much
+            or self.moved_bytes <= share_of_bytes * other.moved_bytes
+            or self.surplus <= share_of_surplus * other.surplus
+        )
 
 
 class Measure:

@@ -52,7 +52,8 @@ FEW_TASKS = 0.002  # surplus up to which moving tasks costs less than another se
 WORTH_A_SEARCH = 0.18  # share of the bytes, those of tasks, up to which no search saves enough
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
-MOST_SLICES = 3000  # dealt on more than MANY_RANKS, after which no other density is tried
+MANY_SLICES = 2000  # dealt on more than MANY_RANKS, after which densities have to do much better
+MOST_SLICES = 3000  # likewise, after which no other density is tried
 SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
 SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
@@ -211,7 +212,8 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> l
         attempts.append(here)
         # Where the cuts are about the same as before, only a larger step may change them.
         same = before is not None and here.is_like(before)
-        no_closer = before is not None and not same and not here.is_closer(before)
+        enough_tried = many and measure.slices >= MANY_SLICES
+        no_closer = before is not None and not same and not here.is_closer(before, enough_tried)
         no_use = here.surplus <= NEAR_MISS and here.ahead > most_ahead
         few_tasks = many and here.task_share <= WORTH_A_SEARCH
         if here.is_enough or no_closer or no_use or few_tasks:
