@@ -149,7 +149,7 @@ def plan(
     check_own_memory(problem)
     is_ours = scheduler == "distca"
     assignment = (
-        disaggregated(problem, placed.begun, placed.slices) if is_ours else assign_tasks(problem)
+        disaggregated(problem, placed.begun, placed.taken) if is_ours else assign_tasks(problem)
     )
     check_memory(problem, assignment)
     forward_load_ps, backward_load_ps = loads = assignment.load_ps(problem)

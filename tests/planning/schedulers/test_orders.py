@@ -324,13 +324,28 @@ def test_more_ranks_have_more_to_search_only_where_each_has_many_tiles() -> None
     assert [one.steps_left for one in few] == [UNLIMITED, budget.NUM_STEPS]
 
 
-@pytest.mark.parametrize(("slices", "less"), [(0, 0), (4, 0), (50, 10), (100_000, 355)])
-def test_slices_that_a_placer_has_dealt_leave_many_ranks_less_to_search(
-    slices: int, less: int
-) -> None:
+@pytest.mark.parametrize(("taken", "less"), [(0, 0), (10, 10), (100_000, 355)])
+def test_what_a_placer_takes_leaves_many_ranks_less_to_search(taken: int, less: int) -> None:
     few, many = (placed([[65536]] * ranks, "pairs").problem for ranks in (64, 65))
-    assert Budget.of(few, slices).left == budget.BUDGET
-    assert Budget.of(many, slices).left == budget.BUDGET_OF_MANY - less
+    assert Budget.of(few, taken).left == budget.BUDGET
+    assert Budget.of(many, taken).left == budget.BUDGET_OF_MANY - less
+
+
+def test_documents_that_share_prefixes_leave_many_ranks_less_to_search() -> None:
+    child = {"length": 65536, "parent": 0, "prefix": 128}
+    few, many = (placed([[65536], *[[child]] * (ranks - 1)], "pairs").problem for ranks in (64, 65))
+    assert Budget.of(few).left == budget.BUDGET
+    assert Budget.of(many).left == budget.BUDGET_WITH_PREFIXES
+
+
+@pytest.mark.parametrize(("documents", "has_fallback"), [(4, True), (96, False)])
+def test_a_placer_with_a_fallback_takes_the_time_of_one_more_search(
+    documents: int, has_fallback: bool
+) -> None:
+    lengths = np.full(documents, 96 * 8192 // documents)
+    options = PlanOptions(model="llama3-8b")
+    result = place_to_plan(Placement.in_order(lengths, 96), options, "balanced")
+    assert (result.taken >= budget.OF_A_FALLBACK) == has_fallback
 
 
 def test_a_step_needs_half_of_what_the_last_one_took_only_on_many_ranks() -> None:
@@ -350,11 +365,11 @@ def test_both_directions_search_less_for_the_slices_that_were_dealt(cost: str) -
     result = place_to_plan(Placement.in_order(lengths, 96), options, "balanced")
     assert result.begun is None  # so that both are scheduled below
     cuts = len(result.placement.document) - result.placement.num_documents
-    assert result.slices > cuts > 0
+    assert budget.SLICES_A_REQUEST * result.taken > cuts > 0
     with pytest.MonkeyPatch.context() as patch:
         work = WorkOfSearches(patch)
         plan(result, options)
-    expected = Budget.of(options.problem(result.placement), result.slices).left
+    expected = Budget.of(options.problem(result.placement), result.taken).left
     assert len(work.budgets) >= 1
     assert {one.left for one in work.budgets.values()} == {expected}
     assert expected < budget.BUDGET_OF_MANY

@@ -37,7 +37,7 @@ from distca.planning.placers.head_tail import deal_each_document
 from distca.planning.placers.neighbors import gather_in_nodes
 from distca.planning.placers.slices import SliceLimits, Slicer
 from distca.planning.problem import DocumentLoads, Grain, Problem
-from distca.planning.schedulers.budget import MANY_RANKS
+from distca.planning.schedulers.budget import MANY_RANKS, OF_A_FALLBACK, SLICES_A_REQUEST
 from distca.planning.spans import Floats
 
 # docs/planning.md ("What was tried") has the figures behind these constants.
@@ -53,7 +53,8 @@ WORTH_A_SEARCH = 0.18  # share of the bytes, those of tasks, up to which no sear
 NEAR_MISS = 0.02  # surplus up to which a search with a tighter target may help
 TARGETS = (1.0, 0.6)  # tolerances that are aimed at, relative to the given one: loose, then tight
 MANY_SLICES = 2000  # dealt on more than MANY_RANKS, after which densities have to do much better
-MOST_SLICES = 3000  # likewise, after which no other density is tried
+MOST_SLICES = 3000  # likewise, after which no other density is tried,
+MOST_SLICES_WITH_PREFIXES = 1000  # and where documents share some, which gains little by another
 SENDERS_AHEAD = 1.2  # times what any worker receives, above which senders are evened out,
 SENT_OFTEN = 1.5  # if a worker sends its tokens so often
 LOWER_PEAK = 0.8  # share of the peak to which that must lower it
@@ -74,22 +75,25 @@ def balanced_placement(problem: Problem) -> Placed:
     # If no worker serves, all tasks move, and documents in order have the fewest.
     measure = Measure(problem)
     nearest = _search(measure) if problem.devices.workers_serve else None
+    taken = measure.slices // SLICES_A_REQUEST
     only_workers = problem.devices.num_ranks == problem.devices.num_workers
     candidates = []
     if nearest is not None:
         candidates = [gather_in_nodes(_placement(nearest, problem), problem)]
         if nearest.surplus == 0.0 and only_workers and not prefixes.exist:
-            return Placed(candidates[0], slices=measure.slices)
+            return Placed(candidates[0], taken=taken)
     in_order = Placement.in_order(lengths, num_workers, prefixes, two_way)
     if prefixes.exist:  # in order, documents that share a prefix are near each other
-        return best_of([*candidates, in_order], problem, slices=measure.slices)
+        return best_of([*candidates, in_order], problem, taken=taken)
     few = in_order.num_documents <= FEW_DOCUMENTS
     if few or nearest is None or not only_workers:
         candidates.append(in_order)
     dealt = _deal_over_all(in_order, problem) if few else None
     if len(candidates) == 1 and dealt is None:
-        return Placed(candidates[0], slices=measure.slices)
-    return best_of(candidates, problem, fallback=dealt, slices=measure.slices)
+        return Placed(candidates[0], taken=taken)
+    if dealt is not None:
+        taken += OF_A_FALLBACK
+    return best_of(candidates, problem, fallback=dealt, taken=taken)
 
 
 def _deal_over_all(in_order: Placement, problem: Problem) -> Placement | None:
@@ -203,7 +207,10 @@ def _ascend(measure: Measure, loads: _Loads, index: int, most_ahead: float) -> l
     most_ahead: by how much forward may be ahead; with more, no density will meet its bound.
     """
     many = measure.problem.devices.num_ranks > MANY_RANKS
-    most_slices = MOST_SLICES if many else UNLIMITED
+    most_slices = UNLIMITED
+    if many:
+        shared = measure.problem.placement.prefixes.exist
+        most_slices = MOST_SLICES_WITH_PREFIXES if shared else MOST_SLICES
     attempts: list[Attempt] = []
     steps = 1
     while index < len(loads.densities) and measure.slices < most_slices:

@@ -24,12 +24,12 @@ class Placed:
 
     begun: the schedule as far as the placer had to make it, of the placer's own problem. A plan of
         another one, such as under another mask, does not use it.
-    slices: how many the placer has dealt (``Budget.of``).
+    taken: requests whose time the placer takes (``Budget.of``).
     """
 
     placement: Placement
     begun: BegunSchedule | None = None
-    slices: int = 0
+    taken: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ def best_of(
     candidates: Sequence[Placement],
     problem: Problem,
     fallback: Placement | None = None,
-    slices: int = 0,
+    taken: int = 0,
 ) -> Placed:
     """Returns the placement with the best quality after scheduling.
 
@@ -71,14 +71,14 @@ def best_of(
     fallback: one with many shards, each of which takes time. It is scheduled only if no candidate
         meets the bound, or if its workers serve, have no larger surplus than those of the best
         candidate, and fetch less than its peak.
-    slices: those that the placer has dealt.
+    taken: requests whose time the placer takes.
     """
     best: _Scheduled | None = None
     for candidate in candidates:
         if best is not None and best.missed == 0.0 and problem.devices.num_ranks > MANY_RANKS:
             break
         if best is None or best.missed == 0.0 or _has_no_more_surplus(candidate, best):
-            best = _better_of(candidate, problem, best, slices)
+            best = _better_of(candidate, problem, best, taken)
     if fallback is not None and (
         best is None
         or best.missed > 0.0
@@ -87,19 +87,19 @@ def best_of(
             and _has_no_more_surplus(fallback, best)
         )
     ):
-        best = _better_of(fallback, problem, best, slices)
+        best = _better_of(fallback, problem, best, taken)
     if best is None:
-        return Placed(candidates[0], slices=slices)
-    return Placed(best.placement, best.begun, slices)
+        return Placed(candidates[0], taken=taken)
+    return Placed(best.placement, best.begun, taken)
 
 
 def _better_of(
-    candidate: Placement, problem: Problem, best: _Scheduled | None, slices: int
+    candidate: Placement, problem: Problem, best: _Scheduled | None, taken: int
 ) -> _Scheduled | None:
     """Returns the better one of a candidate and the best so far; None if neither fits."""
     max_peak = UNLIMITED if best is None or best.missed > 0.0 else best.moved[0]
     try:
-        begun = begin_backward(replace(problem, placement=candidate), slices, max_peak)
+        begun = begin_backward(replace(problem, placement=candidate), taken, max_peak)
     except (DoesNotFitError, TooMuchTrafficError):
         return best
     scheduled = _Scheduled(candidate, begun)

@@ -16,7 +16,9 @@ BUDGET = 300  # requests that all orders of a direction may evaluate: about 0.03
 FEW_TILES = 24  # of tokens on a rank, below which half of it does: single moves do as well
 MANY_RANKS = 64  # up to which it is the same
 BUDGET_OF_MANY = 415  # of more ranks,
+BUDGET_WITH_PREFIXES = 275  # where documents share some, whose keys have more holders to look at,
 SLICES_A_REQUEST = 5  # less one for so many slices that a placer has dealt, each about 0.03 ms,
+OF_A_FALLBACK = 140  # and so many less where it may schedule one more placement than others do,
 LEAST_OF_MANY = 60  # but not less than that
 NUM_STEPS = 14  # of more ranks, which shed in eight batches
 LEFT_FOR_A_STEP = 0.5  # of more ranks: share of the last step's work that another one needs
@@ -35,18 +37,22 @@ class Budget:
         self._left_for_a_step, self._last_work = left_for_a_step, 0
 
     @classmethod
-    def of(cls, problem: Problem, slices: int = 0) -> Budget:
+    def of(cls, problem: Problem, taken: int = 0) -> Budget:
         """Returns the budget of one direction.
 
-        slices: those that the placer has dealt, whose time is not there for the search.
+        taken: requests whose time the placer takes, so that it is not there for the search.
         """
         ranks = problem.devices.num_ranks
         few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
-        many = ranks > MANY_RANKS
-        budget = BUDGET // 2 if few_tiles else BUDGET_OF_MANY if many else BUDGET
+        many, budget = ranks > MANY_RANKS, BUDGET
+        if few_tiles:
+            budget = BUDGET // 2
+        elif many:
+            shared = problem.placement.prefixes.exist
+            budget = BUDGET_WITH_PREFIXES if shared else BUDGET_OF_MANY
         if not many:
             return cls(budget)
-        left = max(budget - slices // SLICES_A_REQUEST, LEAST_OF_MANY)
+        left = max(budget - taken, LEAST_OF_MANY)
         return cls(left, NUM_STEPS, LEFT_FOR_A_STEP)
 
     def spend(self, work: int) -> None:

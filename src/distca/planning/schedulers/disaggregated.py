@@ -46,16 +46,16 @@ class BegunSchedule(NamedTuple):
 
 
 def disaggregated(
-    problem: Problem, begun: BegunSchedule | None = None, slices: int = 0
+    problem: Problem, begun: BegunSchedule | None = None, taken: int = 0
 ) -> Assignment:
     """Returns one set of tasks if it meets the bounds of both directions, else one for each.
 
     begun: what ``begin_backward`` returned; it is used if it is that of an equal problem.
-    slices: those that the placer has dealt (``Budget.of``).
+    taken: requests whose time the placer takes (``Budget.of``).
     """
     devices, cost = problem.devices, problem.cost
     if begun is None or not same_fields(begun.shards.problem, problem):
-        begun = begin_backward(problem, slices)
+        begun = begin_backward(problem, taken)
     best = begun.finish()
     backward = best.tasks
     load = backward.load_ps(problem.placement, problem.reach, cost.forward, devices.num_ranks)
@@ -67,25 +67,25 @@ def disaggregated(
     # The best order of one direction is nearly as good as the best of all in the other one.
     orders = dict.fromkeys((best.order, SEARCH_ORDERS[0]))
     shards = begun.shards.with_cost(cost.forward)
-    forward = _begin(shards, tuple(orders), slices, expected_load=expected_load).finish()
+    forward = _begin(shards, tuple(orders), taken, expected_load=expected_load).finish()
     return Assignment(forward.tasks, backward)
 
 
-def begin_backward(problem: Problem, slices: int = 0, max_peak: int = UNLIMITED) -> BegunSchedule:
+def begin_backward(problem: Problem, taken: int = 0, max_peak: int = UNLIMITED) -> BegunSchedule:
     """Begins the schedule of the backward direction.
 
-    slices: those that the placer has dealt (``Budget.of``).
+    taken: requests whose time the placer takes (``Budget.of``).
     max_peak: peak traffic of the first order above which ``TooMuchTrafficError`` is raised; also
         where tasks have to move, and the peak is not far below before any does.
     """
     shards = PlacedShards.of(problem, problem.cost.backward)
-    return _begin(shards, SEARCH_ORDERS[: problem.search_orders], slices, max_peak=max_peak)
+    return _begin(shards, SEARCH_ORDERS[: problem.search_orders], taken, max_peak=max_peak)
 
 
 def _begin(
     shards: PlacedShards,
     orders: Sequence[SearchOrder],
-    slices: int,
+    taken: int,
     *,
     expected_load: int = 0,
     max_peak: int = UNLIMITED,
@@ -105,6 +105,6 @@ def _begin(
         added = estimate_added_load(ledger)
         expected_load = int(shards.load.sum()) + int(CUT_SHARE * added)
     few = problem.devices.num_ranks <= FEW_RANKS and len(shards.load) <= FEW_SHARDS
-    search = OrderSearch(shards, max_peak, Budget.of(problem, slices))
+    search = OrderSearch(shards, max_peak, Budget.of(problem, taken))
     first = search.first(orders if few else orders[:1], expected_load)
     return BegunSchedule(shards, first, search)
