@@ -127,7 +127,8 @@ class _Workers:
         self.net_headroom: list[float] = dealt.net_headroom(density).tolist()
         self.tokens_left: list[float] = dealt.tokens_left.tolist()
         self.worth_a_cut = WORTH_A_CUT * max(*self.net_headroom, 0.0)  # if it is more
-        self._sent_keys, self._received_keys = ([0] * len(self.tokens_left) for _ in range(2))
+        # Floats, since these compare with the limits in half the time of integers.
+        self._sent_keys, self._received_keys = ([0.0] * len(self.tokens_left) for _ in range(2))
         self._traffic_limit = traffic_limit
         self._shortest = shortest  # tokens of a slice
         # (-net headroom, worker) of those with tokens left, the most net headroom first
@@ -159,7 +160,7 @@ class _Workers:
         least = min(taken.net, most - self.worth_a_cut)
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        tokens_left, size, has_tokens, longest = self.tokens_left, taken.size, -1, best
+        tokens_left, size, has_tokens, longest = self.tokens_left, float(taken.size), -1, best
         for negative, worker in self._order:
             if -negative < least:
                 break
