@@ -44,15 +44,11 @@ class Budget:
         """
         ranks = problem.devices.num_ranks
         few_tiles = int(problem.placement.tokens.sum()) < FEW_TILES * problem.grain.spacing * ranks
-        many, budget = ranks > MANY_RANKS, BUDGET
-        if few_tiles:
-            budget = BUDGET // 2
-        elif many:
-            shared = problem.placement.prefixes.exist
-            budget = BUDGET_WITH_PREFIXES if shared else BUDGET_OF_MANY
-        if not many:
-            return cls(budget)
-        left = max(budget - taken, LEAST_OF_MANY)
+        if ranks <= MANY_RANKS:
+            return cls(BUDGET // 2 if few_tiles else BUDGET)
+        shared = problem.placement.prefixes.exist
+        of_many = BUDGET_WITH_PREFIXES if shared else BUDGET_OF_MANY
+        left = max((BUDGET // 2 if few_tiles else of_many) - taken, LEAST_OF_MANY)
         return cls(left, NUM_STEPS, LEFT_FOR_A_STEP)
 
     def spend(self, work: int) -> None:
