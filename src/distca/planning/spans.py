@@ -96,11 +96,13 @@ def covered(spans: Spans, others: Spans) -> Ints:
     """
     stride = int(max(spans.stop.max(initial=0), others.stop.max(initial=0))) + 1
     first = spans.group * stride
+    is_new = np.append(True, first[1:] != first[:-1])[: len(first)]
+    of_group, group = first[is_new], np.cumsum(is_new) - 1  # neighbours in a group share a search
 
     def sum_of_least(points: Ints) -> Ints:
         key = np.sort(others.group * stride + points)
         total = cumulative(key % stride)
-        begin, end = key.searchsorted(first), key.searchsorted(first + stride)
+        begin, end = (key.searchsorted(at)[group] for at in (of_group, of_group + stride))
         below = [key.searchsorted(first + x) for x in (spans.start, spans.stop)]
         low, high = (
             total[index] - total[begin] + x * (end - index)

@@ -175,15 +175,22 @@ class Ledger:
 
         The caller has moved their loads and memory, one by one, since these decide what moves.
         """
-        problem, cut = self.problem, ~self.shards.is_document
+        problem, placement = self.problem, self.problem.placement
         count = partial(
-            traffic, placement=problem.placement, shape=problem.shape, node=problem.devices.node
+            traffic, placement=placement, shape=problem.shape, node=problem.devices.node
         )
-        at_home = not self._moved[cut].any()
-        before = self.shards.traffic_at_home if at_home else count(self.tasks(cut))
+        among, before = ~self.shards.is_document, None
+        if not self._moved[among].any():
+            before = self.shards.traffic_at_home
+            documents = among & np.isin(placement.document, placement.document[shards])
+            # The others' keys stay where they are, unless they are prefixes of these.
+            if not placement.prefixes.exist and 2 * documents.sum() < among.sum():
+                among, before = documents, None
+        if before is None:
+            before = count(self.tasks(among))
         self.server[shards] = server
         self._mark_moved(shards)
-        tasks = self.tasks(cut)
+        tasks = self.tasks(among)
         after = count(tasks)
         self.sent += after.send - before.send
         self.received += after.recv - before.recv
