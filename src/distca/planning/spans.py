@@ -102,13 +102,14 @@ def covered(spans: Spans, others: Spans) -> Ints:
     def sum_of_least(points: Ints) -> Ints:
         key = np.sort(others.group * stride + points)
         total = cumulative(key % stride)
-        begin, end = (key.searchsorted(at)[group] for at in (of_group, of_group + stride))
+        begin, end = key.searchsorted(of_group)[group], key.searchsorted(of_group + stride)[group]
         below = [key.searchsorted(first + x) for x in (spans.start, spans.stop)]
         low, high = (
             total[index] - total[begin] + x * (end - index)
             for index, x in zip(below, (spans.start, spans.stop), strict=True)
         )
-        return high - low
+        between: Ints = high - low
+        return between
 
     return sum_of_least(others.stop) - sum_of_least(others.start)
 
