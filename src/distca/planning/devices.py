@@ -117,6 +117,11 @@ class Devices:
         return np.flatnonzero(self.speed > 0)
 
     @cached_property
+    def equally_fast(self) -> bool:
+        """Whether all ranks that compute attention have the same speed."""
+        return len(set(self.speed[self.serving].tolist())) <= 1
+
+    @cached_property
     def busy_ps(self) -> Ints:
         return np.rint(self.busy_s * PS).astype(np.int64)
 

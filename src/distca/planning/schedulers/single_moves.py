@@ -54,11 +54,15 @@ class Pieces:
         """Returns those that leave the first rank."""
         return self.take(slice(int(self.leaves.searchsorted(1))))
 
+    def moves(self, piece: Ints, server: Ints) -> list[Move]:
+        """Returns the moves of some of them, each to its server."""
+        row, low, high = self.row[piece], self.low[piece], self.high[piece]
+        columns = (row, low, high, server, self.added_load[piece], self.freed_load[piece])
+        return list(map(Move, *(column.tolist() for column in columns)))
+
     def move(self, piece: int, server: int) -> Move:
         """Returns the move of one of them."""
-        columns = (self.row, self.low, self.high, self.added_load, self.freed_load)
-        row, low, high, added, freed = (int(column[piece]) for column in columns)
-        return Move(row, low, high, server, added, freed)
+        return self.moves(as_ints([piece]), as_ints([server]))[0]
 
 
 def pieces_of(problem: Problem, documents: DocumentLoads, rows: Ints, ranks: Ints) -> Pieces:
@@ -68,9 +72,11 @@ def pieces_of(problem: Problem, documents: DocumentLoads, rows: Ints, ranks: Int
     """
     number = np.full(problem.devices.num_ranks, -1)
     number[ranks] = np.arange(len(ranks))
-    mine = np.flatnonzero(number[rows[3]] >= 0)
-    mine = mine[np.lexsort((rows[1, mine] - rows[2, mine], number[rows[3, mine]]))]
-    leaves = number[rows[3, mine]]
+    mine = np.flatnonzero((number >= 0)[rows[3]])
+    leaves, size = number[rows[3, mine]], rows[2, mine] - rows[1, mine]
+    # One key orders them in half the time of two.
+    order = np.argsort(leaves * (size.max(initial=0) + 1) - size, kind="stable")
+    mine, leaves = mine[order], leaves[order]
     is_long = np.arange(len(mine)) - leaves.searchsorted(leaves) < NUM_TASKS
     mine, leaves = mine[is_long], leaves[is_long]
     start, stop, document = rows[1, mine], rows[2, mine], problem.placement.document[rows[0, mine]]
@@ -115,8 +121,8 @@ def best_moves(
             break
         chosen = left[_best_of_each(problem, pieces, piece[left], np.maximum(later[left], latest))]
         no_room = []
-        for option, of in zip(chosen.tolist(), leaves[chosen].tolist(), strict=True):
-            move = pieces.move(int(piece[option]), int(server[option]))
+        found = pieces.moves(piece[chosen], server[chosen])
+        for option, of, move in zip(chosen.tolist(), leaves[chosen].tolist(), found, strict=True):
             if fits(problem, rows, move):
                 moves[of] = move
             else:
@@ -168,9 +174,10 @@ def _servers(devices: Devices, finish: Ints, slowest: Ints) -> list[list[int]]:
     next does not; some may get none.
     """
     serving = devices.serving
+    if devices.equally_fast:
+        first = serving[np.argsort(finish[serving], kind="stable")[: len(slowest)]]
+        return first[:, None].tolist()  # type: ignore[no-any-return]
     left = serving[np.lexsort((-devices.speed[serving], finish[serving]))]
-    if np.ptp(devices.speed[serving]) == 0:
-        return left[: len(slowest), None].tolist()  # type: ignore[no-any-return]
     servers: list[list[int]] = []
     while len(servers) < len(slowest) and len(left):
         speed = devices.speed[left]
@@ -202,11 +209,12 @@ def rows_after(rows: Ints, moves: list[Move]) -> Ints:
     """Returns the rows after moves: a piece takes the place of its task, others come last."""
     row, low, high, server, _, _ = as_ints(moves).T
     shard, start, stop, before = rows[:, row]
-    moved, tail = np.stack([shard, low, high, server]), np.stack([shard, high, stop, before])
-    has_head = start < low
-    rows = rows.copy()
-    rows[:, row] = np.where(has_head, np.stack([shard, start, low, before]), moved)
-    return np.concatenate([rows, moved[:, has_head], tail[:, high < stop]], axis=1)
+    moved, has_head = as_ints([shard, low, high, server]), start < low
+    tail = as_ints([shard, high, stop, before])[:, high < stop]
+    rows = np.concatenate([rows, moved[:, has_head], tail], axis=1)
+    # A head stays in the row of its task; otherwise the piece takes its place.
+    rows[2:, row] = np.where(has_head, as_ints([low, before]), moved[2:])
+    return rows
 
 
 def fits(problem: Problem, rows: Ints, move: Move) -> bool:
