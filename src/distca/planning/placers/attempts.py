@@ -10,7 +10,7 @@ from distca.planning.placers.dealing import LongDocuments
 from distca.planning.problem import Problem
 from distca.planning.spans import Ints
 
-# docs/planning.md ("What was tried") has the figures behind these constants.
+# docs/planning-experiments.md has the figures behind these constants.
 MOVED_TASKS = 2.0  # their bytes, relative to those of ideal cuts
 LEFT_TO_SAVE = 0.05  # share of the bytes up to which moving tasks is as good as another density
 CLOSER = 0.5  # share of the surplus to which the next density must lower it, or move fewer bytes

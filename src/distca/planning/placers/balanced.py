@@ -40,7 +40,7 @@ from distca.planning.problem import DocumentLoads, Grain, Problem
 from distca.planning.schedulers.budget import MANY_RANKS, OF_A_FALLBACK, SLICES_A_REQUEST
 from distca.planning.spans import Floats
 
-# docs/planning.md ("What was tried") has the figures behind these constants.
+# docs/planning-experiments.md has the figures behind these constants.
 FIRST_DENSITY = 0.7  # relative to the density of the short documents; the first that works is used
 DENSITY_STEP = 1.04  # from one density to the next
 NUM_DENSITIES = 24  # up to 1.7 x the density of the short documents

@@ -15,7 +15,7 @@ import numpy as np
 from distca.planning.placers.slices import Slice
 from distca.planning.spans import Ints, as_ints
 
-# docs/planning.md ("What was tried") has the figures behind these constants.
+# docs/planning-experiments.md has the figures behind these constants.
 NET_DIFFERENCE = 0.35  # between slices that are swapped, as a share of the largest net load
 EXCESS_TOKENS = 0.3  # beyond a worker's share of tokens: heads of documents move away later
 LOWER = 0.98  # share of what the worker sends, below which both must stay after a swap

@@ -27,7 +27,7 @@ from distca.planning.schedulers.orders import (
 from distca.planning.schedulers.placed_shards import FEW_RANKS, PlacedShards
 from distca.planning.schedulers.surplus import estimate_added_load
 
-# docs/planning.md ("What was tried") has the figures behind the constants of all steps.
+# docs/planning-experiments.md has the figures behind the constants of all steps.
 CUT_SHARE = 0.4  # of the estimate of the load that cutting adds: one that is too high is missed
 PEAK_AT_HOME = 0.5  # share of the peak allowed above which moving tasks would exceed it
 FEW_SHARDS = 16384  # up to so many, and few ranks, several orders are tried

@@ -18,7 +18,7 @@ from distca.planning.schedulers.server_sets import fewest_servers, server_sets
 from distca.planning.schedulers.short_documents import shed_whole_documents
 from distca.planning.schedulers.taken_servers import TakenServers, may_share
 
-# Each value is the smallest beyond which plans hardly change (docs/planning.md, "What was tried").
+# Each value is the smallest beyond which plans hardly change (docs/planning-experiments.md).
 NUM_SHARDS = 2  # heaviest shards of a rank that are tried
 MAX_SPARE = 3  # servers beyond the fewest that are tried, because cuts at tiles leave remainders
 # If a rank cannot shed its surplus out of one shard, it fills these shares of large headrooms.

@@ -8,7 +8,7 @@ from distca.planning.schedulers.ledger import Ledger
 from distca.planning.spans import Floats, Ints, as_ints, cumulative
 
 # Ranks shed in this many batches, and are sorted again after each. Few ranks come one by one.
-NUM_ROUNDS = 8  # docs/planning.md ("What was tried") has the figures for others
+NUM_ROUNDS = 8  # docs/planning-experiments.md has the figures for others
 
 
 class SurplusRanks:
