@@ -1,11 +1,12 @@
 """Moves with Triton: one kernel launch for a whole table, on a GPU.
 
 Each program takes one entry of the table; long stretches are divided among several. Memories are
-passed as addresses, since their number and dtypes differ from move to move.
+passed as addresses, since their number and dtypes differ from move to move. A kernel is compiled
+when the first move that needs it is made, and not in a layer, where other ranks would wait for it.
 """
 
 from collections.abc import Sequence
-from functools import reduce
+from functools import cache, reduce
 from operator import or_
 from typing import Any
 
@@ -44,10 +45,10 @@ class _Table:
         assert len(memories) <= _MEMORIES
         assert all(memory.is_contiguous() for memory in memories)
         addresses = [memory.data_ptr() for memory in memories]
-        lowest = reduce(or_, addresses, self._alignment)
         unused = self._table.data_ptr()  # any address, so that all arguments have 64 bits
-        addresses = [address or unused for address in addresses]
-        return lowest & -lowest, addresses + [unused] * (_MEMORIES - len(addresses))
+        used = [address or unused for address in addresses]
+        used += [unused] * (_MEMORIES - len(used))
+        return _power_of_two(reduce(or_, addresses, self._alignment)), used
 
 
 class Copies(_Table):
@@ -58,15 +59,14 @@ class Copies(_Table):
         table = np.stack([*table[entry, :4].T, size], 1)
         table[:, [1, 3]] += skipped[:, None]
         super().__init__(table, table[:, [1, 3, 4]], device)
+        _load_copy(_power_of_two(self._alignment), device)
 
     def __call__(self, memories: Sequence[Tensor]) -> None:
         if not len(self._table):
             return
         alignment, addresses = self._aligned(memories)
-        word = _WORDS[alignment]
-        options = {"WORD": word, "NUM_BYTES": word.primitive_bitwidth // 8, "ALIGNMENT": alignment}
         with torch.cuda.device_of(self._table):  # type: ignore[no-untyped-call]
-            _copy[(len(self._table),)](self._table, *addresses, **options, BLOCK=_BLOCK)
+            _copy[(len(self._table),)](self._table, *addresses, **_copy_options(alignment))
 
 
 class Sums(_Table):
@@ -80,16 +80,14 @@ class Sums(_Table):
         table = np.stack([initial, memory, offset + skipped, skipped, size, first, last], 1)
         units = np.concatenate([table[:, [2, 3, 4]].ravel(), terms[:, 1]]) * dtype.itemsize
         super().__init__(table, units, device)
-        self._terms = to_device(terms, torch.int64, device)
-        self._types = {
-            "NARROW": _TYPES[dtype], "NUM_BYTES": dtype.itemsize, "WIDE": _TYPES[wide(dtype)],
-        }  # fmt: skip
+        self._terms, self._dtype = to_device(terms, torch.int64, device), dtype
+        _load_sum(_power_of_two(self._alignment), dtype, device)
 
     def __call__(self, memories: Sequence[Tensor]) -> None:
         if not len(self._table):
             return
         alignment, addresses = self._aligned(memories)
-        options = {"ALIGNMENT": alignment, "BLOCK": _BLOCK, **self._types}
+        options = _sum_options(alignment, self._dtype)
         with torch.cuda.device_of(self._table):  # type: ignore[no-untyped-call]
             _sum[(len(self._table),)](self._table, self._terms, *addresses, **options)
 
@@ -100,6 +98,44 @@ def try_on(device: torch.device) -> None:
     Copies(np.array([[0, 0, 0, 32, 32]]), device)([memory])
     if memory[32:].tolist() != list(range(32)):
         raise RuntimeError("a copy of 32 bytes was wrong")
+
+
+def _power_of_two(alignment: int) -> int:
+    """Returns the largest power of two that divides a number."""
+    return alignment & -alignment
+
+
+def _copy_options(alignment: int) -> dict[str, Any]:
+    word = _WORDS[alignment]
+    num_bytes = word.primitive_bitwidth // 8
+    return {"WORD": word, "NUM_BYTES": num_bytes, "ALIGNMENT": alignment, "BLOCK": _BLOCK}
+
+
+def _sum_options(alignment: int, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "NARROW": _TYPES[dtype],
+        "NUM_BYTES": dtype.itemsize,
+        "WIDE": _TYPES[wide(dtype)],
+        "ALIGNMENT": alignment,
+        "BLOCK": _BLOCK,
+    }
+
+
+@cache  # what is loaded once stays
+def _load_copy(alignment: int, device: torch.device) -> None:
+    """Copies nothing, which compiles and loads the kernel for an alignment."""
+    nothing = torch.zeros(1, 5, dtype=torch.int64, device=device)
+    with torch.cuda.device_of(nothing):  # type: ignore[no-untyped-call]
+        _copy[(1,)](nothing, *[nothing.data_ptr()] * _MEMORIES, **_copy_options(alignment))
+
+
+@cache
+def _load_sum(alignment: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Adds up nothing, likewise."""
+    nothing = torch.zeros(1, 7, dtype=torch.int64, device=device)
+    options = _sum_options(alignment, dtype)
+    with torch.cuda.device_of(nothing):  # type: ignore[no-untyped-call]
+        _sum[(1,)](nothing, nothing, *[nothing.data_ptr()] * _MEMORIES, **options)
 
 
 def _divided(size: Ints, most: int) -> tuple[Ints, Ints, Ints]:
