@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing as mp
 import os
 import pickle
@@ -257,11 +258,11 @@ def test_another_model_is_refused_on_all_ranks(
         ("extra.json", b'{"step": 3', r"extra\.json is damaged \(Expecting"),
         ("extra.json", b"[3]", r"extra\.json is damaged \(not a JSON object\)"),
         (".metadata", b"?", r"\.metadata is damaged \("),
-        (".metadata", b"", r"\.metadata is damaged \(Ran out of input"),
+        (".metadata", b"", r"\.metadata is damaged \(Expecting value"),
         (
             ".metadata",
             pickle.dumps(Command(Path("executed"))),
-            r"\.metadata is damaged \(it names \w+\.mkdir, which no checkpoint of distca has\)",
+            r"\.metadata is damaged \(Expecting value",
         ),
         ("__1_0.distcp", b"", r"step-00000003 is damaged \(\w+"),
     ],
@@ -310,9 +311,9 @@ def test_a_tensor_that_is_missing_is_damage(
     for sums in tmp_path.glob("*/SHA256SUMS"):
         sums.unlink()
     file = tmp_path / "step-00000003" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    del metadata.state_dict_metadata[missing]
-    file.write_bytes(pickle.dumps(metadata))
+    saved = json.loads(file.read_text())
+    del saved[missing]
+    file.write_text(json.dumps(saved))
     path, notes = run_all(world, resume, run)
     assert path == tmp_path / "step-00000002"
     assert re.search(rf"\.metadata is damaged \({words}.*: step-00000002 is used", notes[0])

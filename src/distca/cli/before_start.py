@@ -19,8 +19,13 @@ def check(config: "Config", num_ranks: int, sides: int, share_gpu: bool) -> "Com
     """Raises ValueError for mistakes that can be found before anything is started."""
     from distca.train import metrics, setup
     from distca.train.extra import check_resumable
+    from distca.train.step_folders import check_folder
 
     own = setup.Components.of(config, num_ranks, _device(), sides=sides, share_gpu=share_gpu)
+    if config.train.saves:
+        # A weight and two moments in float32; frozen weights have no moments.
+        least_bytes = own.model.num_parameters * (4 if config.train.frozen else 12)
+        check_folder(Path(config.out) / "checkpoints", least_bytes)
     check_resumable(config, own.model, own.loader)
     if (records := Path(config.out) / metrics.FILE).is_file():
         metrics.read(records)

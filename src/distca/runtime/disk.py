@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 _GB = 1e9
 _FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -48,6 +49,12 @@ def check_space(folder: Path, what: str, num_bytes: int) -> None:
     if usage.total and usage.free < num_bytes:
         needs = f"{what} needs about {num_bytes / _GB:.3g} GB and "
         raise ValueError(no_space(folder, needs))
+
+
+def check_writable(folder: Path) -> None:
+    """Raises OSError if a MiB cannot be written to a folder, or to the first that exists above."""
+    with NamedTemporaryFile(dir=_existing(folder)) as file:
+        file.write(bytes(1 << 20))
 
 
 def no_space(path: Path, needs: str = "") -> str:

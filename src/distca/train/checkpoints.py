@@ -28,7 +28,7 @@ from distca.runtime.mesh import RankContext
 from distca.runtime.together import together
 from distca.train.digests import SUMS, DigestWriter, ShowBytes, check_digests
 from distca.train.extra import CheckExtra, Extra, check_model, read_extra
-from distca.train.safe_reader import SafePlanner, SafeReader
+from distca.train.safe_reader import SafeReader, ShownPlanner
 from distca.train.saved_tensors import first_sentence, saved_sizes
 from distca.train.state import NamedState, check_weights, set_weights, weights_of
 from distca.train.step_folders import (
@@ -119,13 +119,13 @@ class Checkpoints:
             future.result()
         except (CheckpointException, Exception) as error:  # the former is a BaseException
             # If a rank is lost after everything was written, the checkpoint is as good as any.
-            done = (path / SUMS).is_file()
+            done, cause = (path / SUMS).is_file(), _cause(error)
+            words = self._sentence(path, cause) if isinstance(cause, OSError) else ""
             if self._leads and not done:
                 with suppress(OSError):
                     remove(path)
-            cause = _cause(error)
-            if isinstance(cause, OSError):
-                raise ValueError(self._sentence(path, cause)) from error
+            if words:
+                raise ValueError(words) from error
             raise RuntimeError(
                 f"{path} is {'complete, but its save failed' if done else 'incomplete'}"
                 f" ({first_sentence(cause)}): earlier checkpoints are not affected"
@@ -255,7 +255,7 @@ def _read_into(
             state_dict_loader.load(
                 state,
                 storage_reader=SafeReader(path),
-                planner=SafePlanner(show),
+                planner=ShownPlanner(show),
                 process_group=group,
                 no_dist=group is None,
             )

@@ -1,4 +1,4 @@
-"""Digests of the files of a checkpoint, by which damage is found before anything is loaded.
+"""Writes checkpoints, with digests of their files, by which damage is found before loading.
 
 torch.distributed.checkpoint stores none, and torch does not check those of the zip format in which
 tensors are saved, so a flipped bit would be loaded as a weight. Each rank digests the files that it
@@ -13,6 +13,7 @@ import hashlib
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
+from distca.runtime.disk import check_writable
+from distca.train.saved_tensors import describe
 from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError, step_of
 
 SUMS = "SHA256SUMS"
@@ -41,27 +44,34 @@ class DigestWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
         if self._before_write is not None:
             self._before_write(step_of(Path(self.path)))
-        written = super().write_data(plan, planner).wait()
-        names = sorted({result.storage_data.relative_path for result in written})
+        written, error = [], RuntimeError("a thread that writes has failed")
+        try:
+            written = super().write_data(plan, planner).wait()
+        except RuntimeError as caught:
+            error = caught
+        # torch's threads lose their errors, and its zip format does not say why it could not write.
+        if len(written) < len(plan.items):
+            check_writable(Path(self.path))
+            raise error
+        # Of a thread that had nothing to write, there is an empty file.
+        files = sorted(Path(self.path).glob(f"{plan.storage_data.prefix}*.distcp"))
         with ThreadPoolExecutor(THREADS) as threads:
-            digests = threads.map(_digest, (Path(self.path) / name for name in names))
+            digests = threads.map(_digest, files)
         future: Future[Any] = Future()
+        names = (file.name for file in files)
         future.set_result((written, dict(zip(names, digests, strict=True))))
         return future
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """results: of each rank, what ``write_data`` has returned there."""
-        super().finish(metadata, [written for written, _ in results])
         path = Path(self.path)
+        written = chain.from_iterable(of_rank for of_rank, _ in results)
+        _write(path / COMPLETE, describe(metadata, written))
         digests = {name: _digest(path / name) for name in (COMPLETE, EXTRA)}
         for _, found in results:
             digests |= found
-        new = path / f"{SUMS}.new"
-        with new.open("w") as file:
-            file.writelines(f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
-            file.flush()
-            os.fsync(file.fileno())
-        new.rename(path / SUMS)
+        lines = (f"{digest}  {name}\n" for name, digest in sorted(digests.items()))
+        _write(path / SUMS, "".join(lines))
 
 
 def check_digests(
@@ -108,7 +118,8 @@ def _saved_digests(path: Path) -> list[tuple[str, str]]:
 
 def _check(path: Path, name: str, digest: str) -> None:
     try:
-        changed = _digest(path / name) != digest
+        # Not of a pipe, which would be read without end.
+        changed = not (path / name).is_file() or _digest(path / name) != digest
     except (OSError, ValueError):  # it is gone, or this line is damaged
         changed = True
     if changed:
@@ -116,6 +127,16 @@ def _check(path: Path, name: str, digest: str) -> None:
             f"{path / name} is damaged (its digest is not that in {SUMS}): load an earlier"
             " checkpoint"
         )
+
+
+def _write(file: Path, text: str) -> None:
+    """Writes a file that is there as a whole or not at all."""
+    new = file.with_name(f"{file.name}.new")
+    with new.open("w") as stream:
+        stream.write(text)
+        stream.flush()
+        os.fsync(stream.fileno())
+    new.rename(file)
 
 
 def _digest(file: Path) -> str:

@@ -46,6 +46,8 @@ def read_extra(path: Path) -> Extra:
         raise ValueError(f"{path} {what}: {hint}")
     check_digest(path, EXTRA)
     try:
+        if not (path / EXTRA).is_file():  # a pipe would be read without end
+            raise ValueError("not a file")
         extra = json.loads((path / EXTRA).read_text())
         if not isinstance(extra, dict):
             raise ValueError("not a JSON object")

@@ -18,6 +18,7 @@ from distca.model.llama import Llama, on_meta
 from distca.train.saved_tensors import MODEL, OPTIMIZER, damaged_metadata
 
 Sizes = Mapping[str, torch.Size]  # by name
+_ARCHIVE_BYTES = 2048  # of the zip archive that a tensor is saved in, besides its numbers
 _LISTED = 3  # names in an error
 
 
@@ -42,8 +43,8 @@ class NamedState:
 
     @property
     def num_bytes(self) -> int:
-        """The bytes of this worker's share."""
-        return sum(_local_bytes(value) for value in self.tensors().values())
+        """The bytes of this worker's share, each tensor of which is saved as a zip archive."""
+        return sum(_local_bytes(value) + _ARCHIVE_BYTES for value in self.tensors().values())
 
     def check(self, saved: Sizes, path: Path, *, is_same_model: bool) -> None:
         """Raises ValueError if what was saved in ``path`` is from another model, or damaged."""

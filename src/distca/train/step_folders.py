@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from distca.runtime.disk import check_space, check_writable, is_full, no_space
+
 COMPLETE, EXTRA = ".metadata", "extra.json"
 _REPLACED, _ASIDE = ".replaced", ".aside"
 _OURS = re.compile(rf"step-(\d{{8,}})({re.escape(_REPLACED)})?")
@@ -100,9 +102,25 @@ def find(folder: Path, step: int) -> Path:
 
 
 def remove(path: Path) -> None:
-    (path / COMPLETE).unlink(missing_ok=True)
-    if path.exists():
-        shutil.rmtree(path)
+    """Deletes a checkpoint; of a link, the link alone."""
+    if path.is_symlink() or not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    if (path / COMPLETE).is_file():
+        (path / COMPLETE).unlink()
+    shutil.rmtree(path)
+
+
+def check_folder(folder: Path, num_bytes: int) -> None:
+    """Raises ValueError if a checkpoint of some bytes could not be saved to a folder."""
+    if not folder.is_dir() and (folder.exists() or folder.is_symlink()):
+        raise ValueError(f"{folder} is not a folder: move it away, or use another one with --out")
+    check_space(folder, "a checkpoint", num_bytes)
+    try:
+        check_writable(folder)
+    except OSError as error:
+        why = f"{folder} cannot be written ({error.strerror}): use a folder that can be written"
+        raise ValueError(no_space(folder) if is_full(error) else why) from None
 
 
 def _ours(folder: Path) -> list[Path]:
