@@ -331,6 +331,7 @@ def refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
         ("train.keep=0", "train.keep = 0: it must be at least 1"),
         ("train.steps=many", "train.steps = 'many': it must be a whole number"),
         ("train.lr=-1", "train.lr = -1.0: it must be at least 0"),
+        ("train.lr=1e-5", "train.min_lr = 3e-05 is above train.lr = 1e-05, which falls to it"),
         ("train", "--set train: write it as section.name=value"),
         ("data.overlong=cut", "data.overlong = 'cut' is unknown: choose split or drop"),
         ("data.context=65536", "is below 1 x data.context = 65536"),

@@ -53,9 +53,9 @@ def test_a_printed_config_is_the_one_that_would_run(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "run.toml"
-    path.write_text('[model]\nsizes = { layers = 2 }\n[train]\nlr = 1e-5\nfrozen = ["seams.0.*"]\n')
+    path.write_text('[model]\nsizes = { layers = 2 }\n[train]\nlr = 1e-4\nfrozen = ["seams.0.*"]\n')
     text = printed(capsys, str(path), "--set", "train.steps=7", "--out", 'a "b"', "--from", "3")
-    assert "Learning rate after the warm-up. Default: 0.0003.\nlr = 1e-05\n" in text
+    assert "Learning rate after the warm-up. Default: 0.0003.\nlr = 0.0001\n" in text
     again = tmp_path / "again.toml"
     again.write_text(text)
     expected = Config.read(path, ["train.steps=7"])

@@ -270,6 +270,11 @@ class Config:
                 f"train.trace = {t.trace} of train.steps = {t.steps}: steps are counted from 0, so"
                 f" choose one from 0 to {t.steps - 1}, or -1 for none"
             )
+        if t.min_lr > t.lr:
+            raise ValueError(
+                f"train.min_lr = {t.min_lr} is above train.lr = {t.lr}, which falls to it: lower"
+                " min_lr"
+            )
         if self.log.prometheus_port and not self.log.prometheus:
             raise ValueError(
                 f"log.prometheus_port = {self.log.prometheus_port} without log.prometheus: set both"
