@@ -16,7 +16,7 @@ from sim.tiny import machines
 
 from distca.planning.spans import as_ints
 from distca.sim.cluster import Link
-from distca.sim.streams import Streams, Transfer
+from distca.sim.streams import Streams, Transfer, least_factor
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
@@ -321,6 +321,14 @@ def test_jitter_never_makes_time_go_back() -> None:
     streams = even(20_000, jitter=0.9)
     streams.run("one", np.ones(20_000))
     assert streams.compute.min() > 0.3
+
+
+def test_no_kernel_goes_below_the_least_factor_of_jitter() -> None:
+    assert least_factor(0.0) == 1.0
+    for jitter in (0.05, 0.5):
+        streams = even(20_000, jitter=jitter)
+        streams.run("one", np.ones(20_000))
+        assert streams.compute.min() >= least_factor(jitter)
 
 
 def test_nothing_is_shaken_where_nothing_happens() -> None:

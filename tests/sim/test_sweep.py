@@ -3,6 +3,7 @@
 from dataclasses import replace
 from functools import cache
 from math import inf
+from typing import Any
 
 import pytest
 from quick import others_slow
@@ -108,6 +109,17 @@ def test_no_step_goes_below_the_least(name: str) -> None:
         assert outcome.memory.total >= min_bytes(SCENARIO, strategy), strategy
 
 
+@pytest.mark.parametrize("changes", [{"jitter": 0.3}, {"jitter": 0.05, "link_jitter": 0.9}])
+@EACH
+def test_no_lucky_step_goes_below_the_least(name: str, changes: dict[str, float]) -> None:
+    shaken = replace(SCENARIO, cluster=replace(SCENARIO.cluster, **changes))
+    for strategy, outcome in exhaustive(name).items():
+        least = min_step_s(shaken, strategy, batch())
+        for seed in range(3):
+            one = simulate(shaken, strategy, batch(), planned=outcome.planned, seed=seed)
+            assert one.step_s >= least, strategy
+
+
 @EACH
 def test_the_best_of_all_is_found_and_memory_is_kept(name: str) -> None:
     known = exhaustive(name)
@@ -143,9 +155,17 @@ def test_where_nothing_fits_the_smallest_need_is_told(name: str) -> None:
 
 @pytest.mark.parametrize("lengths", others_slow(["pretrain", "prolong"], quick={"prolong"}))
 @pytest.mark.parametrize("seed", others_slow([0, 1], quick={0}))
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"jitter": 0.3}, {"jitter": 0.9, "link_jitter": 0.9}, {"slow": {1: 0.5, 2: 1.7}}],
+    ids=["even", "jitter", "much jitter", "slow"],
+)
 @EACH
-def test_the_search_finds_what_trying_everything_finds(name: str, lengths: str, seed: int) -> None:
-    scenario = replace(SCENARIO, lengths=lengths, seed=seed)
+def test_the_search_finds_what_trying_everything_finds(
+    name: str, changes: dict[str, Any], lengths: str, seed: int
+) -> None:
+    machines = replace(SCENARIO.cluster, **changes)
+    scenario = replace(SCENARIO, lengths=lengths, seed=seed, cluster=machines)
     batches, sizes = list(scenario.batches(3)), Sizes(pp=(1,))
     every = [
         Summary.of(scenario, strategy, batches)

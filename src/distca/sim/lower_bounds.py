@@ -9,6 +9,7 @@ from distca.planning.policies import POLICIES
 from distca.planning.spans import as_ints
 from distca.sim.rates import Rates
 from distca.sim.scenario import Batch, Scenario, Strategy
+from distca.sim.streams import least_factor
 
 
 def min_bytes(scenario: Scenario, strategy: Strategy) -> int:
@@ -31,12 +32,13 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
 
     Tokens and attention are even, and communication takes no time but for the all-gathers of
     context parallelism, which nothing hides. While a pipeline fills and drains, linear layers of
-    idle stages wait; they can compute attention if it is pooled.
+    idle stages wait; they can compute attention if it is pooled. All jitter is as lucky as it can
+    be: a step of few kernels may well take less than it does without jitter.
     """
-    p, count = strategy.parallel, strategy.micro_batches
+    p, count, cluster = strategy.parallel, strategy.micro_batches, scenario.cluster
     if p.pp == 1 and POLICIES[strategy.policy].has_dynamic_groups:
         count = 1  # more of them are simulated as one
-    rates = Rates(scenario.model, scenario.cluster, p, scenario.recompute)
+    rates = Rates(scenario.model, cluster, p, scenario.recompute)
     tokens = scenario.tokens / (p.workers_per_stage * count)
     layer, head = rates.layer_and_head_s(tokens)
     per_stage = scenario.model.layers // p.pp
@@ -46,18 +48,20 @@ def min_step_s(scenario: Scenario, strategy: Strategy, batch: Batch) -> float:
     if not POLICIES[strategy.policy].repacks:
         filled += (scenario.model.layers - per_stage) * layer
     attention = attention_s(scenario, rates, batch) / p.num_plan_ranks
-    fastest = max([1.0, *scenario.cluster.slow.values()])
+    fastest = max([1.0, *cluster.slow.values()])
+    gathering = 0.0
     if p.servers:
         serving = p.servers // p.tp if p.pp == 1 else p.num_plan_ranks
         attending = [filled, attention * p.num_plan_ranks / serving]
     elif strategy.disaggregated:
         attending = [filled, steady + attention]
     else:
-        gathered = tokens * (p.cp - 1) * rates.share.kv_bytes
-        gathers = p.cp > 1 and not POLICIES[strategy.policy].has_dynamic_groups
-        gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered) if gathers else 0.0
-        attending = [filled + attention * per_stage * p.pp / scenario.model.layers + gathering]
-    return (max(attending) + rates.optimizer_s) / fastest
+        attending = [filled + attention * per_stage * p.pp / scenario.model.layers]
+        if p.cp > 1 and not POLICIES[strategy.policy].has_dynamic_groups:
+            gathered = tokens * (p.cp - 1) * rates.share.kv_bytes
+            gathering = 2 * count * per_stage * rates.collective_s(p.cp, gathered)
+    computing = least_factor(cluster.jitter) * (max(attending) + rates.optimizer_s)
+    return (computing + least_factor(cluster.link_jitter) * gathering) / fastest
 
 
 def attention_s(scenario: Scenario, rates: Rates, batch: Batch) -> float:

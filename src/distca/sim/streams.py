@@ -63,6 +63,14 @@ class Transfer:
         return result
 
 
+def least_factor(jitter: float) -> float:
+    """Returns the least factor by which jitter changes the time of a kernel or a transfer.
+
+    Far from zero, so that time goes on. Six deviations hardly occur, but bound what a step takes.
+    """
+    return max(1 - 6 * jitter, 1 / 3)
+
+
 def count(rank: Ints, weight: Ints | Floats, ranks: int) -> Floats:
     """Returns the sum of ``weight`` on each rank."""
     return np.bincount(rank, weight, minlength=ranks).astype(np.float64)
@@ -181,9 +189,8 @@ class Streams:
     def _with_jitter(self, seconds: Floats, jitter: float) -> Floats:
         if not jitter:
             return seconds
-        # Never less than a third of the mean.
-        factor = np.maximum(1 + jitter * self._draw.standard_normal(len(seconds)), 1 / 3)
-        return seconds * factor
+        factor = 1 + jitter * self._draw.standard_normal(len(seconds))
+        return seconds * np.maximum(factor, least_factor(jitter))
 
     def _record(self, stream: str, what: str, start: Floats, stop: Floats) -> None:
         if self.events is not None:

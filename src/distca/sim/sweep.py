@@ -221,8 +221,7 @@ class _Search:
         while queue and self.winner is None:
             bound_s, _, number = heappop(queue)
             strategy = strategies[number]
-            floor_s = max((least.get(one, 0.0) for one in _with_fewer_micro_batches(strategy)),
-                          default=0.0)  # fmt: skip
+            floor_s = max((least.get(one, 0.0) for one in self._no_slower(strategy)), default=0.0)
             if floor_s > bound_s:
                 heappush(queue, (floor_s, strategy.micro_batches, number))
                 continue
@@ -283,6 +282,17 @@ class _Search:
             for other, outcome in same
         )
 
+    def _no_slower(self, strategy: Strategy) -> list[Strategy]:
+        """Returns strategies that take no longer than this one, as workers have the same in them.
+
+        Without a pipeline, kk divides what a worker has into micro-batches only to save memory.
+        With jitter, more kernels may be faster: their deviations cancel out.
+        """
+        if strategy.parallel.pp > 1 or strategy.policy != "kk" or self._scenario.cluster.jitter:
+            return []
+        fewer = range(strategy.micro_batches.bit_length() - 1)
+        return [replace(strategy, micro_batches=1 << power) for power in fewer]
+
     def smallest(self, strategies: Sequence[Strategy]) -> Summary | None:
         """Simulates the strategy with the smallest need of memory that can run all batches."""
         for strategy in sorted(strategies, key=lambda one: min_bytes(self._scenario, one)):
@@ -290,17 +300,6 @@ class _Search:
             if all(self._simulate_next(strategy) for _ in range(left)):
                 return Summary.mean(self._scenario, strategy, self._outcomes[strategy])
         return None
-
-
-def _with_fewer_micro_batches(strategy: Strategy) -> list[Strategy]:
-    """Returns strategies that take no longer than this one, because workers have the same in them.
-
-    Without a pipeline, kk divides what a worker has into micro-batches only to save memory.
-    """
-    if strategy.parallel.pp > 1 or strategy.policy != "kk":
-        return []
-    fewer = range(strategy.micro_batches.bit_length() - 1)
-    return [replace(strategy, micro_batches=1 << power) for power in fewer]
 
 
 def _mesh(strategy: Strategy) -> MeshShape:
