@@ -11,6 +11,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from numbers import Real
 from pathlib import Path
 from types import NoneType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
@@ -153,10 +154,26 @@ def check_known(name: str, known: Iterable[str], path: str) -> None:
         raise ValueError(f"{path} is unknown: {hint}")
 
 
+def is_number(value: object, least: float, most: float) -> bool:
+    """Returns whether a value is a number in these limits; truth values and NaN are none."""
+    number: Any = value  # a Real of numbers.abc cannot be compared in the eyes of mypy
+    return isinstance(value, Real) and not isinstance(value, bool) and least <= number <= most
+
+
+def shown(value: object) -> str:
+    """Returns a value for an error message, of which a long one has only the beginning."""
+    try:
+        text = repr(value)
+    except ValueError:  # Python writes no integers of more than 4,300 digits
+        return f"a value of type {type(value).__name__} with thousands of digits"
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
 def choose(table: Mapping[str, Entry], name: str, what: str, otherwise: str = "") -> Entry:
     """Returns an entry of a table; the error lists all names, and what to do ``otherwise``."""
-    if name not in table:
-        raise ValueError(f"{what} {name!r} is unknown: choose one of {', '.join(table)}{otherwise}")
+    if not isinstance(name, str) or name not in table:
+        known = ", ".join(table)
+        raise ValueError(f"{what} {shown(name)} is unknown: choose one of {known}{otherwise}")
     return table[name]
 
 

@@ -29,9 +29,9 @@ from distca.integrations.shared.planned import PlannedAttention
 from distca.integrations.shared.planned_batch import AttentionSpec, BatchPlans, PlannedBatch
 from distca.integrations.shared.prefetch import prefetch
 from distca.integrations.transformers.batches import documents_of, filler
+from distca.planning.entries import Entry
 from distca.planning.masks import CAUSAL, Mask
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry
 
 
 def test_lengths_of_offsets() -> None:

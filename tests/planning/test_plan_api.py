@@ -228,7 +228,7 @@ def test_an_option_that_cannot_be_is_one_sentence(name: str, value: object) -> N
         (["12", "3"], 2, "documents are .* give a list"),
         ([True, False], 2, "documents are .* give a list"),
         ([[1, 2]], 2, "documents are .* give a list"),
-        ([2**70], 2, "documents are .* whole numbers below"),
+        ([2**70], 2, "documents are .* whole numbers from 1 to below"),
         ([100], 1.5, "workers = 1.5: give the number of workers"),
         ([100], True, "workers = True: give the number of workers"),
     ],

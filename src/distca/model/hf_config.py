@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from distca.model.config import ModelConfig, RopeScaling
+from distca.schema import shown
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
@@ -59,7 +60,7 @@ _WORDS = {
 def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     """Returns the ModelConfig of a ``config.json``. Raises ValueError for unsupported entries."""
     if not isinstance(raw, Mapping):
-        raise ValueError(f"config.json holds {_shown(raw)}, not a table of entries")
+        raise ValueError(f"config.json holds {shown(raw)}, not a table of entries")
     kind = _entry(raw, "model_type", str, "")
     if kind not in ARCHITECTURES:
         raise ValueError(
@@ -68,7 +69,7 @@ def from_hf(raw: Mapping[str, Any]) -> ModelConfig:
     for name, value in _MUST_BE.items():
         if raw.get(name, value) != value:
             raise ValueError(
-                f"{name} = {_shown(raw[name])} in config.json: only {value!r} is supported; choose"
+                f"{name} = {shown(raw[name])} in config.json: only {value!r} is supported; choose"
                 " another checkpoint"
             )
     sizes = {name: _size(raw, theirs) for name, theirs in _SIZES.items()}
@@ -150,7 +151,7 @@ def _entry(raw: Mapping[str, Any], name: str, kind: type, default: Any = None) -
         return float(value)
     if kind is float or found is not kind:
         raise ValueError(
-            f"{name} = {_shown(value)} in config.json: it must be {_WORDS[kind]}; download the file"
+            f"{name} = {shown(value)} in config.json: it must be {_WORDS[kind]}; download the file"
             " again"
         )
     return value
@@ -159,15 +160,8 @@ def _entry(raw: Mapping[str, Any], name: str, kind: type, default: Any = None) -
 def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
     size: int = _entry(raw, name, int, default)
     if not 1 <= size < 2**31:
-        raise ValueError(
-            f"{name} = {_shown(size)} in config.json: it must be from 1 to {2**31 - 1}"
-        )
+        raise ValueError(f"{name} = {shown(size)} in config.json: it must be from 1 to {2**31 - 1}")
     return size
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
@@ -209,7 +203,7 @@ def _windows(raw: Mapping[str, Any], layers: int) -> tuple[int | None, int]:
         ]:
             return window, pattern
     raise ValueError(
-        f"layer types {_shown(types)} with window {window} in config.json: a"
+        f"layer types {shown(types)} with window {window} in config.json: a"
         " window is supported on all layers, on none, or on all but every n-th; choose another"
         " checkpoint"
     )

@@ -18,8 +18,9 @@ from distca.planning.checks import (
 from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.devices import Devices
-from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry, Placement
+from distca.planning.entries import Entry, are_lengths
+from distca.planning.options import MOST_RANKS, PlanOptions
+from distca.planning.placement import Placement
 from distca.planning.placers.balanced import balanced_placement
 from distca.planning.placers.candidates import Placed
 from distca.planning.placers.dynamic_groups import dynamic_groups
@@ -34,7 +35,7 @@ from distca.planning.schedulers.greedy import greedy
 from distca.planning.schedulers.home import all_gather, at_home
 from distca.planning.spans import Ints, as_ints
 from distca.planning.tasks import Tasks
-from distca.schema import choose
+from distca.schema import choose, is_number, shown
 
 Ranks = Placement | Sequence[Iterable[Entry]]
 
@@ -76,8 +77,12 @@ def place(
         ``variable-length``, ``karmarkar-karp``, ``dynamic-groups``. ``given`` packs documents in
         order of arrival.
     """
-    if workers is not None and (not isinstance(workers, int) or isinstance(workers, bool)):
-        raise ValueError(f"workers = {workers!r}: give the number of workers, a whole number")
+    whole = isinstance(workers, int) and is_number(workers, 1, MOST_RANKS)
+    if workers is not None and not whole:
+        raise ValueError(
+            f"workers = {shown(workers)}: give the number of workers, a whole number from 1 to"
+            f" {MOST_RANKS}"
+        )
     if not isinstance(documents, Placement):
         if workers is None:
             raise ValueError("workers is missing: give the number of workers to place documents on")
@@ -91,10 +96,11 @@ def place(
 def _lengths(documents: Sequence[int] | Ints) -> Ints:
     """Returns the lengths of documents as an array; raises ValueError for anything else."""
     lengths = np.asarray(documents)
-    if lengths.ndim != 1 or (len(lengths) and lengths.dtype.kind not in "iu"):
+    whole = lengths.ndim == 1 and (lengths.dtype.kind in "iu" or not len(lengths))
+    if not whole or not are_lengths(lengths):
         raise ValueError(
-            f"documents are {str(documents)[:60]!r}: give a list with the length of each, whole"
-            " numbers below 2^63"
+            f"documents are {shown(documents)}: give a list with the length of each, whole numbers"
+            " from 1 to below 2^40"
         )
     return as_ints(lengths)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from distca.planning.costs.base import PS
 from distca.planning.spans import Floats, Ints
+from distca.schema import is_number, shown
 
 UNLIMITED = 1 << 62
 _FASTEST = 1e6  # and the slowest is 1 / _FASTEST, so that picoseconds stay within 64 bits
@@ -43,13 +44,13 @@ class Devices:
                 raise ValueError(
                     f"{values.size} values of {name} for {ranks} ranks: give one for each"
                 )
-            numbers = values.dtype.kind in "iuf"
-            # NaN fails every comparison.
-            wrong = values[~((values >= 0) & (values <= most))] if numbers else values
-            if wrong.size:
-                raise ValueError(
-                    f"{name} = {wrong.tolist()[0]!r}: give each rank a number from 0 to {most:.3g}"
-                )
+            if values.dtype.kind in "iuf":
+                fits = (values >= 0) & (values <= most)  # False for NaN
+            else:
+                fits = np.array([is_number(one, 0, most) for one in values.tolist()], bool)
+            if not fits.all():
+                wrong = shown(values[~fits].tolist()[0])
+                raise ValueError(f"{name} = {wrong}: give each rank a number from 0 to {most:.3g}")
             object.__setattr__(self, name, values.astype(kind))
         if not np.any(self.speed > 0):
             raise ValueError("no rank computes attention: give at least one a speed above 0")
@@ -78,7 +79,7 @@ class Devices:
             raise ValueError(f"{dedicated} dedicated servers: give 0 or more")
         if ranks_per_node is not None and ranks_per_node < 1:
             raise ValueError(f"{ranks_per_node} ranks per node: give 1 or more")
-        speeds = np.array(np.ones(ranks) if speed is None else speed)
+        speeds = np.ones(ranks) if speed is None else _as_given(speed)
         if not (workers_serve or (workers_serve is None and dedicated == 0)):
             speeds[:num_workers] = 0.0
         return cls(
@@ -86,7 +87,7 @@ class Devices:
             speed=speeds,
             memory_bytes=np.full(ranks, UNLIMITED if memory_bytes is None else memory_bytes),
             node=np.arange(ranks) // (ranks_per_node or ranks),
-            busy_s=np.zeros(ranks) if busy_s is None else np.asarray(busy_s),
+            busy_s=np.zeros(ranks) if busy_s is None else _as_given(busy_s),
         )
 
     @cached_property
@@ -162,3 +163,11 @@ class Devices:
         """Returns the worst finishing time over the mean, or 1.0 if there is no load."""
         mean = self.mean_ps(int(load.sum()))
         return float(self.finish_ps(load).max()) / mean if mean > 0 else 1.0
+
+
+def _as_given(values: Sequence[float] | Floats) -> Floats:
+    """Returns a copy of values as an array of objects, to be checked, if they are no array yet.
+
+    NumPy would make numbers of truth values, and text of all numbers beside a text.
+    """
+    return np.atleast_1d(np.array(values, None if isinstance(values, np.ndarray) else object))

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from distca.planning.spans import Bools, Ints, Span, as_ints
+from distca.schema import shown
 
 FULL = 0
 CAUSAL = 1 << 40
@@ -40,7 +41,8 @@ class Mask:
         if kind in ("window", "chunk", "band") and size.isdecimal() and 0 < int(size) < CAUSAL:
             return cls({"window": int(size), "chunk": -int(size), "band": BAND + int(size)}[kind])
         raise ValueError(
-            f"mask {text!r} is unknown: use causal, full, window:N, chunk:N or band:N with N >= 1"
+            f"mask {shown(text)} is unknown: use causal, full, window:N, chunk:N or band:N with"
+            " N >= 1"
         )
 
     def __str__(self) -> str:

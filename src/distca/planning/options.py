@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,10 @@ from distca.planning.models import ModelShape, model_shape
 from distca.planning.placement import Placement
 from distca.planning.problem import Grain, Problem
 from distca.planning.spans import Floats
-from distca.schema import check_known
+from distca.schema import check_known, is_number, shown
 
+_MOST_TOKEN_S = 1000.0
+MOST_RANKS = 1 << 20
 _SIZE, _TOKENS = (1, 1 << 20), (1, 1 << 40)
 _SIZES = ("heads", "kv_heads", "head_dim", "v_head_dim", "latent_dim", "rope_dim")
 _WHOLE = {  # the least and the largest value
@@ -27,7 +30,7 @@ _WHOLE = {  # the least and the largest value
     "v_head_dim": _SIZE,
     "latent_dim": _SIZE,
     "rope_dim": (0, 1 << 20),
-    "servers": (0, 1 << 20),
+    "servers": (0, MOST_RANKS),
     "memory_bytes": (0, UNLIMITED),
     "ranks_per_node": _SIZE,
     "cp": _SIZE,
@@ -92,20 +95,29 @@ class PlanOptions:
     max_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        if self.token_s is not None and not 0 <= self.token_s < np.inf:
-            raise ValueError(f"token_s = {self.token_s!r}: it must be at least 0")
-        number = isinstance(self.tolerance, int | float | np.number)
-        if not number or not 0.0 <= self.tolerance < 1.0:
+        if self.token_s is not None and not is_number(self.token_s, 0, _MOST_TOKEN_S):
             raise ValueError(
-                f"tolerance = {self.tolerance!r}: it must be at least 0 and less than 1"
+                f"token_s = {shown(self.token_s)}: it must be at least 0 and at most"
+                f" {_MOST_TOKEN_S:g} seconds"
+            )
+        if not is_number(self.tolerance, 0, 1) or self.tolerance == 1:
+            raise ValueError(
+                f"tolerance = {shown(self.tolerance)}: it must be at least 0 and less than 1"
+            )
+        if not isinstance(self.workers_serve, bool | np.bool_ | None):
+            raise ValueError(
+                f"workers_serve = {shown(self.workers_serve)}: it must be True, False or None"
             )
         for name, (least, most) in _WHOLE.items():
             value, default = getattr(self, name), getattr(PlanOptions, name)
-            whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
-            if value is not default and not (whole and least <= value <= most):
+            if value is default:
+                continue
+            if not (isinstance(value, Integral) and is_number(value, least, most)):
                 raise ValueError(
-                    f"{name} = {value!r}: it must be a whole number from {least} to {most}"
+                    f"{name} = {shown(value)}: it must be a whole number from {least} to {most}"
                 )
+        if not isinstance(self.model, str | ModelShape | None):
+            raise ValueError(f"model = {shown(self.model)}: give its name or a ModelShape")
         if self.model is not None and any(size is not None for size in self._sizes):
             name = self.model if isinstance(self.model, str) else self.model.name
             raise ValueError(f"model {name} and heads are both given: give one of them")
@@ -113,6 +125,11 @@ class PlanOptions:
     @classmethod
     def of(cls, options: PlanOptions | None, changes: dict[str, Any]) -> PlanOptions:
         """Returns ``options``, or the defaults, with ``changes`` applied."""
+        if not isinstance(options, PlanOptions | None):
+            raise ValueError(
+                f"plan options are {shown(options)}: give a PlanOptions, or options by name, such"
+                " as model='llama3-8b'"
+            )
         for name in changes:
             check_known(name, [field.name for field in fields(cls)], f"plan option {name!r}")
         return replace(cls() if options is None else options, **changes)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import numpy as np
 
 from distca.planning.document_masks import DocumentMasks
-from distca.planning.prefixes import NO_PARENT, Prefixes
-from distca.planning.spans import Ints, Span, Spans, as_ints, cover_error, cumulative
+from distca.planning.entries import Entry, Facts, lengths_of, listed, read_entry
+from distca.planning.prefixes import Prefixes
+from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
 from distca.planning.two_way import TwoWaySpans
-
-Entry = int | Mapping[str, Any]  # the length of a document, or a document or shard by its fields
 
 
 class Shard(NamedTuple):
@@ -91,24 +90,23 @@ class Placement:
         too, and then its positions count from the beginning of the prefix. Documents and shards may
         have two-way spans, ``"two_way": [[a, b], ...]``, as positions of the document.
         """
-        if len(ranks) == 0:
+        ranks = listed(ranks, "what the ranks hold", "lists of documents, one for each rank")
+        if not ranks:
             raise ValueError("there are no ranks at all: give one list of documents for each rank")
         tables: list[Ints] = []
         numbers: dict[int, int] = {}  # of documents that are given as shards
-        facts: dict[int, _Facts] = {}  # by document
+        facts: dict[int, Facts] = {}  # by document
         count = 0  # documents so far
         for worker, given in enumerate(ranks):
-            if not isinstance(given, Iterable) or isinstance(given, str | bytes | Mapping):
-                raise ValueError(f"rank {worker} is {given!r}: it must be a list of documents")
-            entries = list(given)
+            entries = listed(given, f"rank {worker}", "documents")
             table = np.zeros((len(entries), 4), np.int64)
-            if _are_lengths(entries):
-                table[:, 1], table[:, 3] = np.arange(count, count + len(entries)), as_ints(entries)
+            if (lengths := lengths_of(entries)) is not None:
+                table[:, 1], table[:, 3] = np.arange(count, count + len(entries)), lengths
                 count += len(entries)
             else:
                 for index, entry in enumerate(entries):
                     where = f"entry {index} of rank {worker}"
-                    name, start, stop, found = _read_entry(entry, where)
+                    name, start, stop, found = read_entry(entry, where)
                     document = count if name is None else numbers.setdefault(name, count)
                     count = max(count, document + 1)
                     table[index, 1:] = document, start, stop
@@ -224,69 +222,3 @@ class Placement:
         wrong = cover_error(self.spans, self.prefixes.length, self.lengths)
         if wrong:
             raise ValueError(f"{wrong}: every token must be placed exactly once")
-
-
-def _are_lengths(entries: Sequence[Entry]) -> bool:
-    """Returns whether all entries are lengths, which need not be read one by one."""
-    integers = set(map(type, entries)) <= {int, np.int32, np.int64}
-    return integers and bool(entries) and min(cast("Sequence[int]", entries)) >= 1
-
-
-class _Facts(NamedTuple):
-    """What all shards of a document say about it."""
-
-    parent: int = NO_PARENT
-    prefix: int = 0
-    two_way: tuple[Span, ...] = ()
-
-    def __str__(self) -> str:
-        spans = [list(span) for span in self.two_way]
-        return f"parent {self.parent}, prefix {self.prefix} and two_way {spans}"
-
-
-def _read_entry(entry: Entry, where: str) -> tuple[int | None, int, int, _Facts]:
-    """Returns the name of a document, None if it is whole, its span, and what is said about it."""
-    if not isinstance(entry, Mapping):
-        return None, 0, _read_length(entry, where), _Facts()
-    two_way = _read_spans(entry.get("two_way", ()), f"two_way in {where}")
-    fields = {
-        key: _read_int(value, f"{key} in {where}")
-        for key, value in entry.items()
-        if key != "two_way"
-    }
-    found = _Facts(fields.pop("parent", NO_PARENT), fields.pop("prefix", 0), two_way)
-    if fields.keys() == {"length"}:
-        length = _read_length(fields["length"], where)
-        return None, found.prefix, found.prefix + length, found
-    if fields.keys() != {"document", "start", "stop"}:
-        raise ValueError(
-            f"{where} is {dict(entry)}: a shard has document, start and stop, and a document has"
-            " length; both may have two_way, and parent and prefix if it continues another one"
-        )
-    if not 0 <= fields["start"] < fields["stop"]:
-        raise ValueError(
-            f"{where} spans [{fields['start']}, {fields['stop']}): it needs 0 <= start < stop"
-        )
-    return fields["document"], fields["start"], fields["stop"], found
-
-
-def _read_spans(value: object, where: str) -> tuple[Span, ...]:
-    spans = []
-    for span in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(span, list | tuple) or len(span) != 2:
-            raise ValueError(f"{where} is {value!r}: it must be a list of spans [start, stop]")
-        spans.append((_read_int(span[0], where), _read_int(span[1], where)))
-    return tuple(sorted(spans))
-
-
-def _read_length(value: object, where: str) -> int:
-    length = _read_int(value, where)
-    if length < 1:
-        raise ValueError(f"{where} is a document of {length} tokens: it needs >= 1")
-    return length
-
-
-def _read_int(value: object, where: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise ValueError(f"{where} is {value!r}: it must be a whole number of tokens")
-    return int(value)

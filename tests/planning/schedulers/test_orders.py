@@ -14,10 +14,11 @@ from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.api import place_and_plan, place_to_plan, plan
 from distca.planning.devices import UNLIMITED
+from distca.planning.entries import Entry
 from distca.planning.masks import Mask
 from distca.planning.models import model_shape
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry, Placement
+from distca.planning.placement import Placement
 from distca.planning.policies import policy_of
 from distca.planning.schedulers import budget, orders, questions
 from distca.planning.schedulers.budget import Budget

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from distca.integrations.shared.lengths import lengths_of_offsets, lengths_of_starts
 from distca.integrations.shared.planned import BatchFuture
-from distca.planning.placement import Entry
+from distca.planning.entries import Entry
 
 _ATTRIBUTE = "distca_micro_batch"  # of PackedSeqParams
 _DOCUMENTS_PER_GROUP = 1 << 32  # document numbers of each context-parallel group

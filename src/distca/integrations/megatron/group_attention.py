@@ -23,7 +23,7 @@ from distca.integrations.megatron.batches import (
 )
 from distca.integrations.shared.planned import BatchFuture, PlannedAttention
 from distca.integrations.shared.planned_batch import PlannedBatch
-from distca.planning.placement import Entry
+from distca.planning.entries import Entry
 
 
 class GroupAttention:

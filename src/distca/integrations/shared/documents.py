@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from distca.planning.entries import Entry
 from distca.planning.masks import Mask
-from distca.planning.placement import Entry
 
 TWO_WAY_MASKS = "two_way_masks"  # of a document: those whose layers have its two-way spans
 

@@ -9,10 +9,11 @@ from distca.dispatch.tensors import TensorSpec
 from distca.integrations.shared.documents import num_tokens, numbered, two_way_masks
 from distca.integrations.shared.figures import AttentionFigures
 from distca.planning.api import plan
+from distca.planning.entries import Entry
 from distca.planning.masks import Mask
 from distca.planning.models import ModelShape
 from distca.planning.options import PlanOptions
-from distca.planning.placement import Entry, Placement
+from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.two_way import TwoWaySpans
 

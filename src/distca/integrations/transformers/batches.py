@@ -21,7 +21,7 @@ from distca.integrations.shared.lengths import (
     starts_of_positions,
 )
 from distca.integrations.shared.planned import BatchFuture
-from distca.planning.placement import Entry
+from distca.planning.entries import Entry
 
 PLANNED = "distca_batch"  # the argument of the model under which a batch carries its plans
 DOCUMENTS = "distca_documents"  # the one that tells documents which continue others

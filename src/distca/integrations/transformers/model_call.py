@@ -29,7 +29,7 @@ from distca.integrations.transformers.batches import (
 )
 from distca.integrations.transformers.calls import Calls
 from distca.integrations.transformers.refusals import refuse_packed
-from distca.planning.placement import Entry
+from distca.planning.entries import Entry
 
 
 @dataclass(eq=False)

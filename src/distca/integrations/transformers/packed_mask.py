@@ -24,8 +24,8 @@ from distca.integrations.transformers.calls import PreparedMask, in_progress
 from distca.integrations.transformers.masks import read_mask, read_parts, visibility
 from distca.integrations.transformers.model_call import ModelCall
 from distca.integrations.transformers.refusals import WAY_OUT
+from distca.planning.entries import Entry
 from distca.planning.masks import BAND, CAUSAL, FULL, Mask
-from distca.planning.placement import Entry
 
 _UNSUPPORTED = (
     "has a mask that is none of those that distca supports for whole documents: causal, a sliding"

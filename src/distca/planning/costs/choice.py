@@ -8,12 +8,15 @@ from distca.planning.costs.profile import DEFAULT_COST, Profile, is_shipped
 from distca.planning.costs.published import SCALED
 from distca.planning.costs.table import table_cost
 from distca.planning.models import ModelShape
+from distca.schema import shown
 
 
 def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     """Returns the model for ``pairs``, ``analytic``, ``cpu``, or a profile (name or file)."""
-    if not isinstance(cost, str):
+    if isinstance(cost, CostModel):
         return cost
+    if not isinstance(cost, str):
+        raise _unknown(cost)
     if cost == "pairs":
         return PAIRS
     if cost == "analytic":
@@ -26,12 +29,15 @@ def cost_model(cost: str | CostModel, shape: ModelShape) -> CostModel:
     try:
         profile = Profile.read(name)
     except OSError:
-        raise ValueError(
-            f"cost {cost!r} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
-            f" {', '.join(SCALED)} (scaled from h200), scaled:TFLOPS:GB, or the path of a profile"
-            " file"
-        ) from None
+        raise _unknown(cost) from None
     return table_cost(profile, shape)
+
+
+def _unknown(cost: object) -> ValueError:
+    return ValueError(
+        f"cost {shown(cost)} is unknown: use pairs, analytic, cpu, h200, h200-flash,"
+        f" {', '.join(SCALED)} (scaled from h200), scaled:TFLOPS:GB, or the path of a profile file"
+    )
 
 
 @lru_cache(maxsize=64)
