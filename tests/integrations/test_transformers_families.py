@@ -74,6 +74,27 @@ def test_positions_that_do_not_restart() -> None:
         model_of("gpt2", "distca")(**given)
 
 
+@pytest.mark.parametrize("family", ["bart", "mbart", "marian", "pegasus", "opt"])
+def test_position_ids_are_advised_only_to_models_that_take_them(family: str) -> None:
+    batch, offsets = packed([20, 9]), torch.tensor([0, 20, 29], dtype=torch.int32)
+    given = {"input_ids": batch["input_ids"], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    with pytest.raises(ValueError, match=r"^layer 0 .*give each document a row of its") as refused:
+        model_of(family, "distca")(**given)
+    advised = "give them too" in str(refused.value)
+    assert advised == (family == "opt")
+    assert advised != ("takes no position_ids, so that" in str(refused.value))
+
+
+def test_a_layer_without_a_number_is_named_by_its_class() -> None:
+    """Some models have layers whose number is None."""
+    model = model_of("mbart", "distca")
+    for module in model.modules():
+        if hasattr(module, "layer_idx"):
+            module.layer_idx, module.dropout = None, 0.5
+    with pytest.raises(ValueError, match=r"^a layer \(MBartAttention\) uses attention dropout"):
+        model(**packed([20, 9]))
+
+
 class Skipping(torch.nn.Module):
     """A layer in place of an attention layer."""
 

@@ -40,7 +40,7 @@ def _registered() -> None:
 )
 def test_layers_that_want_more(keyword: str, words: str) -> None:
     attend, x = register(cost="pairs").attend, torch.zeros(1, 2, 4, 8)
-    sentence = rf"layer \? \(Linear\) {words} \({keyword}\), which distca does not support: .*"
+    sentence = rf"a layer \(Linear\) {words} \({keyword}\), which distca does not support: .*"
     for grad in (True, False):
         with (
             torch.set_grad_enabled(grad),

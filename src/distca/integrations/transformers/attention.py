@@ -45,8 +45,8 @@ from distca.integrations.transformers.packed_mask import PackedMask, PackedMaskF
 from distca.integrations.transformers.refusals import WAY_OUT, refuse_layer, refuse_mask
 from distca.integrations.transformers.states import separate_states
 from distca.integrations.transformers.trl import adopt_models, gives_documents, is_of_trl
+from distca.planning.entries import Entry
 from distca.planning.masks import BAND
-from distca.planning.placement import Entry
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -123,7 +123,9 @@ class Registered:
         **given: Any,
     ) -> tuple[Tensor, None]:
         """Returns [B, S, H, V] of query [B, H, S, D], key [B, G, S, D] and value [B, G, S, V]."""
-        where = f"layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+        number = getattr(module, "layer_idx", None)  # which some models set to None
+        layer = "a layer" if number is None else f"layer {number}"
+        where = f"{layer} ({type(module).__name__})"
         for call in in_progress():
             call.attended.add(module)
         refuse_layer(where, dropout, given)

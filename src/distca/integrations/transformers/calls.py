@@ -49,9 +49,12 @@ class CallInProgress:
     lengths: tuple[int, ...] | None = None  # of its documents, once a layer has asked
 
     @property
+    def takes_positions(self) -> bool:
+        return "position_ids" in _parameters(type(self.model).forward)
+
+    @property
     def uses_positions(self) -> bool:
-        named = "position_ids" in _parameters(type(self.model).forward)
-        return named and self.given.get("position_ids") is not None
+        return self.takes_positions and self.given.get("position_ids") is not None
 
     @property
     def tokens(self) -> Any:

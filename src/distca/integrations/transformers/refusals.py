@@ -170,6 +170,8 @@ def refuse_packed(calls: Calls, *, continued: bool) -> None:
         _natures[model] = _Nature.of(model)
     rotates, stateful, mixing = _natures[model]
     if not told and not rotates:
+        if not any(call.takes_positions for call in calls):
+            _refuse_model(model, "takes no position_ids, so that positions do not restart")
         _refuse_model(model, "no position_ids that restart", "give them too, or ")
     if mixing:
         _refuse_model(model, f"carries a state from each to the next ({mixing})")
