@@ -9,13 +9,17 @@ import pytest
 import torch
 
 from distca.data.shuffle import choose_held_out
+from distca.model.checkpoints import check_folder, save
+from distca.model.config import ModelConfig
+from distca.model.initialize import initialize
+from distca.model.llama import Llama
 from distca.model.sizes import model_config
 from distca.pipeline.mesh import MeshShape
 from distca.pipeline.step_planner import StepPlanner
 from distca.planning.devices import UNLIMITED, Devices
 from distca.planning.spans import as_ints
 from distca.train.config import Config
-from distca.train.setup import loader_of, planner_of, tokenizer_of
+from distca.train.setup import loader_of, model_of, planner_of, tokenizer_of
 
 
 def planner(parallel: MeshShape, *settings: str, ranks_per_node: int | None = None) -> StepPlanner:
@@ -34,6 +38,25 @@ def test_the_tokens_around_documents_can_be_set() -> None:
     config = Config.read(None, ["data.add_bos=true", "data.add_eos=false"])
     assert tokenizer_of(config).document("a").tokens.tolist() == [256, 97]
     assert tokenizer_of(Config.read(None, ["data.tokenizer=ids:9", "data.eos=7"])).eos == 7
+
+
+def test_too_few_tokens_of_a_model_are_advised_what_works(tmp_path: Path) -> None:
+    """The vocabulary of weights cannot be set."""
+    sizes = ["model.sizes={hidden = 8, heads = 2, kv_heads = 1, head_dim = 4, vocab_size = 9}"]
+    config = Config.read(None, sizes)
+    words = r"tokenizer bytes has 259 tokens, but model debug only 9: set model.sizes.vocab_size$"
+    with pytest.raises(ValueError, match=words):
+        model_of(config, tokenizer_of(config))
+    model = Llama(ModelConfig(9, hidden=8, layers=2, heads=2, kv_heads=1, head_dim=4, ffn=16))
+    initialize(model, 0)
+    save(model, tmp_path)
+    config = Config.read(None, [f"model.path={tmp_path}"])
+    with pytest.raises(ValueError, match=r"only 9: set data\.tokenizer to that of the checkpoint"):
+        model_of(config, tokenizer_of(config))
+    config = Config.read(None, [f"model.path={tmp_path}", "model.sizes={vocab_size = 300}"])
+    words = "has vocab_size 9 not 300: keep what its config.json says, by leaving these out of mod"
+    with pytest.raises(ValueError, match=words):
+        check_folder(model_of(config, tokenizer_of(config)), tmp_path)
 
 
 def test_an_evaluation_needs_a_target(tmp_path: Path) -> None:

@@ -247,7 +247,8 @@ def _check_config(ours: ModelConfig, theirs: ModelConfig) -> None:
     if other:
         differences = ", ".join(f"{n} {getattr(theirs, n)} not {getattr(ours, n)}" for n in other)
         raise ValueError(
-            f"the checkpoint has {differences}: build the model with read_config(folder)"
+            f"the checkpoint has {differences}: keep what its {CONFIG} says, by leaving these out"
+            " of model.sizes for distca train, or by read_config(folder) in Python"
         )
 
 

@@ -134,9 +134,13 @@ def model_of(config: Config, tokenizer: Tokenizer) -> ModelConfig:
     named = read_config(Path(path)) if path else model_config(config.model.name)
     chosen = replace(named, **schema.check(ModelConfig, config.model.sizes, "model.sizes"))
     if tokenizer.vocab_size > chosen.vocab_size:
+        # Weights have the vocabulary that they have.
+        way_out = "set model.sizes.vocab_size"
+        if path:
+            way_out = "set data.tokenizer to that of the checkpoint, or choose another checkpoint"
         raise ValueError(
             f"tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, but model"
-            f" {path or config.model.name} only {chosen.vocab_size}: set model.sizes.vocab_size"
+            f" {path or config.model.name} only {chosen.vocab_size}: {way_out}"
         )
     return chosen
 
