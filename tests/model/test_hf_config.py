@@ -111,6 +111,11 @@ def test_old_llamas_leave_things_out() -> None:
         (LLAMA32_1B, {"rope_scaling": {"type": "linear"}}, "config.json has no factor"),
         (
             LLAMA32_1B,
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 5}}},
+            "rope_parameters of 'full_attention' in config.json: only rotary settings that all",
+        ),
+        (
+            LLAMA32_1B,
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5 .* whole heads",
         ),

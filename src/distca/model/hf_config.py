@@ -167,6 +167,11 @@ def _size(raw: Mapping[str, Any], name: str, default: int | None = None) -> int:
 def _rope(raw: Mapping[str, Any]) -> tuple[float, RopeScaling | None]:
     rope: dict[str, Any] = {"rope_theta": _entry(raw, "rope_theta", float, 10000.0)}
     rope |= _entry(raw, "rope_scaling", dict, {}) | _entry(raw, "rope_parameters", dict, {})
+    if nested := [name for name, value in rope.items() if isinstance(value, Mapping)]:
+        raise ValueError(
+            f"rope_parameters of {shown(', '.join(map(str, nested)))} in config.json: only rotary"
+            " settings that all layers share are supported; choose another checkpoint"
+        )
     kind = _entry(rope, "rope_type", str, _entry(rope, "type", str, "default"))
     partial = _entry(rope, "partial_rotary_factor", float, 1.0)
     if partial != 1.0:
