@@ -14,6 +14,7 @@ from ranks import World
 from train.runs import start_each, start_in
 
 from distca.planning.costs.profile import Profile
+from distca.train.agreement import MAY_DIFFER
 
 TINY = [
     "model.sizes={layers=1, hidden=32, heads=4, kv_heads=2, head_dim=8, ffn=48}",
@@ -35,6 +36,12 @@ DIFFERENT = {
     "data.context=65": "data.context is 64 on rank 0 and 65 on rank 1",
     "resume=false": "resume is True on rank 0 and False on rank 1",
 }
+
+
+def test_the_documentation_names_every_key_that_may_differ() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "training.md").read_text().split())
+    sentence = text[text.index("Only the keys in `MAY_DIFFER`") :].split(". ")[0]
+    assert set(re.findall(r"`([\w.]+)`", sentence)) - {"MAY_DIFFER"} == set(MAY_DIFFER)
 
 
 def test_every_difference_is_named_on_both_ranks(world: World, tmp_path: Path) -> None:
