@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -289,6 +290,29 @@ def test_servers_serve_layer_after_layer() -> None:
 
     # With dedicated servers, a worker sends everything and computes nothing.
     assert LocalWorld(4).run(rank) == [[10, 20, 26]] * 4
+
+
+def test_a_server_cannot_change_the_dtype_of_a_plan_and_all_are_told_what_can() -> None:
+    plan = Batch([[301]], {"tile": 16, "min_shard": 16}).plan(servers=1)
+
+    def rank(transport: LocalTransport) -> str:
+        attention = CoreAttention(transport=transport, backend="reference")
+
+        def use(plan: Plan, dtype: torch.dtype) -> None:
+            if transport.rank == 1:
+                attention.serve(plan, layers=1, backward=0)
+                return
+            with torch.no_grad():
+                attention(*Tokens(plan, dtype).of_rank(0)[:3], plan)
+
+        use(plan, torch.float32)
+        use(replace(plan), torch.float64)
+        with pytest.raises(ValueError, match="disagree on the dtype") as refused:
+            use(plan, torch.float64)
+        return str(refused.value)
+
+    for said in LocalWorld(2).run(rank):
+        assert said.endswith("for other tensors, make a new plan object on every rank")
 
 
 @pytest.mark.parametrize(

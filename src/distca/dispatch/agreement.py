@@ -19,15 +19,24 @@ import torch
 from distca.dispatch.transports.base import Check, ExchangeError, Records, Transport
 
 _ORDER = "run the same layers in the same order on every rank, and serve as many of them"
+# A rank that serves has no tensors, and keeps what it was told at a plan's first use.
+_ALIKE = (
+    "on all ranks, and in all uses of a plan that some rank only serves: for other tensors, make a"
+    " new plan object on every rank"
+)
 _ADVICE = {
     "direction": _ORDER,
     "message": f"{_ORDER}, by plan objects that are new on all ranks or on none",
     "attention": _ORDER,
     "plan": "make it from the same lengths and options on every rank",
     "backward_order": "run the backward passes of layers in the same order on every rank",
-    "sinks": "give sinks to the same layers on every rank",
-    "latent_dim": "give latents to the same layers on every rank",
+    "sinks": f"give sinks to the same layers {_ALIKE}",
+    "latent_dim": f"give latents to the same layers {_ALIKE}",
     "grad_mode": "enter torch.no_grad() on all ranks or on none",
+    **dict.fromkeys(
+        ("heads", "kv_heads", "head_dim", "v_head_dim", "rope_dim", "dtype", "device"),
+        f"it must be the same {_ALIKE}",
+    ),
 }
 
 
