@@ -68,9 +68,11 @@ def test_clusters_that_are_known_by_name_are_usable(name: str) -> None:
     [
         ({"gpus": 0}, "0 GPUs, 8 in a node: give 1 or more of each"),
         ({"gpus_per_node": 0}, "4 GPUs, 0 in a node: give 1 or more of each"),
-        ({"slow": {4: 0.5}}, "GPU 4 of speed 0.5: give a number below 4 and a speed above 0"),
+        ({"slow": {4: 0.5}}, "GPU 4 of speed 0.5: give a number below 4 and a speed from 1e-06"),
         ({"slow": {-1: 0.5}}, "GPU -1 of speed 0.5: give a number below 4"),
-        ({"slow": {0: 0.0}}, "GPU 0 of speed 0.0: give a number below 4 and a speed above 0"),
+        ({"slow": {0: 0.0}}, "GPU 0 of speed 0.0: give a number below 4 and a speed from 1e-06"),
+        ({"slow": {3: 1e-300}}, "GPU 3 of speed 1e-300: give a number below 4 and a speed from"),
+        ({"slow": {3: 1e300}}, "GPU 3 of speed 1e+300: give a number below 4 and a speed from"),
         ({"slow": {0: float("nan")}}, "GPU 0 of speed nan"),
         ({"jitter": -0.1}, "jitter = -0.1: it must be at least 0 and below 1"),
         ({"jitter": 1.0}, "jitter = 1.0: it must be at least 0 and below 1"),

@@ -13,11 +13,11 @@ from distca.planning.spans import Floats, Ints
 from distca.schema import is_number, shown
 
 UNLIMITED = 1 << 62
-_FASTEST = 1e6  # and the slowest is 1 / _FASTEST, so that picoseconds stay within 64 bits
+FASTEST = 1e6  # and the slowest is 1 / FASTEST, so that picoseconds stay within 64 bits
 _LIMITS: dict[str, tuple[type, float]] = {
     "node": (np.int64, UNLIMITED),
     "memory_bytes": (np.int64, UNLIMITED),
-    "speed": (np.float64, _FASTEST),
+    "speed": (np.float64, FASTEST),
     "busy_s": (np.float64, 1e6),  # eleven days
 }
 
@@ -55,8 +55,8 @@ class Devices:
         if not np.any(self.speed > 0):
             raise ValueError("no rank computes attention: give at least one a speed above 0")
         slowest = float(self.speed[self.speed > 0].min())
-        if slowest < 1 / _FASTEST:
-            raise ValueError(f"speed = {slowest}: give each rank 0, or at least {1 / _FASTEST:g}")
+        if slowest < 1 / FASTEST:
+            raise ValueError(f"speed = {slowest}: give each rank 0, or at least {1 / FASTEST:g}")
 
     @classmethod
     def of(

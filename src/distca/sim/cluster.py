@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from distca.pipeline.mesh import MeshShape
+from distca.planning.devices import FASTEST
 from distca.planning.spans import Floats, Ints
 from distca.schema import choose
 
@@ -63,10 +64,10 @@ class Cluster:
                 f"{self.gpus} GPUs, {self.gpus_per_node} in a node: give 1 or more of each"
             )
         for gpu, speed in self.slow.items():
-            if not 0 <= gpu < self.gpus or not 0 < speed < np.inf:
+            if not 0 <= gpu < self.gpus or not 1 / FASTEST <= speed <= FASTEST:
                 raise ValueError(
-                    f"GPU {gpu} of speed {speed}: give a number below {self.gpus} and a speed"
-                    " above 0"
+                    f"GPU {gpu} of speed {speed}: give a number below {self.gpus} and a speed from"
+                    f" {1 / FASTEST:g} to {FASTEST:g}"
                 )
         for what in ("jitter", "link_jitter", "transfer_sms"):
             if not 0 <= (value := getattr(self, what)) < 1:
