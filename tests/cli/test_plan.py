@@ -231,6 +231,8 @@ def test_bad_files_get_one_sentence(run: Any, here: Path, content: str) -> None:
     ("args", "said"),
     [
         ("nope.json", "nope.json does not exist: give"),
+        ("nope --ranks 2", "a folder of .txt files, a glob, or a distribution: pretrain, prolong"),
+        ("nope* --ranks 2", "a folder of .txt files, a glob, or a distribution: pretrain, prolong"),
         ("pretrain", "add --ranks N"),
         ("ok.json --ranks 2", "leave out --ranks"),
         ("pretrain --ranks 0", "--ranks 0: "),

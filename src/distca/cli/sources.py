@@ -1,6 +1,5 @@
 """Parses what users write on the command line: LENGTHS, 128K, 40GB."""
 
-import glob
 import math
 import re
 from pathlib import Path
@@ -8,7 +7,7 @@ from typing import Any
 
 from distca.data.length_names import FORMS, names_distribution
 from distca.data.lengths import Lengths, distribution, take
-from distca.data.readers import LONGEST, read_json, read_lengths
+from distca.data.readers import FILES, LONGEST, read_json, read_lengths
 from distca.planning.placement import Placement
 
 DEFAULT_CONTEXT = "128K"
@@ -67,13 +66,9 @@ def read_placement(
 
 
 def read_documents(source: str, end_of_document: int | None) -> Lengths:
-    """Returns the lengths of documents in files; an unknown source may be a distribution too."""
-    try:
-        return read_lengths(source, end_of_document=end_of_document)
-    except ValueError as error:
-        if Path(source).exists() or glob.has_magic(source):
-            raise
-        raise ValueError(f"{error}, or a distribution: {FORMS}") from None
+    """Returns the lengths of documents in files; who names none may have meant a distribution."""
+    known = f"{FILES}, a glob, or a distribution: {FORMS}"
+    return read_lengths(source, end_of_document=end_of_document, known=known)
 
 
 def parse_tokens(text: str) -> int:

@@ -28,17 +28,23 @@ from distca.data.lengths import Lengths
 
 LONGEST = 1 << 27  # tokens of a document; longer ones may overflow 64-bit picoseconds
 _SECOND = {".bin": ".idx", ".npy": ".lengths.npy"}  # files that belong to another file
-KNOWN = "a .json, .jsonl, .txt, .npy, .bin or .idx file, a folder of .txt files, a glob"
+FILES = "a .json, .jsonl, .txt, .npy, .bin or .idx file, a folder of .txt files"
+KNOWN = f"{FILES} or a glob"
 
 
-def read_lengths(source: str | Path, *, end_of_document: int | None = None) -> Lengths:
-    """Returns the lengths of all documents in ``source``; see the top of this file."""
+def read_lengths(
+    source: str | Path, *, end_of_document: int | None = None, known: str = KNOWN
+) -> Lengths:
+    """Returns the lengths of all documents in ``source``; see the top of this file.
+
+    known: the supported sources, for the error message when nothing is found.
+    """
     path = Path(source)
     if end_of_document is not None and path.suffix != ".npy":
         raise ValueError(
             f"{path} with an end-of-document id: only .npy files have one; leave it out"
         )
-    files = find_files(source, KNOWN)
+    files = find_files(source, known)
     if files != [path]:
         return np.concatenate([read_lengths(file) for file in files])
     match path.suffix:
