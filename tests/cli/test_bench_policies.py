@@ -143,6 +143,8 @@ def test_tables_fit_the_screen(width: int, column: str) -> None:
     lines = captured.get().splitlines()
     assert max(map(len, lines)) <= width
     assert column in captured.get()
+    for meaning in ("speed-up: tokens/s over", "memory: of the fullest"):  # only of what is shown
+        assert (meaning in " ".join(captured.get().split())) == (width > 40 or "speed" in meaning)
 
 
 @pytest.mark.parametrize(("rank", "told"), [("0", True), ("1", False)])

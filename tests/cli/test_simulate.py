@@ -103,6 +103,14 @@ def test_the_table_fits_the_terminal(small: dict[str, Any], columns: int) -> Non
         assert (wide in shown.get()) == (columns > {"exposed": 60, "tokens/s": 80}[wide])
 
 
+def test_only_columns_that_fit_are_explained(run: Any) -> None:
+    """Over several steps the columns are more."""
+    out = run(*SMALL, "--batches=2", "--gpus=4,8", "--policy=wlb")[0]
+    assert "over" in out
+    assert "idle: fraction of all GPUs' time" in out
+    assert "exposed" not in out.split("Disaggregation")[0]
+
+
 def test_json_has_strategies_sizes_summaries_and_the_verdict(small: dict[str, Any]) -> None:
     assert small["model"]["layers"] == 2
     assert small["cluster"]["gpus"] == 4

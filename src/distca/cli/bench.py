@@ -15,7 +15,7 @@ from distca.cli.command import OUTPUT, console, for_typer, json_switch, option
 from distca.data.length_names import FORMS
 from distca.planning.policies import PLACEMENTS
 from distca.report.progress import Update, progress
-from distca.report.replay import CAPTION, heading, replay_facts, replay_table
+from distca.report.replay import heading, replay_facts, replay_table
 from distca.report.tables import facts
 from distca.runtime.disk import writing
 
@@ -151,7 +151,7 @@ def _replay(chosen: dict[str, Any], device: "torch.device", screen: Console) -> 
     record |= asdict(found)
     screen.print()
     screen.print(replay_table(record, screen.width))
-    screen.print(f"\n{CAPTION}\n", style="dim")
+    screen.print()
     screen.print(facts(replay_facts(record)))
     screen.print()
     return record

@@ -23,7 +23,6 @@ from distca.cli.command import (
 )
 from distca.data.length_names import FORMS
 from distca.report.policies import (
-    CAPTION,
     figures_of,
     heading,
     policies_table,
@@ -237,7 +236,7 @@ class PoliciesCommand:
         screen = console()
         screen.print()
         screen.print(policies_table(record, screen.width))
-        screen.print(f"\n{CAPTION}\n", style="dim")
+        screen.print()
         for words, style in verdicts(record):
             screen.print(words, style=style, soft_wrap=True)
         if self.out is not None:

@@ -21,7 +21,7 @@ from distca.data.length_names import FORMS
 from distca.planning.costs.profile import DEFAULT_COST
 from distca.planning.costs.published import SCALED
 from distca.planning.policies import POLICIES
-from distca.report.plans import COMPARE_CAPTION, compare_table, heading, plan_table
+from distca.report.plans import compare_table, heading, plan_table
 from distca.runtime.disk import writing
 
 if TYPE_CHECKING:
@@ -222,4 +222,3 @@ def _compare(given: "Placement", options: "PlanOptions", as_json: bool) -> None:
         f" imbalance {first['imbalance_before']:.2f}x as given\n"
     )
     screen.print(compare_table(rows, screen.width))
-    screen.print(f"\n{COMPARE_CAPTION}", style="dim")

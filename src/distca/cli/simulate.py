@@ -20,7 +20,7 @@ from distca.cli.command import (
     showing_progress,
 )
 from distca.cli.settings import Settings, read_settings
-from distca.report.simulation import CAPTION, heading, simulation_table, verdict_text
+from distca.report.simulation import heading, simulation_table, verdict_text
 from distca.report.simulation_plots import draw_simulation
 from distca.runtime.disk import writing
 
@@ -219,7 +219,6 @@ def _show(record: dict[str, Any], screen: Console, written: list[str]) -> None:
     screen.print("\n".join(others))
     screen.print()
     screen.print(simulation_table(record["runs"], screen.width))
-    screen.print(f"\n{CAPTION}", style="dim")
     several = len(record["runs"]) > 1
     screen.print()
     for run in record["runs"]:

@@ -6,7 +6,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 
 from distca.report import units
-from distca.report.tables import NOTHING, POLICY, Columns, Record, before_after_table, fitting_table
+from distca.report.tables import (
+    NOTHING,
+    POLICY,
+    Columns,
+    Record,
+    before_after_table,
+    fitting_table,
+    meanings,
+)
 
 
 def plan_table(record: Record) -> Table:
@@ -55,14 +63,18 @@ _COLUMNS: Columns = {
     "time to\nplan": lambda row: units.seconds(row["plan_s"]),
     "over\nbound": lambda row: _over_bound(row),
 }
-COMPARE_CAPTION = (
-    "imbalance, tokens: the worst rank over the mean; bytes: one layer; worst rank: the most that"
-    " one rank sends or receives, forward"
-)
+_MEANINGS = {  # by column
+    "imbalance\nforward": "imbalance: the worst rank over the mean",
+    "bytes\nforward": "bytes: one layer",
+    "worst\nrank": "worst rank: the most that one rank sends or receives, forward",
+    "tokens\nper rank": "tokens: the worst rank over the mean",
+}
 
 
 def compare_table(rows: Sequence[Record], width: int) -> RenderableType:
     """Returns a row for each policy, with the reason for those that cannot plan the batch.
+
+    Below them is what the columns that fit ``width`` mean.
 
     rows: ``policy`` and either ``error`` or the figures of ``_COLUMNS``.
     """
@@ -77,7 +89,7 @@ def compare_table(rows: Sequence[Record], width: int) -> RenderableType:
     for row in rows:
         if "error" in row:
             refused.add_row(_policy(row), row["error"], style="dim")
-    return Group(table, refused) if refused.row_count else table
+    return Group(table, *([refused] if refused.row_count else []), meanings(table, _MEANINGS))
 
 
 def _policy(row: Record) -> str:

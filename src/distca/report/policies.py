@@ -4,18 +4,20 @@ from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any
 
-from rich.table import Table
+from rich.console import Group
 
 from distca.report import units
-from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table
+from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table, meanings
 
 LOSS_TOLERANCE = 1e-3  # relative; steps in bfloat16 differ by some 1e-5
-CAPTION = (
-    "speed-up: tokens/s over those of the first policy, of all steps together; single steps: least"
-    " and most; attention: seconds of the busiest rank over the mean; exposed: share of the time in"
-    " which the rank that waits most for peers does so; sent: by all ranks, in a step; memory: of"
-    " the fullest rank, beyond weights and optimizer states"
-)
+_MEANINGS = {  # by column
+    "speed-\nup": "speed-up: tokens/s over those of the first policy, of all steps together",
+    "single\nsteps": "single steps: least and most",
+    "atten-\ntion": "attention: seconds of the busiest rank over the mean",
+    "\nexposed": "exposed: share of the time in which the rank that waits most for peers does so",
+    "\nsent": "sent: by all ranks, in a step",
+    "\nmemory": "memory: of the fullest rank, beyond weights and optimizer states",
+}
 
 
 def heading(record: Record) -> str:
@@ -101,12 +103,12 @@ COLUMNS: Columns = {
 }
 
 
-def policies_table(record: Record, width: int) -> Table:
-    """Returns a table with a row for each policy and the columns that fit ``width``."""
+def policies_table(record: Record, width: int) -> Group:
+    """Returns a row for each policy with the columns that fit ``width``, and what they mean."""
     table, lines = fitting_table(COLUMNS, record["policies"], width)
     for cells in lines:
         table.add_row(*cells)
-    return table
+    return Group(table, meanings(table, _MEANINGS))
 
 
 def verdicts(record: Record) -> list[tuple[str, str | None]]:

@@ -1,9 +1,9 @@
 """Tables of replays, from the records of ``distca bench replay --json``."""
 
-from rich.table import Table
+from rich.console import Group
 
 from distca.report import units
-from distca.report.tables import Columns, Record, fitting_table
+from distca.report.tables import Columns, Record, fitting_table, meanings
 
 COLUMNS: Columns = {
     "\nrank": lambda row: f"{row['rank']}{'*' if row['calibrates'] else ' '}",
@@ -20,10 +20,13 @@ COLUMNS: Columns = {
     "\ntokens": lambda row: units.count(row["tokens"]),
     "\nchosen for": lambda row: row["why"],
 }
-CAPTION = (
-    "ms of all layers, forward and backward; MB of one layer; fitted: simulated with the factors"
-    " that were fitted to the ranks with *, over measured"
-)
+_MEANINGS = {  # by column
+    "step\nmeasured": "ms of all layers, forward and backward",
+    "\nfitted": "fitted: simulated with the factors that were fitted to the ranks with *, over"
+    " measured",
+    "MB\nsent": "MB of one layer",
+}
+CAPTION = "; ".join(_MEANINGS.values())  # of all columns
 
 
 def heading(record: Record) -> str:
@@ -37,12 +40,12 @@ def heading(record: Record) -> str:
     return ", ".join(words)
 
 
-def replay_table(record: Record, width: int) -> Table:
-    """Returns a table with a row for each rank and the columns that fit ``width``."""
+def replay_table(record: Record, width: int) -> Group:
+    """Returns a row for each rank with the columns that fit ``width``, and what they mean."""
     table, lines = fitting_table(COLUMNS, record["rows"], width)
     for row, cells in zip(record["rows"], lines, strict=True):
         table.add_row(*cells, style="dim" if row["calibrates"] else None)
-    return table
+    return Group(table, meanings(table, _MEANINGS))
 
 
 def replay_facts(record: Record) -> dict[str, str]:

@@ -6,7 +6,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from distca.report import units
-from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table
+from distca.report.tables import NOTHING, POLICY, Columns, Record, fitting_table, meanings
 
 
 def heading(record: Record) -> list[str]:
@@ -64,15 +64,20 @@ COLUMNS: Columns = {
     "time to\nplan": lambda one: units.seconds(one["plan_s"]),
 }
 _FIGURES = ("step_s", "memory_bytes", "idle", "exposed", "bytes_per_gpu")
-CAPTION = (
-    "speed-up: over the best strategy without disaggregation, mean and range over the steps;"
-    " idle: fraction of all GPUs' time;"
-    " exposed: fraction of the step that faster links between nodes would save"
-)
+_MEANINGS = {  # by column
+    "speed-\nup": "speed-up: over the best strategy without disaggregation, mean and range over the"
+    " steps",
+    "\nidle": "idle: fraction of all GPUs' time",
+    "\nexposed": "exposed: fraction of the step that faster links between nodes would save",
+}
+CAPTION = "; ".join(_MEANINGS.values())  # of all columns
 
 
 def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
-    """Returns a table with a section for each number of GPUs and the columns that fit ``width``."""
+    """Returns a table with a section for each number of GPUs and the columns that fit ``width``.
+
+    Below it are remarks, and what these columns mean.
+    """
     known = [
         {**one, "gpus": run["gpus"]}
         for run in runs
@@ -89,7 +94,7 @@ def simulation_table(runs: Sequence[Record], width: int) -> RenderableType:
         style = "red" if not one["fits"] else "cyan" if one["disaggregated"] else None
         last = following is not None and following["gpus"] != one["gpus"]
         table.add_row(*cells, style=style, end_section=last)
-    return Group(table, *_remarks(runs))
+    return Group(table, *_remarks(runs), meanings(table, _MEANINGS))
 
 
 def repeated(run: Record) -> dict[str, str]:

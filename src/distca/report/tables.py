@@ -5,6 +5,7 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
+from rich.text import Text
 
 NOTHING = "-"
 POLICY = "\npolicy"  # the title of the one column that is aligned left
@@ -42,6 +43,12 @@ def fitting_table(
             break
         shown[title] = cells
     return new_table(*shown, compact=True), list(zip(*shown.values(), strict=True))
+
+
+def meanings(table: Table, known: Mapping[str, str]) -> Text:
+    """Returns what the columns of a table mean, by their titles, without those that did not fit."""
+    shown = [known[str(one.header)] for one in table.columns if str(one.header) in known]
+    return Text(f"\n{'; '.join(shown)}" if shown else "", "dim")
 
 
 def facts(rows: Mapping[str, str]) -> Table:
