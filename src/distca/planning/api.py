@@ -18,7 +18,7 @@ from distca.planning.checks import (
 from distca.planning.costs.base import CostModel
 from distca.planning.costs.choice import cost_model
 from distca.planning.devices import Devices
-from distca.planning.entries import Entry, are_lengths
+from distca.planning.entries import BELOW, Entry
 from distca.planning.options import MOST_RANKS, PlanOptions
 from distca.planning.placement import Placement
 from distca.planning.placers.balanced import balanced_placement
@@ -97,7 +97,7 @@ def _lengths(documents: Sequence[int] | Ints) -> Ints:
     """Returns the lengths of documents as an array; raises ValueError for anything else."""
     lengths = np.asarray(documents)
     whole = lengths.ndim == 1 and (lengths.dtype.kind in "iu" or not len(lengths))
-    if not whole or not are_lengths(lengths):
+    if not whole or lengths.min(initial=1) < 1 or lengths.max(initial=1) >= BELOW:
         raise ValueError(
             f"documents are {shown(documents)}: give a list with the length of each, whole numbers"
             " from 1 to below 2^40"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from distca.planning.spans import Ints, Span, as_ints
 from distca.schema import shown
 
 Entry = int | Mapping[str, Any]  # the length of a document, or a document or shard by its fields
-_BELOW = CAUSAL  # of all numbers: what a causal mask sees, and more than any plan can hold
+BELOW = CAUSAL  # of all numbers: what a causal mask sees, and more than any plan can hold
 
 
 def listed(values: object, where: str, of_what: str) -> list[Any]:
@@ -26,18 +26,13 @@ def listed(values: object, where: str, of_what: str) -> list[Any]:
 
 def lengths_of(entries: Sequence[Entry]) -> Ints | None:
     """Returns the entries if all are lengths, which then need not be read one by one."""
-    if not entries or not set(map(type, entries)) <= {int, np.int32, np.int64}:
+    integers = set(map(type, entries)) <= {int, np.int32, np.int64}
+    if not integers or not entries or min(cast("Sequence[int]", entries)) < 1:
         return None
     try:
-        lengths = as_ints(entries)
+        return as_ints(entries)
     except OverflowError:  # whoever reads them one by one names the number
         return None
-    return lengths if are_lengths(lengths) else None
-
-
-def are_lengths(lengths: Ints) -> bool:
-    """Returns whether documents may have these lengths."""
-    return bool(lengths.min(initial=1) >= 1 and lengths.max(initial=1) < _BELOW)
 
 
 class Facts(NamedTuple):
@@ -97,8 +92,8 @@ def _read_length(value: object, where: str) -> int:
 def _read_int(value: object, where: str) -> int:
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         number = int(value)
-        if abs(number) < _BELOW:
+        if abs(number) < BELOW:
             return number
     raise ValueError(
-        f"{where} is {shown(value)}: it must be a whole number of tokens, fewer than {_BELOW}"
+        f"{where} is {shown(value)}: it must be a whole number of tokens, fewer than {BELOW}"
     )

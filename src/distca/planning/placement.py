@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distca.planning.document_masks import DocumentMasks
-from distca.planning.entries import Entry, Facts, lengths_of, listed, read_entry
+from distca.planning.entries import BELOW, Entry, Facts, lengths_of, listed, read_entry
 from distca.planning.prefixes import Prefixes
 from distca.planning.spans import Ints, Spans, as_ints, cover_error, cumulative
 from distca.planning.two_way import TwoWaySpans
@@ -202,6 +202,11 @@ class Placement:
         if np.any(self.lengths < 1):
             bad = int(np.argmin(self.lengths))
             raise ValueError(f"document {bad} has {self.lengths[bad]} tokens: it needs >= 1")
+        if np.any(self.lengths >= BELOW):
+            bad = int(np.argmax(self.lengths))
+            raise ValueError(
+                f"document {bad} has {self.lengths[bad]} tokens: it needs fewer than {BELOW}"
+            )
         if np.any(size < 1):
             bad = int(np.argmin(size))
             raise ValueError(
