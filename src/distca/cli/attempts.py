@@ -80,7 +80,10 @@ class Attempts:
 
 @contextmanager
 def tell_what_is_saved(out: Path) -> Iterator[None]:
-    """Names the last checkpoint when a second signal has ended the ranks before they could save."""
+    """Names the last checkpoint when a second signal has ended the ranks.
+
+    Whether they had saved before cannot be told from the signal alone.
+    """
     from distca.train.step_folders import newest
 
     try:
@@ -88,5 +91,5 @@ def tell_what_is_saved(out: Path) -> Iterator[None]:
     except KeyboardInterrupt:
         found = newest(out / "checkpoints")
         last = f"the last checkpoint is {found}" if found else "there is no checkpoint"
-        typer.echo(f"ended at once by a second signal, nothing was saved: {last}", err=True)
+        typer.echo(f"ended at once by a second signal: {last}", err=True)
         raise
