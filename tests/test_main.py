@@ -68,3 +68,51 @@ def test_output_that_is_lost_is_no_success(end: str, status: int) -> None:
             timeout=60,
         )
     assert (process.returncode, process.stderr) == (status, "")
+
+
+# It signals itself when its command has ended: before and after Python removes its handlers.
+SIGNALS_LATE = """
+import atexit, signal, sys
+import distca.cli
+from distca import __main__
+
+def signals(raise_signal=signal.raise_signal, numbers=(signal.SIGINT, signal.SIGTERM)):
+    for number in numbers:
+        raise_signal(number)
+
+class SignalsLate:
+    def __del__(self, signals=signals): signals(); print("last")
+
+def run():
+    global kept
+    kept = SignalsLate()
+    {end}
+
+distca.cli.main = run
+atexit.register(print, "first")
+atexit.register(signals)
+__main__.main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "said"),
+    [
+        ("sys.exit(0)", 0, ""),
+        ("sys.exit(130)", 130, ""),
+        ("signal.raise_signal(signal.SIGINT)", 130, ""),  # not caught by the command line any more
+        ("raise RuntimeError('a defect')", 1, "RuntimeError: a defect\n"),
+    ],
+)
+def test_signals_after_the_end_of_the_command_change_nothing(
+    end: str, status: int, said: str
+) -> None:
+    process = subprocess.run(
+        [sys.executable, "-c", SIGNALS_LATE.format(end=end)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (process.returncode, process.stdout) == (status, "first\nlast\n")
+    assert process.stderr.endswith(said)
+    assert process.stderr.count("Traceback") == bool(said)

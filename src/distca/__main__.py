@@ -4,15 +4,13 @@ import atexit
 import os
 import sys
 
-from distca.runtime.interrupts import end_on_ctrl_c
+from distca.runtime.interrupts import CTRL_C, end_on_ctrl_c, ignore_stop_signals
 
 
 def main() -> None:
     end_on_ctrl_c()
-    from distca.cli import main as run  # takes a moment
-
     try:
-        run()
+        _run()
     except SystemExit as end:
         if isinstance(end.code, int) and _has_process_groups():
             _end(end.code)
@@ -22,6 +20,20 @@ def main() -> None:
             sys.excepthook(*sys.exc_info())  # as Python does afterwards
             _end(1)
         raise
+
+
+def _run() -> None:
+    """Runs the command line; at its end the status is decided, and signals change nothing."""
+    try:
+        try:
+            from distca.cli import main as run  # takes a moment
+
+            run()
+        finally:
+            ignore_stop_signals()
+    except KeyboardInterrupt:  # between the end of the command line and this
+        ignore_stop_signals()
+        sys.exit(CTRL_C)
 
 
 def _has_process_groups() -> bool:

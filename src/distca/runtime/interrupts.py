@@ -1,8 +1,9 @@
-"""Ctrl-C and SIGTERM while Python cannot handle them: during imports, and while C++ waits.
+"""Ctrl-C and SIGTERM while Python cannot handle them: during imports, while C++ waits, at the end.
 
 An exception that a signal raises inside an import, which takes seconds, may be caught there, and
 leaves half a module: numpy and torch then fail later, with errors of their own. So a process that
-is asked to end during an import ends at once. It has nothing to clean up yet.
+is asked to end during an import ends at once. It has nothing to clean up yet. Once the status of a
+process is decided, both signals come too late and change nothing.
 """
 
 import os
@@ -15,6 +16,7 @@ from typing import TypeVar
 
 Result = TypeVar("Result")
 CTRL_C = 130  # the exit status after a Ctrl-C
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IMPORT = "<frozen importlib._bootstrap>"
 
 
@@ -38,6 +40,15 @@ def exit_if_importing(frame: FrameType | None, status: int) -> None:
 def _end(_: int, frame: FrameType | None) -> None:
     exit_if_importing(frame, CTRL_C)
     raise KeyboardInterrupt
+
+
+def ignore_stop_signals() -> None:
+    """Makes this process, which is about to end, ignore Ctrl-C and SIGTERM.
+
+    Python removes handlers before its last steps, and those of torch's libraries take a second.
+    """
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def open_to_signals(work: Callable[[], Result], limit_s: float | None = None) -> Result:

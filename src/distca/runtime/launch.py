@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from distca.runtime.interrupts import STOP_SIGNALS
 from distca.runtime.launched import RESTART, RankEndedError, RankFailedError
 from distca.runtime.rank_process import GRACE_S, LOOPBACK, RankProcess
 from distca.runtime.shared_gpu import SharedGpu
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
 
 SHARING_RANKS = 2  # on the CPU or on one GPU, ranks are only for trying things out
 MOST_ON_CPU = 256
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 DEATH_S = 0.5  # how long a killed rank may take to be reported as dead
 
 
