@@ -10,6 +10,17 @@ from typing import Any
 
 import pytest
 
+from distca.runtime.interrupts import STOP_SIGNALS
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    """Restores the handlers of signals, which commands set for the rest of their process."""
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
 
 @pytest.fixture
 def only_rank(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -33,7 +44,6 @@ def as_rank(
     from distca.cli import main
 
     monkeypatch.setenv("COLUMNS", "100")
-    handler = signal.getsignal(signal.SIGINT)
 
     def call(out: Path, *args: str, status: int = 0) -> tuple[str, str]:
         with pytest.raises(SystemExit) as exited:
@@ -43,6 +53,5 @@ def as_rank(
         return said.out, said.err
 
     yield call
-    signal.signal(signal.SIGINT, handler)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

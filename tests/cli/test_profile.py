@@ -5,6 +5,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from measure.measured import TINY
 from distca.cli import main
 from distca.measure.bench import Bench, Scope
 from distca.planning.costs.profile import Profile
+from distca.runtime.launch import Stop
 
 
 @pytest.fixture
@@ -122,6 +124,23 @@ def test_several_ranks_are_started(run: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert shared_gpu is None
     assert num_ranks == 3
     assert command[-5:] == ["profile", "--model=150m", "--out=x.json", "--ranks=3", "--quick"]
+
+
+@pytest.mark.parametrize(
+    ("stop", "status", "words"),
+    [
+        (Stop(SIGTERM, early=True), 0, "stopped: the same command continues with what is in"),
+        (Stop(SIGTERM, early=False), 0, ""),  # it was done
+        (Stop(SIGINT, early=False), 130, ""),
+    ],
+)
+def test_only_an_unfinished_profile_is_to_be_continued(
+    run: Any, monkeypatch: pytest.MonkeyPatch, stop: Stop, status: int, words: str
+) -> None:
+    monkeypatch.setattr("distca.runtime.launch.launch", lambda *_: stop)
+    _, err = run("profile", "--ranks=2", status=status)
+    assert words in err
+    assert bool(words) == bool(err)
 
 
 @pytest.mark.usefixtures("only_rank")

@@ -274,6 +274,36 @@ def test_a_signal_before_there_are_ranks(tmp_path: Path, monkeypatch: pytest.Mon
     assert stop == launching.Stop(signal.SIGTERM, early=True)
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_after_the_work_is_done_cuts_nothing_short(
+    tmp_path: Path, number: signal.Signals, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 0 is done, while rank 1, which is about to be, ends by the signal."""
+    body = (
+        "if rank: time.sleep(60)\n"
+        "from distca.runtime.launched import report_finished\n"
+        "report_finished()\n"
+        f"os.kill(os.getppid(), {number:d})\n"
+        "time.sleep(0.5)\n"
+        "os.kill(os.getpid(), signal.SIGTERM)\n"
+        "print('shown')"
+    )
+    assert launch(program(body), 2, tmp_path) == launching.Stop(number, early=False)
+    assert capfd.readouterr().out == "shown\n"
+
+
+def test_a_spare_rank_that_leaves_does_not_end_the_work(tmp_path: Path) -> None:
+    leaves = (
+        "from distca.runtime.launched import report_finished\n"
+        "if rank:\n"
+        "    report_finished()\n"
+        "    os.kill(os.getppid(), signal.SIGTERM)\n"
+        "time.sleep(60 * (1 - rank))"
+    )
+    stop = launch(program(leaves), 2, tmp_path, spares=[1])
+    assert stop == launching.Stop(signal.SIGTERM, early=True)
+
+
 def test_a_failure_knows_of_a_signal_that_came_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -219,6 +219,7 @@ class PoliciesCommand:
                 update(number + 1, round_line(taken[-1]))
                 if context.rank == 0:
                     self._save(record | figures_of(self._names, taken, comparison.refused, record))
+        launched.report_finished()
         if context.rank == 0:
             self._show(record | figures_of(self._names, taken, comparison.refused, record))
         dist.barrier(context.world_group)

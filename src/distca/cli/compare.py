@@ -14,6 +14,7 @@ from distca.report.curves import draw_comparison
 from distca.report.progress import progress
 from distca.report.training import comparison, comparison_table, step_line, verdict
 from distca.runtime.disk import writing
+from distca.runtime.launched import report_finished
 
 if TYPE_CHECKING:
     from distca.train.config import Config
@@ -72,6 +73,7 @@ def run(config: "Config", precision: str, as_json: bool) -> None:
                     if first:
                         typer.echo("stopped: nothing is compared", err=as_json)
                     return
+    report_finished()
     if first:
         _show(config, precision, runs, as_json)
 

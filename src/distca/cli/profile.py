@@ -76,7 +76,8 @@ class ProfileCommand:
         with sharing(self.share_gpu, num_ranks, LOGS) as shared:
             stop = launch.launch(rank_command("profile", self), num_ranks, LOGS, shared)
         if stop is not None:
-            self._tell_stopped()
+            if stop.early:
+                self._tell_stopped()
             raise typer.Exit(CTRL_C if stop.signal == signal.SIGINT else 0)
 
     def _num_ranks(self) -> int:
@@ -128,6 +129,7 @@ class ProfileCommand:
         except KeyboardInterrupt:
             self._tell_stopped()
             raise
+        launched.report_finished()
         self._show(done)
 
     def _measure_together(self) -> None:
@@ -146,6 +148,7 @@ class ProfileCommand:
         else:
             for _ in measure(bench, begun[0]):
                 pass
+            launched.report_finished()
         dist.destroy_process_group()
 
     def _tell_stopped(self) -> None:

@@ -99,6 +99,7 @@ class SelftestCommand:
                 update(number, name)
                 rows.append({"check": name} | _outcome(name, check, group).to_json())
         seconds = time.perf_counter() - began
+        launched.report_finished()
         if context.rank == 0:
             record = {"ranks": dist.get_world_size(), "device": device.type, "seconds": seconds}
             words = selftest_words(rows, str(self.out / "logs"))

@@ -31,6 +31,7 @@ from distca.cli.serve import ServeCommand
 from distca.report.progress import progress
 from distca.report.training import outcome, step_line, summary
 from distca.runtime import launch, launched
+from distca.runtime.interrupts import outlast_sigterm
 
 if TYPE_CHECKING:
     from distca.train.config import Config
@@ -258,7 +259,7 @@ class TrainCommand:
             with tell_what_is_saved(out):
                 # With --compare, two runs share the ranks, and a loss ends both.
                 servers = 0 if self.compare else config.parallel.servers
-                return launch.launch(
+                stop = launch.launch(
                     rank_command("train", command),
                     num_ranks,
                     logs,
@@ -268,6 +269,8 @@ class TrainCommand:
                     restart=restart,
                     local_ranks=local_ranks,
                 )
+                outlast_sigterm()
+                return stop
 
 
 def _rejoin(store: str) -> list[str]:
@@ -299,6 +302,7 @@ def _train(config: "Config", as_json: bool, planned: Sequence["Fault"]) -> dict[
         records = faults.fit(trainer, planned)
     if not trainer.is_needed:
         launched.end_to_be_started_again()
+    launched.report_finished()
     if not first:
         return {}
     found = newest(Path(config.out) / "checkpoints")

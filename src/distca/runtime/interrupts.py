@@ -10,6 +10,7 @@ import os
 import signal
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from threading import Thread
 from types import FrameType
 from typing import TypeVar
@@ -40,6 +41,15 @@ def exit_if_importing(frame: FrameType | None, status: int) -> None:
 def _end(_: int, frame: FrameType | None) -> None:
     exit_if_importing(frame, CTRL_C)
     raise KeyboardInterrupt
+
+
+def outlast_sigterm() -> None:
+    """Makes SIGTERM change nothing in this process, whose work is done.
+
+    It has yet to show its results and to clean up. Processes that it starts do not inherit this.
+    """
+    with suppress(ValueError):  # not the main thread
+        signal.signal(signal.SIGTERM, lambda *_: None)
 
 
 def ignore_stop_signals() -> None:

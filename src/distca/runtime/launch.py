@@ -42,7 +42,7 @@ class Stop:
     """The ranks ended because of a signal."""
 
     signal: signal.Signals
-    early: bool  # a rank ended before it could handle the signal
+    early: bool  # a rank ended before it could handle the signal, and before the work was done
 
 
 def local_ranks(wanted: int | None, share_gpu: bool | None = None) -> int:
@@ -189,6 +189,7 @@ class _Watch:
     ) -> None:
         self._ranks, self._received, self._rejoin, self._tell = ranks, received, rejoin, tell
         self.has_started = False  # whether spare ranks may be lost
+        self.has_finished = False  # whether a rank has done all its work
         self._working: set[RankProcess] = set()
 
     def run(self) -> Stop | None:
@@ -198,8 +199,7 @@ class _Watch:
                 selector.register(rank.channel, selectors.EVENT_READ, rank)
             while any(not key.data.joins for key in selector.get_map().values()):
                 events = [(key.data, key.data.reports()) for key, _ in selector.select()]
-                # Deaths before errors: a death may be the cause of errors that arrive with it.
-                for rank, reports in sorted(events, key=lambda event: bool(event[1])):
+                for rank, reports in sorted(events, key=_urgency):
                     for report in reports:
                         self._handle(rank, report)
                     if reports:
@@ -207,7 +207,7 @@ class _Watch:
                     selector.unregister(rank.channel)
                     code = rank.exit_code()
                     if self._received and code == -signal.SIGTERM and not rank.joins:
-                        return Stop(self._received[0], early=True)
+                        return Stop(self._received[0], early=not self.has_finished)
                     if code and not rank.is_spare:
                         _raise_ended(rank, code)
                     if code and self.has_started and (again := self._rejoin(rank.number)):
@@ -219,6 +219,8 @@ class _Watch:
         if "started" in report:
             self.has_started = True
             self._working.add(rank)
+        elif "finished" in report:
+            self.has_finished |= not rank.is_spare  # a spare one may leave before the end
         elif "lost" in report:
             self._end_lost(report["lost"], report["noticed_at"])
         elif rank.joins:
@@ -237,6 +239,15 @@ class _Watch:
             is_meant = rank.number == number and rank.started_at < noticed_at
             if is_meant and rank.is_spare and rank.process.poll() is None:
                 rank.kill()
+
+
+def _urgency(event: tuple[RankProcess, Sequence[Mapping[str, Any]]]) -> int:
+    """Orders what arrives together: deaths before errors, of which they may be the cause.
+
+    Before both, that the work is done: then a death by a signal that we forward is no loss.
+    """
+    _, reports = event
+    return 0 if any("finished" in one for one in reports) else 1 + bool(reports)
 
 
 def _killed(ranks: Sequence[RankProcess]) -> RankProcess | None:

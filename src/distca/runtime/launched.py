@@ -17,6 +17,7 @@ from threading import Thread
 from typing import Any, NoReturn
 
 from distca.runtime.disk import is_full, no_space
+from distca.runtime.interrupts import outlast_sigterm
 
 CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # the variable of torchrun, which ``launch`` sets too
@@ -94,6 +95,15 @@ def report(error: Exception) -> None:
 def report_started() -> None:
     """Tells the launcher that ranks work together; from now on they go on without spare ones."""
     _write({"started": True})
+
+
+def report_finished() -> None:
+    """Tells the launcher that the work is done, so that SIGTERM comes too late from now on.
+
+    Call it on all ranks before the result is shown: then no signal contradicts what is shown.
+    """
+    outlast_sigterm()
+    _write({"finished": True})
 
 
 def report_lost(rank: int, noticed_at: float) -> None:
