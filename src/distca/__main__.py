@@ -1,14 +1,19 @@
-"""``python -m distca`` and the script ``distca``: the command line, with Ctrl-C from the start."""
+"""``python -m distca`` and the script ``distca``: the command line, with signals from the start."""
 
 import atexit
 import os
 import sys
+from collections.abc import Sequence
 
 from distca.runtime.interrupts import CTRL_C, end_on_ctrl_c, ignore_stop_signals
 
 
 def main() -> None:
     end_on_ctrl_c()
+    if _trains(sys.argv[1:]):
+        from distca.runtime.launched import stop_before_first_step
+
+        stop_before_first_step()
     try:
         _run()
     except SystemExit as end:
@@ -20,6 +25,11 @@ def main() -> None:
             sys.excepthook(*sys.exc_info())  # as Python does afterwards
             _end(1)
         raise
+
+
+def _trains(arguments: Sequence[str]) -> bool:
+    """Returns whether a run is started, before anything is imported that reads the arguments."""
+    return arguments[:1] == ["train"] and not {"--help", "--print-config"} & set(arguments)
 
 
 def _run() -> None:

@@ -17,7 +17,8 @@ SLEEP = "for _ in range(600): time.sleep(0.1)"
 # A module that swallows what is raised inside it, as some do.
 SWALLOWS = f"import time\ntry:\n    {READY}\n    {SLEEP}\nexcept BaseException: pass\n"
 CTRL_C = "from distca.runtime.interrupts import end_on_ctrl_c; end_on_ctrl_c()"
-SIGTERM = "from distca.cli.command import stop_before_first_step; stop_before_first_step()"
+SIGTERM = "from distca.runtime.launched import stop_before_first_step; stop_before_first_step()"
+STOPPED = "stopped before the next step: there was nothing new to save\n"
 
 
 def stopped(folder: Path, *arguments: str, number: int = signal.SIGINT) -> tuple[int, str, str]:
@@ -70,4 +71,27 @@ def test_sigterm_during_an_import_ends_with_a_sentence(tmp_path: Path) -> None:
     code = f"{SIGTERM}\nimport swallows\nprint('went on')"
     status, said, err = stopped(tmp_path, "-c", code, number=signal.SIGTERM)
     assert (status, said) == (0, "")
-    assert err == "stopped before the next step: there was nothing new to save\n"
+    assert err == STOPPED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "end"),
+    [
+        (["train", "--out=x"], {}, (0, "", STOPPED)),
+        (["train"], {"RANK": "1"}, (0, "", "")),  # of torchrun, where rank 0 says so
+        (["train"], {"RANK": "0", "DISTCA_CHANNEL": "9"}, (-signal.SIGTERM, "", "")),
+        (["train", "--print-config"], {}, (-signal.SIGTERM, "", "")),  # there is no config then
+        (["plan", "train"], {}, (-signal.SIGTERM, "", "")),
+    ],
+)
+def test_sigterm_while_the_command_line_is_imported(
+    arguments: list[str],
+    variables: dict[str, str],
+    end: tuple[int, str, str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "typer.py").write_text(SWALLOWS)
+    assert stopped(tmp_path, "-m", "distca", *arguments, number=signal.SIGTERM) == end

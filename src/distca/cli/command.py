@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import MISSING, field, fields
 from inspect import Parameter, Signature
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any, Protocol, get_type_hints
 
 import typer
@@ -22,15 +21,13 @@ from rich.console import Console
 from typer import Argument, Option
 
 from distca.report.progress import Update, progress
-from distca.runtime.interrupts import exit_if_importing
 from distca.runtime.launch import Stop
-from distca.runtime.launched import is_launched, mark_repeated
+from distca.runtime.launched import STOPPED_EARLY, is_launched, mark_repeated
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"
 PICTURES = (".png", ".svg", ".pdf")
 LINE_S = 10.0  # between two lines on the progress, where there is no terminal
-STOPPED_EARLY = "stopped before the next step: there was nothing new to save"
 
 
 class Command(Protocol):
@@ -167,23 +164,6 @@ def showing_progress(
     """Shows progress on standard error, since results may be piped to a file."""
     errors = Console(stderr=True, highlight=False, markup=False, quiet=quiet)
     return progress(errors, title, total, start=start, transient=True, every_s=LINE_S)
-
-
-def stop_before_first_step() -> None:
-    """Makes SIGTERM end this process with a sentence, until something handles it otherwise.
-
-    A rank of a launcher just ends, and the launcher says so.
-    """
-    if is_launched():
-        return
-
-    def end(_: int, frame: FrameType | None) -> None:
-        # Not ``print``, which must not be entered twice.
-        os.write(2, f"{STOPPED_EARLY}\n".encode() if os.environ.get("RANK", "0") == "0" else b"")
-        exit_if_importing(frame, 0)
-        raise SystemExit(0)
-
-    signal.signal(signal.SIGTERM, end)
 
 
 def exit_if_stopped(stop: Stop | None, *, continues: bool = False) -> None:

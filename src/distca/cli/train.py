@@ -25,7 +25,6 @@ from distca.cli.command import (
     rank_command,
     share_switch,
     sharing,
-    stop_before_first_step,
 )
 from distca.cli.serve import ServeCommand
 from distca.report.progress import progress
@@ -134,7 +133,6 @@ class TrainCommand:
 
             typer.echo(toml(self.read()), nl=False)
             return
-        stop_before_first_step()
         if not launched.is_rank():
             self._launch()
             return

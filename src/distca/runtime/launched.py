@@ -14,15 +14,17 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Thread
+from types import FrameType
 from typing import Any, NoReturn
 
 from distca.runtime.disk import is_full, no_space
-from distca.runtime.interrupts import outlast_sigterm
+from distca.runtime.interrupts import exit_if_importing, outlast_sigterm
 
 CHANNEL = "DISTCA_CHANNEL"  # environment variable with the file descriptor of a rank's socket
 RESTART = "TORCHELASTIC_RESTART_COUNT"  # the variable of torchrun, which ``launch`` sets too
 ERROR_BYTES = 1 << 16
 AGAIN = 75  # the exit status of a rank that may join again
+STOPPED_EARLY = "stopped before the next step: there was nothing new to save"
 
 
 class RankFailedError(RuntimeError):
@@ -55,6 +57,23 @@ def is_launched() -> bool:
 def num_restarts() -> int:
     """Returns how often this run was restarted by the launcher that has started this rank."""
     return int(os.environ.get(RESTART, "0"))
+
+
+def stop_before_first_step() -> None:
+    """Makes SIGTERM end this process with a sentence, until something handles it otherwise.
+
+    A rank of a launcher just ends, and the launcher says so.
+    """
+    if is_launched():
+        return
+
+    def end(_: int, frame: FrameType | None) -> None:
+        # Not ``print``, which must not be entered twice.
+        os.write(2, f"{STOPPED_EARLY}\n".encode() if os.environ.get("RANK", "0") == "0" else b"")
+        exit_if_importing(frame, 0)
+        raise SystemExit(0)
+
+    signal.signal(signal.SIGTERM, end)
 
 
 @contextmanager
