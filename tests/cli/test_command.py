@@ -13,7 +13,7 @@ from distca.cli.command import Command, exit_if_stopped, for_typer, rank_command
 from distca.cli.profile import ProfileCommand
 from distca.cli.selftest import SelftestCommand
 from distca.cli.train import TrainCommand
-from distca.runtime.launch import Stop
+from distca.runtime.rank_watch import Stop
 
 COMMANDS: list[Command] = [
     TrainCommand(),

@@ -14,7 +14,7 @@ from measure.measured import TINY
 from distca.cli import main
 from distca.measure.bench import Bench, Scope
 from distca.planning.costs.profile import Profile
-from distca.runtime.launch import Stop
+from distca.runtime.rank_watch import Stop
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import pytest
 from distca.runtime import launch as launching
 from distca.runtime.launch import launch, local_ranks
 from distca.runtime.launched import RankEndedError, RankFailedError
+from distca.runtime.rank_watch import Stop
 
 pytestmark = pytest.mark.alone
 START = (
@@ -271,7 +272,7 @@ def test_a_signal_before_there_are_ranks(tmp_path: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(launching, "_store", signalled)
     stop = launch(program("time.sleep(60)"), 2, tmp_path)
-    assert stop == launching.Stop(signal.SIGTERM, early=True)
+    assert stop == Stop(signal.SIGTERM, early=True)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -288,7 +289,7 @@ def test_a_signal_after_the_work_is_done_cuts_nothing_short(
         "os.kill(os.getpid(), signal.SIGTERM)\n"
         "print('shown')"
     )
-    assert launch(program(body), 2, tmp_path) == launching.Stop(number, early=False)
+    assert launch(program(body), 2, tmp_path) == Stop(number, early=False)
     assert capfd.readouterr().out == "shown\n"
 
 
@@ -301,7 +302,7 @@ def test_a_spare_rank_that_leaves_does_not_end_the_work(tmp_path: Path) -> None:
         "time.sleep(60 * (1 - rank))"
     )
     stop = launch(program(leaves), 2, tmp_path, spares=[1])
-    assert stop == launching.Stop(signal.SIGTERM, early=True)
+    assert stop == Stop(signal.SIGTERM, early=True)
 
 
 def test_a_failure_knows_of_a_signal_that_came_with_it(

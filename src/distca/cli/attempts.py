@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from distca.runtime.launch import Stop
 from distca.runtime.launched import RankEndedError, RankFailedError, sentence
+from distca.runtime.rank_watch import Stop
 
 if TYPE_CHECKING:
     from distca.train.config import Config

@@ -21,8 +21,8 @@ from rich.console import Console
 from typer import Argument, Option
 
 from distca.report.progress import Update, progress
-from distca.runtime.launch import Stop
 from distca.runtime.launched import STOPPED_EARLY, is_launched, mark_repeated
+from distca.runtime.rank_watch import Stop
 from distca.runtime.shared_gpu import SharedGpu, share_gpu
 
 OUTPUT = "Output"

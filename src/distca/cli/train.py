@@ -31,6 +31,7 @@ from distca.report.progress import progress
 from distca.report.training import outcome, step_line, summary
 from distca.runtime import launch, launched
 from distca.runtime.interrupts import outlast_sigterm
+from distca.runtime.rank_watch import Stop
 
 if TYPE_CHECKING:
     from distca.train.config import Config
@@ -243,7 +244,7 @@ class TrainCommand:
 
     def _run_once(
         self, config: "Config", local_ranks: Sequence[int], restart: int, has_begun: bool
-    ) -> launch.Stop | None:
+    ) -> Stop | None:
         out, num_ranks = Path(config.out), len(local_ranks)
         logs = out / "logs" / f"restart-{restart}" if restart else out / "logs"
         command = replace(self, ranks=num_ranks) if restart else self
