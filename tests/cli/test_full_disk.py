@@ -25,13 +25,13 @@ def full_disk(tmp_path: Path) -> Iterator[Path]:
 def refused(full_disk: Path, capsys: pytest.CaptureFixture[str]) -> Any:
     """Checks that a command ends with the sentence on a place on the full disk."""
 
-    def call(name: str, *args: str | Path) -> None:
+    def call(name: str, *args: str | Path, needs: str = "") -> None:
         with pytest.raises(SystemExit) as exited:
             main([*map(str, args)])
         said = capsys.readouterr().err
         assert exited.value.code == 2, said
         assert said == (
-            f"distca: no space left on {full_disk / name}: 0 GB are free; free space or use"
+            f"distca: no space left on {full_disk / name}: {needs}0 GB are free; free space or use"
             " another folder\n"
         )
 
@@ -40,8 +40,9 @@ def refused(full_disk: Path, capsys: pytest.CaptureFixture[str]) -> Any:
 
 def test_the_start_of_a_run(refused: Any, full_disk: Path) -> None:
     few = "train.tokens_per_step=512", "data.context=256", "model.sizes={layers=1}"
-    sets = (f"--set={setting}" for setting in few)
-    refused("run", "train", "--ranks=1", f"--out={full_disk}/run", *sets)
+    args = "train", "--ranks=1", f"--out={full_disk}/run", *(f"--set={one}" for one in few)
+    refused("run/checkpoints", *args, needs="a checkpoint needs about 0.00691 GB and ")
+    refused("run", *args, "--set=train.save_at_end=false")
 
 
 def test_files_of_other_commands(refused: Any, full_disk: Path) -> None:
