@@ -32,7 +32,7 @@ def environment(tmp_path: Path) -> dict[str, str]:
     programs = {
         "distca": f'exec {sys.executable} -m distca "$@"',
         "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
-        "scontrol": "echo localhost; echo another",  # show hostnames LIST
+        "scontrol": "echo localhost; seq 99999",  # show hostnames LIST, more than a pipe holds
         "srun": 'while [ "${1#--}" != "$1" ]; do shift; done; exec "$@"',
     }
     for name, script in programs.items():
