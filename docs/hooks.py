@@ -19,12 +19,13 @@ LANGUAGES = {".sbatch": "bash", ".py": "python", ".toml": "toml", ".yaml": "yaml
 
 def _published() -> dict[Path, str]:
     """Returns files outside of docs/, and where the site has them."""
-    results = sorted((ROOT / "benchmarks" / "results").glob("*.md"))
+    folder = ROOT / "benchmarks" / "results"
+    results = sorted(folder.rglob("*.md"))
     examples = [p for p in sorted((ROOT / "examples").iterdir()) if p.suffix in LANGUAGES]
     return {
         ROOT / "CHANGELOG.md": "changelog.md",
         ROOT / "CONTRIBUTING.md": "contributing.md",
-        **{path: f"results/{path.name}" for path in results},
+        **{path: f"results/{path.relative_to(folder).as_posix()}" for path in results},
         **{path: f"examples/{path.name}.md" for path in examples},
     }
 
