@@ -258,11 +258,11 @@ def test_another_model_is_refused_on_all_ranks(
         ("extra.json", b'{"step": 3', r"extra\.json is damaged \(Expecting"),
         ("extra.json", b"[3]", r"extra\.json is damaged \(not a JSON object\)"),
         (".metadata", b"?", r"\.metadata is damaged \("),
-        (".metadata", b"", r"\.metadata is damaged \(Expecting value"),
+        (".metadata", b"", r"\.metadata is damaged \(it is not the JSON"),
         (
             ".metadata",
             pickle.dumps(Command(Path("executed"))),
-            r"\.metadata is damaged \(Expecting value",
+            r"\.metadata is damaged \(it is not the JSON",
         ),
         ("__1_0.distcp", b"", r"step-00000003 is damaged \(\w+"),
     ],

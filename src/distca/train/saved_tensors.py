@@ -81,6 +81,9 @@ def saved_tensors(path: Path) -> dict[str, SavedTensor]:
         # A pipe would be read without end.
         if missing := {file for file, _ in places if not (path / file).is_file()}:
             raise ValueError(f"its file {min(missing)} is missing")
+    except json.JSONDecodeError:
+        why = "it is not the JSON that this version of distca writes"
+        raise damaged_metadata(path, why) from None
     except (OSError, ValueError, RecursionError) as error:
         raise damaged_metadata(path, first_sentence(error)) from None
     return tensors
