@@ -26,7 +26,8 @@ from distca.dispatch.transports.base import Wait
 from distca.dispatch.transports.throttled import ThrottledTransport
 from distca.planning.plan import Plan
 
-MOST = 12
+MOST = 6  # of an exchange: ping-pong has two in a layer
+NOT_DENSE = 4  # more where q, k, v and the gradient of the output are not contiguous
 RANKS, HEADS = 10, (4, 1, 8)
 
 
@@ -86,7 +87,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "parts of one projection"])
-def test_a_plan_of_hundreds_of_pieces_takes_a_dozen_launches(
+def test_a_plan_of_hundreds_of_pieces_takes_six_launches(
     launches: Counter[str], dense: bool
 ) -> None:
     plan = plan_of_many_pieces()
@@ -104,12 +105,15 @@ def test_a_plan_of_hundreds_of_pieces_takes_a_dozen_launches(
     assert num_runs(Layout.of(plan, 0)) > 400
     with Launches() as forward:
         attended = ForwardPass(prepared, q, k, v).combine()
-    assert sum((forward.counts + launches).values()) <= MOST, (forward.counts, launches)
+    most = MOST if dense else MOST + NOT_DENSE
+    assert sum((forward.counts + launches).values()) <= most, (forward.counts, launches)
     launches.clear()
     grad_out = torch.zeros(heads, tokens, size, dtype=q.dtype).transpose(0, 1)
+    if dense:
+        grad_out = grad_out.contiguous()
     with Launches() as backward:
         BackwardPass(prepared, grad_out, Saved(q, k, v, *attended)).combine()
-    assert sum((backward.counts + launches).values()) <= MOST, (backward.counts, launches)
+    assert sum((backward.counts + launches).values()) <= most, (backward.counts, launches)
 
 
 def num_runs(layout: Layout) -> int:

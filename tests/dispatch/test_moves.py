@@ -144,6 +144,24 @@ def test_sums_are_bitwise_those_of_a_loop(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_sums_begin_in_memory_that_nobody_has_written(dtype: torch.dtype) -> None:
+    """The first terms are stored, rows without one become zeros, and others stay as they are."""
+    width, dk = 6, noise(0, 7, 6, dtype=dtype)
+    totals = torch.full((9, 6), torch.nan, dtype=wide(dtype), device=DEVICE)
+    unused = torch.empty(0, dtype=dtype, device=DEVICE)
+    runs = [range(1, 4), range(2, 6)]  # rows 2 and 3 have two terms
+    targets = as_places(4, [*runs, range(7, 8)], width)
+    values = [Places.packed(1, 0, targets.size[:2]), Places.packed(-1, 0, targets.size[2:])]
+    initial = np.full_like(targets.size, -1)
+    add = moves.sums(Places.joined(values), targets, initial, dtype, DEVICE)
+    add([unused, dk, unused, unused, totals])
+    nothing = torch.zeros(9, 6, dtype=wide(dtype), device=DEVICE)
+    expected = summed([dk[:3], dk[3:7]], runs, nothing)
+    assert torch.equal(totals[[1, 2, 3, 4, 5, 7]], expected[[1, 2, 3, 4, 5, 7]])
+    assert bool(totals[[0, 6, 8]].isnan().all())
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_sums_end_in_another_memory(dtype: torch.dtype) -> None:
     """Totals are rounded into the result; rows without a value are copied, rows of dq too."""
     width, received = 6, noise(0, 9, 6, dtype=dtype)

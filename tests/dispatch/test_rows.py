@@ -55,6 +55,25 @@ def test_places_are_those_of_the_indices(
     assert list(found) == expected
 
 
+@given(cases(), st.data())
+def test_rows_are_split_where_a_choice_changes(
+    case: tuple[list[int], list[int]], data: st.DataObject
+) -> None:
+    """The same rows in the same order, each in a run that is chosen if it is."""
+    sizes, indices = case
+    chosen = data.draw(st.lists(st.booleans(), min_size=sizes[0], max_size=sizes[0]))
+    rows = rows_of(indices, sizes)
+    parts, is_chosen = rows.split(np.asarray(chosen, np.bool_))
+    of_parts = [
+        (block, row, which)
+        for (block, start, stop), which in zip(parts.runs, is_chosen.tolist(), strict=True)
+        for row in range(start, stop)
+    ]
+    flat = [(block, row) for block, start, stop in rows.runs for row in range(start, stop)]
+    assert of_parts == [(block, row, block == 0 and chosen[row]) for block, row in flat]
+    assert rows.own(sizes[0]).tolist() == [(0, row) in flat for row in range(sizes[0])]
+
+
 def test_packed_places_lie_one_after_the_other() -> None:
     packed = Places.packed(2, 10, as_ints([3, 4]))
     assert [column.tolist() for column in packed] == [[2, 2], [10, 13], [3, 4]]

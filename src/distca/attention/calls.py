@@ -18,6 +18,7 @@ from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.wire import ByteLayout, RowSpec, RowSpecs
+from distca.planning.spans import Bools
 
 _Rows = tuple[RowSpec, Rows]  # of one tensor
 
@@ -45,16 +46,24 @@ class PreparedCall:
         spec: TensorSpec,
         *,
         backward: bool,
+        summed: Bools,
     ) -> PreparedCall:
-        """received, home: the layouts of what peers sent, and of results that are sent home."""
+        """received, home: the layouts of what peers sent, and of results that are sent home.
+
+        summed: [own rows] the keys that calls before this one read, and so have a sum already.
+        """
         rows = RowSpecs.of(spec)
         q, out, lse = ((row, call.q) for row in (rows.q, rows.out, rows.lse))
         k, v = (rows.k, call.kv), (rows.v, call.kv)
         inputs = [q, k, v, out, lse, out] if backward else [q, k, v]
+        if backward:
+            scatter = _sums([q, k, v], home, spec, summed)
+        else:
+            scatter = _puts([out, lse], home, spec)
         return cls(
             packed=PackedCall.of(call.mask, call.q_offsets, call.kv_offsets, spec.device),
             gather=Gather(inputs, received, spec.device),
-            scatter=_sums([q, k, v], home, spec) if backward else _puts([out, lse], home, spec),
+            scatter=scatter,
             behind=PreparedKeysBehind.of(call.behind, spec.device) if call.behind else None,
         )
 
@@ -120,14 +129,18 @@ def _puts(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec) -> Move:
     return copies(Places.joined(sources), Places.joined(targets), spec.device)
 
 
-def _sums(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec) -> Move:
-    """Returns the move of dq, dk and dv, which are added where tasks share a key."""
+def _sums(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec, summed: Bools) -> Move:
+    """Returns the move of dq, dk and dv, which are added where tasks share a key.
+
+    The first call that has a gradient of a key stores it, so that no sum has to begin with zeros.
+    """
     values, targets, initial = [], [], []
     for index, ((row, rows), starts) in enumerate(zip(results, home.starts, strict=True)):
         own = (5, 3, 4)[index]
+        rows, before = rows.split(summed if index else np.zeros_like(summed))
         places = rows.places(prod(row.shape), own, 6, starts // row.dtype.itemsize)
         values.append(Places.packed(index, 0, places.size))
         targets.append(places)
-        initial.append(np.where((places.memory == own) & (index > 0), own, -1))
+        initial.append(np.where(before, own, -1))
     joined = np.concatenate(initial)
     return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)

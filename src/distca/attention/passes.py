@@ -217,13 +217,15 @@ class BackwardPass:
     def _combine_latents(
         self, mine: Gradients, returned: Tensor, latent: Latent
     ) -> tuple[Tensor, ...]:
-        latents, dtype = self._prepared.latents, self._plan.spec.dtype
+        latents = self._prepared.latents
         assert latents is not None
-        sums = [torch.zeros_like(each, dtype=wide(dtype)) for each in latent[:2]]
         grads = mine.dq, torch.empty_like(latent.latent), torch.empty_like(latent.rotary)
-        self._add_returned(returned, sums, grads)
+        self._add_returned(returned, grads[1:], grads)  # own tasks have no gradients of latents
         dweight = latents.sum_weights(self._dweight, returned)
-        return mine.dq, mine.dk.to(dtype), mine.dv.to(dtype), *grads[1:], dweight
+        keys = mine.dk, mine.dv
+        if not self._prepared.layout.is_one_call:
+            keys = latents.rounded(*keys)
+        return mine.dq, *keys, *grads[1:], dweight
 
     def _add_returned(
         self, returned: Tensor, sums: Sequence[Tensor], results: Sequence[Tensor]
@@ -236,7 +238,8 @@ class BackwardPass:
         if self._prepared.layout.is_one_call:
             return self._call(self._prepared.local[0])
         q, k, v, *_ = self._tensors
-        sums = (torch.zeros_like(each, dtype=wide(each.dtype)) for each in (k, v))
+        # The first call that reads a key stores its gradients, here or later.
+        sums = (torch.empty_like(each, dtype=wide(each.dtype)) for each in (k, v))
         result = Gradients(torch.empty_like(q), *sums)
         for call in self._prepared.local:
             call.scatter([*self._call(call), result.dk, result.dv, result.dq])

@@ -19,7 +19,7 @@ from distca.dispatch.agreement import Handshake
 from distca.dispatch.buffers import Buffers
 from distca.dispatch.exchange import Exchange
 from distca.dispatch.latent_buffers import LatentBuffers
-from distca.dispatch.layout import Call, Layout
+from distca.dispatch.layout import Layout
 from distca.dispatch.meter import Meter
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.transports.base import Transport
@@ -54,12 +54,14 @@ class PreparedLayout:
             latents = LatentBuffers.of(layout, messages, spec, backward=backward)
             received, home = latents.here, latents.home if backward else home
 
-        def prepared(call: Call) -> PreparedCall:
-            return PreparedCall.of(call, received, home, spec.expanded, backward=backward)
-
-        local, remote = (tuple(map(prepared, calls)) for calls in (layout.local, layout.remote))
+        calls = (*layout.local, *layout.remote)
+        prepared = tuple(
+            PreparedCall.of(call, received, home, spec.expanded, backward=backward, summed=before)
+            for call, before in zip(calls, layout.read_before, strict=False)
+        )
+        local, remote = prepared[: len(layout.local)], prepared[len(layout.local) :]
         load_ps = plan.backward_load_ps if backward else plan.forward_load_ps
-        planned_s = float(load_ps[layout.rank]) / PS / max(len(local) + len(remote), 1)
+        planned_s = float(load_ps[layout.rank]) / PS / max(len(calls), 1)
         return cls(layout, local, remote, messages, planned_s, latents)
 
     def announced(self, handshake: Handshake) -> PreparedLayout:

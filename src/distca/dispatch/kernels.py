@@ -186,7 +186,9 @@ def _sum(  # type: ignore[no-untyped-def]
     offset, skipped = tl.load(entry + 2), tl.load(entry + 3)
     size = tl.multiple_of(tl.load(entry + 4), ALIGNMENT // NUM_BYTES)
     first, last = tl.load(entry + 5), tl.load(entry + 6)
-    totals = tl.where(initial == 3, a3, a4).to(tl.pointer_type(WIDE)) + offset
+    is_wide = (memory == 3) | (memory == 4)  # the sums; others are results
+    number = tl.where(is_wide, memory, initial)
+    totals = tl.where(number == 3, a3, a4).to(tl.pointer_type(WIDE)) + offset
     totals = tl.multiple_of(totals, ALIGNMENT)
     target = _address(memory, a0, a1, a2, a3, a4, a5, a6, a7)
     for done in range(0, size, BLOCK):
@@ -201,7 +203,7 @@ def _sum(  # type: ignore[no-untyped-def]
             start = source.to(tl.pointer_type(NARROW)) + tl.load(term + 1) + skipped
             start = tl.multiple_of(start, ALIGNMENT)
             total += tl.load(start + element, mask=inside, other=0.0).to(WIDE)
-        if initial == memory:
+        if is_wide:
             tl.store(totals + element, total, mask=inside)
         else:
             start = tl.multiple_of(target.to(tl.pointer_type(NARROW)) + offset, ALIGNMENT)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from distca.dispatch.latent import Latent
-from distca.dispatch.layout import Layout
+from distca.dispatch.layout import Layout, PeerRows
 from distca.dispatch.moves import Move, copies
 from distca.dispatch.rows import Places
 from distca.dispatch.tensors import TensorSpec, wide
-from distca.dispatch.wire import ALIGNMENT, ByteLayout, Messages, RowSpec, RowSpecs
+from distca.dispatch.wire import ALIGNMENT, ByteLayout, Messages, RowSpec, RowSpecs, sums_at_home
 from distca.planning.spans import as_ints
 
 _KEYS = (1, 2)  # the tensors of k and v in messages: latents and rotary parts on the wire
@@ -50,6 +50,7 @@ class LatentBuffers:
     matrix_back: tuple[int, ...]
     unpack: Move
     pack: Move | None  # of the backward pass
+    round: Move | None  # of the backward pass: own sums of dk and dv, to the dtype of tensors
 
     @classmethod
     def of(
@@ -62,11 +63,14 @@ class LatentBuffers:
         here, home = _by_tensor(out), _by_tensor(back)
         received, sent, returned = wire.dispatch.recv, wire.combine.send, wire.combine.recv
         # The matrix is the last tensor of a dispatch, and of a combine in the backward pass.
-        of_home, of_back, pack = as_ints([]), as_ints([]), None
+        of_home, of_back, pack, rounded = as_ints([]), as_ints([]), None, None
         if backward:
             of_home, of_back = sent.starts[-1], returned.starts[-1]
             there, mine = _between(back, sent, home, spec)
             pack = copies(mine, there, spec.device)
+            nobody, nothing = PeerRows({}, {}, moves=False), ByteLayout((), (as_ints([]),) * 3)
+            own = [(row, nobody) for row, _ in back]
+            rounded = sums_at_home(own, nothing, layout.read_before[-1], spec)
         return cls(
             spec=spec,
             here=here,
@@ -77,6 +81,7 @@ class LatentBuffers:
             matrix_back=tuple(of_back.tolist()),
             unpack=copies(*_between(out, received, here, spec), spec.device),
             pack=pack,
+            round=rounded,
         )
 
     def expand(self, received: Tensor, weight: Tensor) -> tuple[Tensor, Latent]:
@@ -108,6 +113,13 @@ class LatentBuffers:
             return grads.weight
         self._matrix(leaving, self.matrix_home).copy_(grads.weight)
         return None
+
+    def rounded(self, dk: Tensor, dv: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns sums of own tasks in the dtype of tensors, with zeros for keys without one."""
+        assert self.round is not None, "gradients are summed in the backward pass"
+        result = [torch.empty_like(each, dtype=self.spec.dtype) for each in (dk, dv)]
+        self.round([*result, *result[:1], dk, dv, *result[:1], *result])
+        return result[0], result[1]
 
     def sum_weights(self, own: Tensor | None, returned: Tensor) -> Tensor:
         """Returns the gradient of this rank's matrix: its own, and what servers sent home."""

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
+from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -95,6 +96,12 @@ class Layout:
         local, remote = _calls(tasks, plan.reach, placement, queries, keys)
         num_tokens = int(placement.tokens[rank]) if rank < placement.num_workers else 0
         return cls(rank, num_ranks, num_tokens, q, kv, matrix, local, remote)
+
+    @cached_property
+    def read_before(self) -> list[Bools]:
+        """[calls + 1][own rows] Says which own keys the calls before each one read; last: any."""
+        read = (call.kv.own(self.num_tokens) for call in (*self.local, *self.remote))
+        return list(accumulate(read, np.logical_or, initial=np.zeros(self.num_tokens, np.bool_)))
 
     @property
     def is_one_call(self) -> bool:

@@ -48,7 +48,7 @@ def sums(
     ``wide(dtype)``, in which all sums are computed; the others are in ``dtype``.
 
     initial: the memory, 3 or 4, whose elements at the offset of the target are added first; -1 if
-        there is none.
+        there is none: a sum begins with zero, and its target is not read.
     """
     assert np.array_equal(source.size, target.size)
     move: Move = _on(device).Sums(*sum_tables(source, target, initial), dtype, device)

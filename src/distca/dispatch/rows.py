@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import starmap
 from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.spans import Ints, as_ints, cumulative
+from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, expand, overlaps
 
 
 class Places(NamedTuple):
@@ -74,6 +75,11 @@ class Rows:
         columns = (block[first].tolist(), start[first].tolist(), stop[last].tolist())
         return cls(tuple(map(Run, *columns)))
 
+    @classmethod
+    def first(cls, num_rows: int) -> Rows:
+        """Returns the first of a rank's own rows."""
+        return cls((Run(0, 0, num_rows),) if num_rows else ())
+
     def __str__(self) -> str:
         return " ".join(f"{block}[{start}:{stop}]" for block, start, stop in self.runs)
 
@@ -93,6 +99,33 @@ class Rows:
         first = np.append(0, [] if starts is None else starts).astype(np.int64)
         memory = np.where(block > 0, own if buffer is None else buffer, own)
         return Places(memory, first[block] + start * width, (stop - start) * width)
+
+    def own(self, num_rows: int) -> Bools:
+        """[num_rows] Says which of a rank's own rows are among these."""
+        block, start, stop = self._columns
+        found = np.zeros(num_rows, np.bool_)
+        found[expand(start, stop - start)[np.repeat(block, stop - start) == 0]] = True
+        return found
+
+    def split(self, chosen: Bools) -> tuple[Rows, Bools]:
+        """Returns the same rows in runs of chosen rows and of others, and which runs are chosen.
+
+        chosen: [own rows]; rows of other blocks are not.
+        """
+        block, start, stop = self._columns
+        cuts = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
+        bounds = np.unique(np.concatenate([cuts, as_ints([0, len(chosen)])]))
+        others = np.unique(block[block > 0])
+        nothing = np.zeros_like(others)
+        parts = Spans(
+            np.concatenate([np.zeros_like(bounds[1:]), others]),
+            np.concatenate([bounds[:-1], nothing]),
+            np.concatenate([bounds[1:], nothing + stop.max(initial=0)]),
+        )
+        found = overlaps(Spans(block, start, stop), parts)
+        runs = zip(*(x.tolist() for x in (block[found.left], found.start, found.stop)), strict=True)
+        of_part = np.concatenate([chosen[bounds[:-1]], nothing > 0])
+        return Rows(tuple(starmap(Run, runs))), of_part[found.right]
 
     @cached_property
     def _columns(self) -> Ints:

@@ -7,7 +7,7 @@ kernel. This is the only place where bytes are laid out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
@@ -22,7 +22,7 @@ from distca.dispatch.layout import Layout, PeerRows
 from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec, wide
-from distca.planning.spans import Ints, as_ints
+from distca.planning.spans import Bools, Ints, as_ints
 
 ALIGNMENT = 128  # bytes
 
@@ -130,7 +130,9 @@ class Messages(NamedTuple):
         # Servers send as many rows home as they received.
         away, here = _sides(back, layout.num_ranks)
         if backward:
-            move = _sums(back[:3], away, layout.num_tokens, spec)
+            # Sums of own tasks are those of keys, to which gradients of latents are not added.
+            summed = layout.read_before[-1] & (not spec.latent_dim)
+            move = sums_at_home(back[:3], away, summed, spec)
         else:
             own, buffer = _places(back, away)
             move = copies(buffer, own, spec.device)
@@ -153,10 +155,10 @@ def _sides(tensors: Traveling, num_ranks: int) -> tuple[ByteLayout, ByteLayout]:
     return away, here
 
 
-def _sent(peers: PeerRows) -> tuple[Rows, Ints]:
-    """Returns all rows that are sent, in the order of ranks, and the number of runs of each."""
-    runs = [rows.runs for rows in peers.send.values()]
-    return Rows(tuple(chain.from_iterable(runs))), as_ints([len(each) for each in runs])
+def _joined(parts: Collection[Rows]) -> tuple[Rows, Ints]:
+    """Returns the rows of all parts in order, and the number of runs of each."""
+    runs = chain.from_iterable(rows.runs for rows in parts)
+    return Rows(tuple(runs)), as_ints([len(rows.runs) for rows in parts])
 
 
 def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
@@ -165,26 +167,31 @@ def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
     for index, ((spec, peers), starts) in enumerate(zip(tensors, away.starts, strict=True)):
         if not peers.send:
             continue
-        rows, count = _sent(peers)
+        rows, count = _joined(peers.send.values())
         own.append(rows.places(spec.num_bytes, index))
         buffer.append(Places.parts(len(tensors), starts, own[-1].size, count))
     return Places.joined(own), Places.joined(buffer)
 
 
-def _sums(tensors: Traveling, away: ByteLayout, num_tokens: int, spec: TensorSpec) -> Move:
-    """Returns the move that copies dq, and adds to the sums of dk and dv in the order of ranks."""
+def sums_at_home(tensors: Traveling, away: ByteLayout, summed: Bools, spec: TensorSpec) -> Move:
+    """Returns the move that copies dq, and adds to the sums of dk and dv in the order of ranks.
+
+    summed: [own rows] which ones have a sum; those of other rows have not been written.
+    """
     values, targets, initial = [], [], []
     for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=False)):
-        width, before = prod(row.shape), (-1, 3, 4)[index]
+        width, sums_of = prod(row.shape), (-1, 3, 4)[index]
         if peers.send:
-            rows, count = _sent(peers)
+            parts = [rows.split(summed) for rows in peers.send.values()]
+            rows, count = _joined([part for part, _ in parts])
+            is_summed = np.concatenate([chosen for _, chosen in parts])
             targets.append(rows.places(width, 5 + index))
             values.append(Places.parts(0, starts // row.dtype.itemsize, targets[-1].size, count))
-            initial.append(np.full_like(targets[-1].size, before))
+            initial.append(np.where(is_summed, sums_of, -1))
         if index:  # rows of which no server sends anything
-            everything = as_ints([num_tokens * width])
-            targets.append(Places.packed(5 + index, 0, everything))
-            values.append(Places.packed(-1, 0, everything))
-            initial.append(as_ints([before]))
+            rows, is_summed = Rows.first(len(summed)).split(summed)
+            targets.append(rows.places(width, 5 + index))
+            values.append(Places.packed(-1, 0, targets[-1].size))
+            initial.append(np.where(is_summed, sums_of, -1))
     joined = np.concatenate(initial)
     return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)
