@@ -1,4 +1,4 @@
-"""Memory that nobody has written holds NaN in these tests, so that no result can rest on it."""
+"""Uninitialized memory that holds NaN, so that no result can rest on it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 
-@pytest.fixture(autouse=True, scope="module")
+@pytest.fixture(scope="module")
 def poisoned_memory() -> Iterator[None]:
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()

@@ -20,6 +20,8 @@ from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 from distca.planning.policies import POLICIES
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 # Grouped, multi-query, plain, one; values with other head sizes.
 HEADS = ((4, 2, 8), (4, 1, 4), (3, 3, 5), (1, 1, 8), (4, 2, 6, 4), (2, 2, 3, 5))
 

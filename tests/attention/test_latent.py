@@ -25,6 +25,8 @@ from distca.dispatch.latent import Latent
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 GRAIN = {"tile": 16, "min_shard": 16}
 HEADS: tuple[Heads, ...] = ((3, 3, 8, 4), (4, 2, 6), (2, 2, 4, 7))  # as in MLA, grouped, others
 SERVERS = {"servers": 2, **GRAIN}

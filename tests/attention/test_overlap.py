@@ -16,6 +16,8 @@ from distca.attention.core import CoreAttention
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 LAYERS = 3
 OPTIONS = {"scale": SCALE, "backend": "reference"}
 GRAIN = {"tile": 16, "min_shard": 16, "cost": "pairs"}

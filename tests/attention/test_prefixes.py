@@ -16,6 +16,8 @@ from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import NO_PARENT, Prefixes
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 SMALL = {"heads": 4, "kv_heads": 2, "head_dim": 8, "tile": 8, "min_shard": 8}
 
 

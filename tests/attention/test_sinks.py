@@ -21,6 +21,8 @@ from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 GRAIN = {"tile": 16, "min_shard": 16}
 
 

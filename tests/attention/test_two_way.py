@@ -20,6 +20,8 @@ from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.two_way import TwoWaySpans
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
+
 FINE = SMALL | {"cost": "pairs"}
 
 

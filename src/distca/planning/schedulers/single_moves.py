@@ -7,6 +7,7 @@ takes little longer for those of dozens of ranks than for those of one.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -177,13 +178,14 @@ def _servers(devices: Devices, finish: Ints, slowest: Ints) -> list[list[int]]:
     if devices.equally_fast:
         first = serving[np.argsort(finish[serving], kind="stable")[: len(slowest)]]
         return first[:, None].tolist()  # type: ignore[no-any-return]
-    left = serving[np.lexsort((-devices.speed[serving], finish[serving]))]
-    servers: list[list[int]] = []
-    while len(servers) < len(slowest) and len(left):
-        speed = devices.speed[left]
-        is_first = np.append(True, speed[1:] > np.maximum.accumulate(speed)[:-1])
-        servers.append(left[is_first].tolist())
-        left = left[~is_first]
+    order = serving[np.lexsort((-devices.speed[serving], finish[serving]))]
+    servers: list[list[int]] = [[] for _ in slowest]
+    fastest = [0.0] * len(slowest)  # speeds of the last servers of slow ranks, negative: ascending
+    for server, speed in zip(order.tolist(), devices.speed[order].tolist(), strict=True):
+        number = bisect_right(fastest, -speed)
+        if number < len(servers):
+            servers[number].append(server)
+            fastest[number] = -speed
     return servers
 
 
