@@ -99,7 +99,7 @@ class Layout:
 
     @cached_property
     def read_before(self) -> list[Bools]:
-        """[calls + 1][own rows] Says which own keys the calls before each one read; last: any."""
+        """Says for each call which own keys those before it read, [rows]; last: which any reads."""
         read = (call.kv.own(self.num_tokens) for call in (*self.local, *self.remote))
         return list(accumulate(read, np.logical_or, initial=np.zeros(self.num_tokens, np.bool_)))
 
