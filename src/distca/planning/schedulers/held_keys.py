@@ -63,10 +63,8 @@ class HeldKeys:
     def _own(self, document: int) -> KeySpans:
         """Returns the ranks that have keys of a document, without those of its prefix."""
         if document not in self._held:
-            start = self._shards.held_at_home(document)
-            if self._start is not None:
-                start = self._start.of(document) or start
-            self._held[document] = dict(start)
+            start = None if self._start is None else self._start.of(document)
+            self._held[document] = dict(start or self._shards.held_at_home(document))
         return self._held[document]
 
     def _take(self, document: int, rank: int, keys: Span) -> list[tuple[int, list[Span], Span]]:

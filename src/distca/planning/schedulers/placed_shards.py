@@ -47,7 +47,6 @@ class PlacedShards:
     _owner_spans: dict[int, tuple[Ints, list[tuple[int, Span]]]] = field(default_factory=dict)
     _held: dict[int, KeySpans] = field(default_factory=dict)
     _parts: dict[int, list[tuple[int, Span]]] = field(default_factory=dict)
-    _heaviest_first: dict[int, Ints] = field(default_factory=dict)  # of each worker
 
     @classmethod
     def of(cls, problem: Problem, cost: TaskCost) -> PlacedShards:
@@ -79,17 +78,18 @@ class PlacedShards:
         placement = self.problem.placement
         documents = self.problem.document_loads(cost.ps)
         load = documents.load(placement.document, placement.start, placement.stop)
-        return replace(self, cost=cost, documents=documents, load=load, _heaviest_first={})
+        return replace(self, cost=cost, documents=documents, load=load)
 
     def heaviest_first(self, worker: int) -> Ints:
         """Returns the shards of a worker; ranks that only serve have none."""
-        if worker not in self._heaviest_first:
-            first, last = (
-                self._first[worker : worker + 2] if worker + 1 < len(self._first) else (0, 0)
-            )
-            order = np.argsort(-self.load[first:last], kind="stable")
-            self._heaviest_first[worker] = first + order
-        return self._heaviest_first[worker]
+        if worker + 1 >= len(self._first):
+            return self._heaviest_first[:0]
+        return self._heaviest_first[self._first[worker] : self._first[worker + 1]]
+
+    @cached_property
+    def _heaviest_first(self) -> Ints:
+        """[shards] The shards of all workers, the heaviest of each first."""
+        return np.lexsort((-self.load, self.problem.placement.worker))
 
     @cached_property
     def heaviest(self) -> Ints:
