@@ -59,19 +59,28 @@ def test_places_are_those_of_the_indices(
 def test_rows_are_split_where_a_choice_changes(
     case: tuple[list[int], list[int]], data: st.DataObject
 ) -> None:
-    """The same rows in the same order, each in a run that is chosen if it is."""
+    """The same rows in the same order, each in a part of its run that is chosen if it is."""
     sizes, indices = case
-    chosen = data.draw(st.lists(st.booleans(), min_size=sizes[0], max_size=sizes[0]))
+    chosen = sorted(data.draw(st.sets(st.integers(0, sizes[0] - 1)) if sizes[0] else st.just(())))
     rows = rows_of(indices, sizes)
-    parts, is_chosen = rows.split(np.asarray(chosen, np.bool_))
+    parts, is_chosen, former = rows.split(rows_of(chosen, sizes).own())
     of_parts = [
-        (block, row, which)
-        for (block, start, stop), which in zip(parts.runs, is_chosen.tolist(), strict=True)
+        (run, block, row, which)
+        for run, which, (block, start, stop) in zip(
+            former.tolist(), is_chosen.tolist(), parts.runs, strict=True
+        )
         for row in range(start, stop)
     ]
-    flat = [(block, row) for block, start, stop in rows.runs for row in range(start, stop)]
-    assert of_parts == [(block, row, block == 0 and chosen[row]) for block, row in flat]
-    assert rows.own(sizes[0]).tolist() == [(0, row) in flat for row in range(sizes[0])]
+    flat = [
+        (run, block, row, block == 0 and row in chosen)
+        for run, (block, start, stop) in enumerate(rows.runs)
+        for row in range(start, stop)
+    ]
+    assert of_parts == flat
+    own = rows.own()
+    assert expand(own.start, own.stop - own.start).tolist() == sorted(
+        {row for _, block, row, _ in flat if block == 0}
+    )
 
 
 def test_packed_places_lie_one_after_the_other() -> None:

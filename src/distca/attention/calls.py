@@ -18,7 +18,7 @@ from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec
 from distca.dispatch.wire import ByteLayout, RowSpec, RowSpecs
-from distca.planning.spans import Bools
+from distca.planning.spans import Spans
 
 _Rows = tuple[RowSpec, Rows]  # of one tensor
 
@@ -46,18 +46,18 @@ class PreparedCall:
         spec: TensorSpec,
         *,
         backward: bool,
-        summed: Bools,
+        summed: Spans,
     ) -> PreparedCall:
         """received, home: the layouts of what peers sent, and of results that are sent home.
 
-        summed: [own rows] the keys that calls before this one read, and so have a sum already.
+        summed: own keys that calls before this one read, and that have a sum already.
         """
         rows = RowSpecs.of(spec)
         q, out, lse = ((row, call.q) for row in (rows.q, rows.out, rows.lse))
         k, v = (rows.k, call.kv), (rows.v, call.kv)
         inputs = [q, k, v, out, lse, out] if backward else [q, k, v]
         if backward:
-            scatter = _sums([q, k, v], home, spec, summed)
+            scatter = _sums(call, home, spec, summed)
         else:
             scatter = _puts([out, lse], home, spec)
         return cls(
@@ -129,18 +129,22 @@ def _puts(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec) -> Move:
     return copies(Places.joined(sources), Places.joined(targets), spec.device)
 
 
-def _sums(results: Sequence[_Rows], home: ByteLayout, spec: TensorSpec, summed: Bools) -> Move:
+def _sums(call: Call, home: ByteLayout, spec: TensorSpec, summed: Spans) -> Move:
     """Returns the move of dq, dk and dv, which are added where tasks share a key.
 
     The first call that has a gradient of a key stores it, so that no sum has to begin with zeros.
     """
+    specs, (keys, is_summed, _) = RowSpecs.of(spec), call.kv.split(summed)
+    results = (
+        (specs.q, call.q, 5, np.zeros(len(call.q.runs), np.bool_)),
+        (specs.k, keys, 3, is_summed),
+        (specs.v, keys, 4, is_summed),
+    )
     values, targets, initial = [], [], []
-    for index, ((row, rows), starts) in enumerate(zip(results, home.starts, strict=True)):
-        own = (5, 3, 4)[index]
-        rows, before = rows.split(summed if index else np.zeros_like(summed))
-        places = rows.places(prod(row.shape), own, 6, starts // row.dtype.itemsize)
-        values.append(Places.packed(index, 0, places.size))
-        targets.append(places)
+    for index, (row, rows, own, before) in enumerate(results):
+        starts = home.starts[index] // row.dtype.itemsize
+        targets.append(rows.places(prod(row.shape), own, 6, starts))
+        values.append(Places.packed(index, 0, targets[-1].size))
         initial.append(np.where(before, own, -1))
     joined = np.concatenate(initial)
     return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)

@@ -70,7 +70,7 @@ class LatentBuffers:
             pack = copies(mine, there, spec.device)
             nobody, nothing = PeerRows({}, {}, moves=False), ByteLayout((), (as_ints([]),) * 3)
             own = [(row, nobody) for row, _ in back]
-            rounded = sums_at_home(own, nothing, layout.read_before[-1], spec)
+            rounded = sums_at_home(own, nothing, layout.num_tokens, layout.read_before[-1], spec)
         return cls(
             spec=spec,
             here=here,

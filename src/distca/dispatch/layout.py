@@ -26,7 +26,7 @@ from distca.planning.masks import BAND, CAUSAL, Mask
 from distca.planning.placement import Placement
 from distca.planning.plan import Plan
 from distca.planning.prefixes import Prefixes
-from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, overlaps
+from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, overlaps, union
 from distca.planning.tasks import Tasks
 from distca.planning.traffic import KeyMoves, expansion_moves, key_moves
 
@@ -98,10 +98,10 @@ class Layout:
         return cls(rank, num_ranks, num_tokens, q, kv, matrix, local, remote)
 
     @cached_property
-    def read_before(self) -> list[Bools]:
-        """Says for each call which own keys those before it read, [rows]; last: which any reads."""
-        read = (call.kv.own(self.num_tokens) for call in (*self.local, *self.remote))
-        return list(accumulate(read, np.logical_or, initial=np.zeros(self.num_tokens, np.bool_)))
+    def read_before(self) -> list[Spans]:
+        """The own keys that the calls before each one read, and after the last those of all."""
+        own = (call.kv.own() for call in (*self.local, *self.remote))
+        return list(accumulate(own, _both, initial=Spans(*as_ints([[]] * 3))))
 
     @property
     def is_one_call(self) -> bool:
@@ -258,6 +258,10 @@ def _send(receiver: Ints, row: Ints, size: Ints) -> dict[int, Rows]:
         rank: Rows.of(own[a:b], row[a:b], stop[a:b])
         for rank, (a, b) in zip(ranks.tolist(), bounds, strict=True)
     }
+
+
+def _both(some: Spans, others: Spans) -> Spans:
+    return union(Spans(*map(np.concatenate, zip(some, others, strict=True))))
 
 
 def _recv(sender: Ints, size: Ints) -> tuple[dict[int, int], Ints, Ints]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, expand, overlaps
+from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative, overlaps, union
 
 
 class Places(NamedTuple):
@@ -100,32 +100,31 @@ class Rows:
         memory = np.where(block > 0, own if buffer is None else buffer, own)
         return Places(memory, first[block] + start * width, (stop - start) * width)
 
-    def own(self, num_rows: int) -> Bools:
-        """[num_rows] Says which of a rank's own rows are among these."""
-        block, start, stop = self._columns
-        found = np.zeros(num_rows, np.bool_)
-        found[expand(start, stop - start)[np.repeat(block, stop - start) == 0]] = True
-        return found
+    def own(self) -> Spans:
+        """Returns which of a rank's own rows are among these: disjoint spans in order."""
+        block, start, stop = self._columns[:, self._columns[0] == 0]
+        return union(Spans(block, start, stop))
 
-    def split(self, chosen: Bools) -> tuple[Rows, Bools]:
-        """Returns the same rows in runs of chosen rows and of others, and which runs are chosen.
+    def split(self, chosen: Spans) -> tuple[Rows, Bools, Ints]:
+        """Returns the same rows in runs of chosen rows and of others.
 
-        chosen: [own rows]; rows of other blocks are not.
+        Also returns which of these runs are chosen, and of which former run each of them is a part.
+
+        chosen: own rows, as ``own`` returns them; rows of other blocks are not chosen.
         """
         block, start, stop = self._columns
-        cuts = np.flatnonzero(chosen[1:] != chosen[:-1]) + 1
-        bounds = np.unique(np.concatenate([cuts, as_ints([0, len(chosen)])]))
+        end = int(max(stop.max(initial=0), chosen.stop.max(initial=0)))
+        bounds = np.unique(np.concatenate([chosen.start, chosen.stop, as_ints([0, end])]))
         others = np.unique(block[block > 0])
-        nothing = np.zeros_like(others)
         parts = Spans(
             np.concatenate([np.zeros_like(bounds[1:]), others]),
-            np.concatenate([bounds[:-1], nothing]),
-            np.concatenate([bounds[1:], nothing + stop.max(initial=0)]),
+            np.concatenate([bounds[:-1], np.zeros_like(others)]),
+            np.concatenate([bounds[1:], np.full_like(others, end)]),
         )
         found = overlaps(Spans(block, start, stop), parts)
         runs = zip(*(x.tolist() for x in (block[found.left], found.start, found.stop)), strict=True)
-        of_part = np.concatenate([chosen[bounds[:-1]], nothing > 0])
-        return Rows(tuple(starmap(Run, runs))), of_part[found.right]
+        is_chosen = np.isin(parts.start, chosen.start) & (parts.group == 0)
+        return Rows(tuple(starmap(Run, runs))), is_chosen[found.right], found.left
 
     @cached_property
     def _columns(self) -> Ints:

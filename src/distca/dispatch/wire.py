@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import chain
 from math import prod
 from typing import NamedTuple
@@ -22,7 +22,7 @@ from distca.dispatch.layout import Layout, PeerRows
 from distca.dispatch.moves import Move, copies, sums
 from distca.dispatch.rows import Places, Rows
 from distca.dispatch.tensors import TensorSpec, wide
-from distca.planning.spans import Bools, Ints, as_ints
+from distca.planning.spans import Bools, Ints, Spans, as_ints, cumulative
 
 ALIGNMENT = 128  # bytes
 
@@ -130,9 +130,9 @@ class Messages(NamedTuple):
         # Servers send as many rows home as they received.
         away, here = _sides(back, layout.num_ranks)
         if backward:
-            # Sums of own tasks are those of keys, to which gradients of latents are not added.
-            summed = layout.read_before[-1] & (not spec.latent_dim)
-            move = sums_at_home(back[:3], away, summed, spec)
+            # Own tasks have sums for keys, but none for latents.
+            summed = layout.read_before[0 if spec.latent_dim else -1]
+            move = sums_at_home(back[:3], away, layout.num_tokens, summed, spec)
         else:
             own, buffer = _places(back, away)
             move = copies(buffer, own, spec.device)
@@ -161,6 +161,13 @@ def _joined(parts: Collection[Rows]) -> tuple[Rows, Ints]:
     return Rows(tuple(runs)), as_ints([len(rows.runs) for rows in parts])
 
 
+def _sent(peers: PeerRows, summed: Spans) -> tuple[Rows, Bools, Ints]:
+    """Returns the rows that are sent, which runs have a sum, and how many runs each rank gets."""
+    rows, count = _joined(peers.send.values())
+    rows, is_summed, run = rows.split(summed)
+    return rows, is_summed, np.add.reduceat(np.bincount(run), cumulative(count)[:-1])
+
+
 def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
     """Returns, in bytes, where own rows lie in the tensors and in the buffer."""
     own, buffer = [], []
@@ -173,25 +180,26 @@ def _places(tensors: Traveling, away: ByteLayout) -> tuple[Places, Places]:
     return Places.joined(own), Places.joined(buffer)
 
 
-def sums_at_home(tensors: Traveling, away: ByteLayout, summed: Bools, spec: TensorSpec) -> Move:
+def sums_at_home(
+    tensors: Traveling, away: ByteLayout, num_tokens: int, summed: Spans, spec: TensorSpec
+) -> Move:
     """Returns the move that copies dq, and adds to the sums of dk and dv in the order of ranks.
 
-    summed: [own rows] which ones have a sum; those of other rows have not been written.
+    summed: own rows that have a sum; the sums of other rows have not been written.
     """
+    sent = cache(partial(_sent, summed=summed))  # the same of k and v
+    everything, all_summed, _ = Rows.first(num_tokens).split(summed)
     values, targets, initial = [], [], []
     for index, ((row, peers), starts) in enumerate(zip(tensors, away.starts, strict=False)):
         width, sums_of = prod(row.shape), (-1, 3, 4)[index]
         if peers.send:
-            parts = [rows.split(summed) for rows in peers.send.values()]
-            rows, count = _joined([part for part, _ in parts])
-            is_summed = np.concatenate([chosen for _, chosen in parts])
+            rows, is_summed, count = sent(peers)
             targets.append(rows.places(width, 5 + index))
             values.append(Places.parts(0, starts // row.dtype.itemsize, targets[-1].size, count))
             initial.append(np.where(is_summed, sums_of, -1))
         if index:  # rows of which no server sends anything
-            rows, is_summed = Rows.first(len(summed)).split(summed)
-            targets.append(rows.places(width, 5 + index))
+            targets.append(everything.places(width, 5 + index))
             values.append(Places.packed(-1, 0, targets[-1].size))
-            initial.append(np.where(is_summed, sums_of, -1))
+            initial.append(np.where(all_summed, sums_of, -1))
     joined = np.concatenate(initial)
     return sums(Places.joined(values), Places.joined(targets), joined, spec.dtype, spec.device)
