@@ -315,6 +315,23 @@ def test_a_server_cannot_change_the_dtype_of_a_plan_and_all_are_told_what_can() 
         assert said.endswith("for other tensors, make a new plan object on every rank")
 
 
+def test_a_server_with_something_that_is_no_plan_is_told_on_all_ranks() -> None:
+    plan = Batch([[301]], {"tile": 16, "min_shard": 16}).plan(servers=1)
+    tokens = Tokens(plan, torch.float64)
+
+    def one_rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference")
+        part = (
+            partial(attention.serve, plan.to_json(), layers=1)
+            if transport.rank
+            else partial(attention, *tokens.of_rank(0)[:3], plan)
+        )
+        with pytest.raises(ValueError, match=r"the plan is a dict: give what distca\.plan or"):
+            part()
+
+    LocalWorld(2).run(one_rank)
+
+
 @pytest.mark.parametrize(
     ("backward", "message"),
     [(0, "disagree on the grad mode"), (4, "4 of 3 layers backward"), (-1, "-1 of 3 layers")],

@@ -22,11 +22,13 @@ from distca.attention.core import CoreAttention
 from distca.attention.inputs import Inputs
 from distca.dispatch.agreement import DisagreementError
 from distca.dispatch.latent import Latent
+from distca.dispatch.layout import Layout
 from distca.dispatch.transports.local import LocalTransport, LocalWorld
 from distca.planning.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
+MIXED: dict[str, Any] = {"latent_dim": 5, "rope_dim": 3, "tile": 1, "min_shard": 1, "cost": "pairs"}
 GRAIN = {"tile": 16, "min_shard": 16}
 HEADS: tuple[Heads, ...] = ((3, 3, 8, 4), (4, 2, 6), (2, 2, 4, 7))  # as in MLA, grouped, others
 SERVERS = {"servers": 2, **GRAIN}
@@ -221,3 +223,43 @@ def test_wrong_latents_are_told_on_every_rank(what: str) -> None:
             attention(*tokens.of_rank(transport.rank)[:3], plan, latent=mine)
 
     LocalWorld(2).run(one_rank)
+
+
+@pytest.mark.parametrize("which", ["latent", "rotary", "weight"])
+def test_a_factor_of_another_dtype_is_refused_also_in_later_layers(which: str) -> None:
+    plan = distca.plan([[5], [40]], heads=3, kv_heads=3, head_dim=8, v_head_dim=4, **MIXED)
+    tokens = Tokens(plan, torch.float32, HEADS[0], latent=LATENT)
+
+    def one_rank(transport: LocalTransport) -> None:
+        attention = CoreAttention(transport=transport, backend="reference")
+        rows = tokens.rows(transport.rank)
+        assert tokens.latent is not None
+        latent = Latent(*(t[rows] for t in tokens.factors), tokens.latent.weight)
+        q, k, v, _ = tokens.of_rank(transport.rank)
+        attention(q, k, v, plan, latent=latent)
+        wrong = latent._replace(**{which: getattr(latent, which).double()})
+        with pytest.raises(DisagreementError, match=f"{which} of the latents .* torch.float64"):
+            attention(q, k, v, plan, latent=wrong)
+
+    LocalWorld(2).run(one_rank)
+
+
+def test_queries_may_be_views_where_only_the_matrix_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 has one call for all of its tokens, and sends its matrix to the server."""
+    options = MIXED | {"servers": 1, "workers_serve": True}
+    plan = distca.plan([[14], [20]], heads=3, kv_heads=3, head_dim=8, v_head_dim=4, **options)
+    tokens = Tokens(plan, torch.float64, HEADS[0], latent=LATENT)
+    of_rank = tokens.of_rank
+
+    def views(rank: int) -> list[Tensor]:
+        return [t.transpose(0, 1).contiguous().transpose(0, 1) for t in of_rank(rank)]
+
+    monkeypatch.setattr(tokens, "of_rank", views)
+    layout = Layout.of(plan, 0)
+    assert layout.matrix.send
+    assert not layout.q.send
+    assert not layout.kv.send
+    found = on_all_ranks(plan, tokens, "reference")
+    assert_exact(found, tokens.expected(), torch.float64)

@@ -16,6 +16,7 @@ from integrations.tiny import packed
 pytest.importorskip("transformers", reason="transformers is not installed")
 
 import transformers
+from transformers import AutoModelForCausalLM
 
 from distca.integrations.transformers import refusals, register
 
@@ -72,6 +73,60 @@ def test_positions_that_do_not_restart() -> None:
     torch.testing.assert_close(model(**given).logits, model(**batch).logits, rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match=r"belongs to GPT2Model, .*no position_ids that restart"):
         model_of("gpt2", "distca")(**given)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 64, "pad_token_id": 0,
+}  # fmt: skip
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+LONGROPE = ROPE | {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [8.0] * 4}
+SCALED = ROPE | {"rope_type": "yarn", "factor": 4.0, "llama_4_scaling_beta": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("Phi3Config", {"original_max_position_embeddings": 16, "rope_parameters": LONGROPE}),
+        ("LlamaConfig", {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 2.0}}),
+        ("Ministral3Config", {"head_dim": 8, "rope_parameters": SCALED}),
+        ("RecurrentGemmaConfig", {"lru_width": 32, "block_types": ["recurrent", "attention"]}),
+    ],
+)
+def test_positions_that_have_to_restart(kind: str, options: dict[str, Any]) -> None:
+    """The longest position of a row counts, or the place of a query, or where a state begins."""
+    config = getattr(transformers, kind)(**SMALL, **options, max_position_embeddings=64)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+    batch, offsets = packed([12, 10, 7]), torch.tensor([0, 12, 22, 29], dtype=torch.int32)
+    batch["input_ids"] %= 64
+    given = {"input_ids": batch["input_ids"], "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    with torch.no_grad():
+        found = model(**batch, use_cache=False).logits[0].split([12, 10, 7])
+        alone = [
+            model(part[None], use_cache=False).logits[0]
+            for part in batch["input_ids"][0].split([12, 10, 7])
+        ]
+    for mine, right in zip(found, alone, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match=r"no position_ids that restart: give them too"):
+        model(**given, use_cache=False)
+
+
+def test_queries_that_are_scaled_by_their_place_in_the_row() -> None:
+    """Llama 4 does so from token 8,192 on, whatever its position_ids are."""
+    options = {"head_dim": 8, "intermediate_size_mlp": 64, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(**SMALL | {"num_hidden_layers": 4}, **options)
+    assert config.floor_scale == 8192
+    config.floor_scale = 24
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="distca")
+    short, long = (packed(lengths) for lengths in ([12, 11], [12, 12]))
+    for batch in (short, long):
+        batch["input_ids"] %= 64
+    model(**short, use_cache=False)
+    with pytest.raises(
+        ValueError, match=r"from token 24 on \(attn_temperature_tuning\): make rows"
+    ):
+        model(**long, use_cache=False)
 
 
 @pytest.mark.parametrize("family", ["bart", "mbart", "marian", "pegasus", "opt"])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from distca.attention.call_order import CallOrder
 from distca.attention.chosen_backends import ChosenBackends
-from distca.attention.inputs import Inputs, num_tokens
+from distca.attention.inputs import Inputs, check_plan, num_tokens
 from distca.attention.op import attend, register
 from distca.attention.overlap import AsyncAttention
 from distca.attention.passes import BackwardPass, ForwardPass
@@ -141,6 +141,11 @@ class CoreAttention:
             error = f"{layers} layers to serve: give a whole number, 0 or more"
         elif not isinstance(backward, int) or not 0 <= backward <= layers:
             error = f"{backward} of {layers} layers backward: give a number from 0 to {layers}"
+        try:
+            check_plan(plan)
+        except ValueError as wrong:
+            agree(self.transport, Handshake(error=str(wrong)))  # which raises it on all ranks
+            raise
         served, grad_mode = self._served.setdefault(plan, {}), backward != 0
         if error or grad_mode not in served:
             served[grad_mode] = self._join(plan, grad_mode, error)

@@ -41,9 +41,8 @@ class Inputs(NamedTuple):
     @property
     def kind(self) -> Hashable:
         """What a prepared plan depends on; also of tensors that are wrong."""
-        of_sinks = None if self.sinks is None else (self.sinks.device, self.sinks.dtype)
-        shapes = (getattr(tensor, "shape", None) for tensor in self._given)
-        return self.q.device, self.q.dtype, torch.is_grad_enabled(), of_sinks, tuple(shapes)
+        kinds = tuple((each.shape, each.dtype, each.device) for each in self._given)
+        return torch.is_grad_enabled(), self.sinks is None, self.latent is None, kinds
 
     @property
     def wants_gradient(self) -> bool:
@@ -69,10 +68,7 @@ class Inputs(NamedTuple):
 
         Also for forward-mode derivatives, which would silently be zero.
         """
-        if not isinstance(plan, Plan):
-            raise ValueError(
-                f"the plan is a {type(plan).__name__}: give what distca.plan or Plan.load returns"
-            )
+        check_plan(plan)
         named = dict(zip(self._fields, self[:3], strict=False)) | {"sinks": self.sinks}
         for name, given in named.items():
             if given is None and name == "sinks":
@@ -135,6 +131,14 @@ class Inputs(NamedTuple):
             return
         if refusal := latents.difference(self.latent, self.spec, self.k, self.v):
             raise ValueError(refusal)
+
+
+def check_plan(plan: object) -> None:
+    """Raises ``ValueError`` for what is no plan."""
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"the plan is a {type(plan).__name__}: give what distca.plan or Plan.load returns"
+        )
 
 
 def num_tokens(plan: Plan, rank: int) -> int:

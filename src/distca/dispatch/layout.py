@@ -106,7 +106,8 @@ class Layout:
     @property
     def is_one_call(self) -> bool:
         """Whether one call computes all rows as they lie, and none is sent or received."""
-        if len(self.local) != 1 or self.remote or self.q.send or self.kv.send:
+        sends = any(rows.send for rows in (self.q, self.kv, self.matrix))
+        if len(self.local) != 1 or self.remote or sends:
             return False
         everything = ((0, 0, self.num_tokens),)
         if self.local[0].behind is not None:

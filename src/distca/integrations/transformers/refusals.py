@@ -48,6 +48,8 @@ _CAUSAL_STATE = re.compile(
     r"(Mixer|MambaLayer|DeltaNet|DeltaAttention|ShortConv|LightningAttention|RecurrentBlock"
     r"|CCAProjection)$"
 )
+# Rotary positions that depend on the longest one of a row; a scale of queries beside others.
+_BY_LONGEST, _SCALES_QUERIES = frozenset({"dynamic", "longrope"}), "llama_4_scaling_beta"
 # A choice among a model's own classes, by which older models raise a KeyError for other names.
 _CHOICE = re.compile(r"_CLASSES\[\s*(self\.)?config\._attn_implementation")
 
@@ -139,7 +141,8 @@ def refuse_mask(
 class _Nature(NamedTuple):
     """What the modules of a model tell about several documents in a row."""
 
-    rotates: bool  # it makes rotary positions
+    is_relative: bool  # only differences of positions count, so none has to restart
+    scaled_from: int  # the token of a row from which queries are scaled by their place; 0: none
     stateful: str  # the class of a module that carries a state, if there is one
     mixing: str  # that of one which is not given each document by itself
 
@@ -149,7 +152,8 @@ class _Nature(NamedTuple):
         apart = {inner for one in model.modules() if keeps_apart(one) for inner in one.modules()}
         mixing = (one for one in stateful if apart.isdisjoint(one.modules()))
         names = (next((type(one).__name__ for one in found), "") for found in (stateful, mixing))
-        return cls(any(map(_rotates, model.modules())), *names)
+        scaled_from = (_scaled_from(one) for one in model.modules())
+        return cls(_is_relative(model), next(filter(None, scaled_from), 0), *names)
 
 
 _natures: WeakKeyDictionary[nn.Module, _Nature] = WeakKeyDictionary()  # a search takes milliseconds
@@ -168,11 +172,18 @@ def refuse_packed(calls: Calls, *, continued: bool) -> None:
         _refuse_model(told[0].model, "ignores position_ids, so that positions do not restart")
     if model not in _natures:
         _natures[model] = _Nature.of(model)
-    rotates, stateful, mixing = _natures[model]
-    if not told and not rotates:
+    is_relative, scaled_from, stateful, mixing = _natures[model]
+    if not told and not is_relative:
         if not any(call.takes_positions for call in calls):
             _refuse_model(model, "takes no position_ids, so that positions do not restart")
         _refuse_model(model, "no position_ids that restart", "give them too, or ")
+    tokens = calls[-1].tokens
+    if scaled_from and tokens is not None and tokens.shape[1] >= scaled_from:
+        what = (
+            f"scales queries by their place in the row from token {scaled_from} on"
+            " (attn_temperature_tuning)"
+        )
+        _refuse_model(model, what, "make rows shorter, or ")
     if mixing:
         _refuse_model(model, f"carries a state from each to the next ({mixing})")
     if stateful and continued:
@@ -262,9 +273,28 @@ def class_of(module: nn.Module) -> type[nn.Module]:
     return kind.__bases__[-1] if kind.__name__.startswith("FSDP") else kind
 
 
-def _rotates(module: nn.Module) -> bool:
-    """Tells whether it makes rotary positions: only their differences count, so none restarts."""
-    return "Rotary" in type(module).__name__
+def _is_relative(model: nn.Module) -> bool:
+    """Tells whether all positions of a model are rotary, of which only differences count.
+
+    Some scale frequencies by the longest position, or queries by their own, and some states begin
+    anew where position_ids are 0.
+    """
+    rotary = [one for one in model.modules() if "Rotary" in type(one).__name__]
+    restarts = any("Rglru" in type(one).__name__ for one in model.modules())
+    return bool(rotary) and not restarts and not any(map(_scales_by_position, rotary))
+
+
+def _scales_by_position(rotary: nn.Module) -> bool:
+    kinds = getattr(rotary, "rope_type", "default")
+    named = kinds.values() if isinstance(kinds, Mapping) else (kinds,)
+    parameters = getattr(getattr(rotary, "config", None), "rope_parameters", None) or {}
+    return not _BY_LONGEST.isdisjoint(named) or _SCALES_QUERIES in parameters
+
+
+def _scaled_from(layer: Any) -> int:
+    """Returns the number of the token from which a layer scales queries by their place, or 0."""
+    scales = getattr(layer, "attn_temperature_tuning", False) and not layer.use_rope
+    return int(layer.floor_scale) if scales else 0
 
 
 def _refuse_model(model: nn.Module, what: str, way_out: str = "") -> None:
