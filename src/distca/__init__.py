@@ -5,7 +5,6 @@ neither torch nor matplotlib.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -23,6 +22,7 @@ __all__ = [
     "plan",
 ]
 
+TYPE_CHECKING = False  # of typing, which takes a while to import
 if TYPE_CHECKING:
     from distca.attention.core import CoreAttention
     from distca.dispatch.latent import Latent

@@ -108,9 +108,9 @@ def read_toml(path: Path | str, kind: type | None = None) -> dict[str, Any]:
 def assign(values: dict[str, Any], setting: str) -> None:
     """Writes ``a.b=c`` into nested dictionaries, with c read as TOML or, failing that, as text."""
     name, equals, text = setting.partition("=")
-    if not equals or not name.strip():
-        raise ValueError(f"--set {setting}: write it as section.name=value")
     *sections, last = name.strip().split(".")
+    if not equals or not all([*sections, last]):
+        raise ValueError(f"--set {setting}: write it as section.name=value")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):

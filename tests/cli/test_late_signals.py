@@ -63,3 +63,15 @@ def test_a_result_that_is_shown_is_one(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert (process.returncode, err) == (0, "")
+
+
+def test_sigterm_again_and_again_saves_all_the_same(tmp_path: Path) -> None:
+    """Schedulers send it to a job, and to its processes."""
+    with start(command(tmp_path, "train.steps=1000000")) as process:
+        wait_for(process, "step ")
+        for _ in range(3):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        wait_for(process, STOPPED)
+        assert process.communicate(timeout=60) == ("", "")
+    assert process.returncode == 0

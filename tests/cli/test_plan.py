@@ -53,7 +53,7 @@ def refused(run: Any, *args: str | Path) -> str:
     return err
 
 
-@pytest.mark.parametrize("columns", [60, 80, 140])
+@pytest.mark.parametrize("columns", [40, 60, 80, 140])
 def test_the_table_and_the_bars_fit_the_terminal(
     run: Any, monkeypatch: pytest.MonkeyPatch, columns: int
 ) -> None:
@@ -64,6 +64,16 @@ def test_the_table_and_the_bars_fit_the_terminal(
         assert "\x1b" not in out  # no colors in a pipe
         assert "…" not in out
         assert max(map(len, out.splitlines())) <= columns
+
+
+def test_a_terminal_of_unknown_width_is_80_columns_wide(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, _ = (text.split("time to plan") for text in run("plan", "ok.json"))
+    monkeypatch.setenv("COLUMNS", "0")
+    after, _ = (text.split("time to plan") for text in run("plan", "ok.json"))
+    assert len(before) == len(after) == 2
+    assert before[0] == after[0]
 
 
 def test_people_are_told_before_and_after(run: Any) -> None:

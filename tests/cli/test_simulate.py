@@ -239,11 +239,19 @@ def test_a_policy_that_cannot_run_says_why_beside_the_others(run: Any) -> None:
     assert "colocated: 4 GPUs and 2 sequences do not divide by" in out
 
 
+def test_several_seeds_of_given_documents_are_refused(run: Any, tmp_path: Path) -> None:
+    """They would be the same batches, whose spread would seem to be known better than it is."""
+    (tmp_path / "lengths.json").write_text(json.dumps([4096] * 64))
+    refused_with = refused(run, *SMALL, f"--lengths={tmp_path}/lengths.json", "--seed=0,1")
+    assert "--seed 0,1: all seeds have the same batches of given documents" in refused_with
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
         ({"gain": "faster"}, "distca is 1.30 x as fast as the best of the others (wlb, dp 8)"),
         ({"gain": "even"}, "distca is 1.30 x as fast as wlb, dp 8, within the noise of 0.31."),
+        ({"because": "noise"}, "The batches differ too much to tell: simulate more of them"),
         ({"because": "attention"}, "Attention is only 6.0% of the work at this context."),
         ({"because": "even"}, "the busiest worker of wlb has 1.03 x the mean."),
         ({"because": "links"}, "faster links between nodes would help the others as much."),

@@ -461,3 +461,32 @@ def test_under_torchrun_nothing_is_launched(tmp_path: Path) -> None:
     assert ran.stdout.count("The losses of all 2 steps agree") == 1
     assert ran.stdout.count("2 on the CPU") == 1
     assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--from=-1", "--from -1: give the step of a checkpoint, 0 or more"),
+        ("--set=.=1", "--set .=1: write it as section.name=value"),
+        ("--set=train.=1", "--set train.=1: write it as section.name=value"),
+    ],
+)
+def test_options_without_a_meaning(
+    option: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["train", f"--out={tmp_path}", option])
+    assert capsys.readouterr().err == f"distca: {words}\n"
+
+
+@pytest.mark.parametrize("columns", ["40", "60"])
+def test_help_loses_nothing_in_a_narrow_terminal(columns: str) -> None:
+    shown = subprocess.run(
+        [*COMMAND, "train", "--help"],
+        env=os.environ | {"COLUMNS": columns},
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "…" not in shown
+    assert "--server-restarts" in shown

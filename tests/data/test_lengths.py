@@ -137,3 +137,8 @@ def test_taking_cuts_the_last_document() -> None:
         assert take(lengths, num_tokens).tolist() == expected
     with pytest.raises(ValueError, match="hold 12 tokens but 13 are needed"):
         take(lengths, 13)
+
+
+def test_lengths_beyond_64_bits_are_those_of_the_context() -> None:
+    (first, *_) = distribution("lognormal:1e30:0", 8192).batch(16384, 0).tolist()
+    assert first == 8192

@@ -10,6 +10,7 @@ import pytest
 
 from distca.pipeline.mesh import MeshShape
 from distca.planning.models import ModelShape
+from distca.planning.spans import Ints
 from distca.sim.cluster import Cluster, Link, cluster
 from distca.sim.scenario import Scenario, Strategy
 from distca.sim.simulate import simulate
@@ -27,13 +28,15 @@ TEMPLATES = (
 
 def judge(
     machines: Cluster,
-    lengths: str,
+    lengths: str | Ints,
     context: int,
     templates: Sequence[Strategy] = TEMPLATES,
     limit: float = inf,
+    sequences: int = 8,
+    count: int = 1,
 ) -> tuple[Scenario, Verdict]:
-    scenario = Scenario(SMALL, machines, context, 8, lengths)
-    batches, sizes = list(scenario.batches(1)), Sizes(tp=(1,), pp=(1,))
+    scenario = Scenario(SMALL, machines, context, sequences, lengths)
+    batches, sizes = list(scenario.batches(count)), Sizes(tp=(1,), pp=(1,))
     found = [best(scenario, template, sizes, batches, limit_bytes=limit) for template in templates]
     return scenario, verdict(scenario, found, batches)
 
@@ -132,7 +135,18 @@ def test_a_difference_within_its_noise_is_none(
         replace(one, step_s=fmean(each), batch_step_s=each)
         for one, each in ((said.ours, ours_s), (said.other, other_s))
     )
-    assert replace(said, ours=ours, other=other).gain == gain
+    judged = replace(said, ours=ours, other=other)
+    assert judged.gain == gain
+    assert judged.is_unclear == (gain == "even" and len(other_s) > 1)
+
+
+def test_too_few_batches_are_a_reason_of_their_own() -> None:
+    """Two batches differ by 0.4, which is neither the links nor too little attention."""
+    lengths = np.array([4096] * 64 + [65536] + [4096] * 48)
+    _, said = judge(MACHINES, lengths, 65536, sequences=4, count=2)
+    assert (said.gain, said.because, said.needed_bytes_per_s) == ("even", "noise", None)
+    assert said.speed_up is not None
+    assert said.speed_up > 1 + ERROR
 
 
 def test_shares_are_what_they_say() -> None:

@@ -21,18 +21,18 @@ pytestmark = [
 ]
 
 
-@pytest.fixture
-def small_files() -> Iterator[None]:
-    """Files of this process have at most 64 KiB."""
+@pytest.fixture(params=[1 << 16, 3 << 20], ids=["64 KiB", "3 MiB"])
+def small_files(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Files of this process are not larger."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (request.param, hard))
     yield
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def test_a_disk_that_takes_no_more_says_why(tmp_path: Path, small_files: None) -> None:
     """torch alone loses the error in one of its threads, or tells a position in a file."""
-    state = {f"model.{name}": torch.randn(1 << 17) for name in range(8)}
+    state = {f"model.{name}": torch.randn(1 << 20) for name in range(8)}
     with pytest.raises(CheckpointException) as raised:
         state_dict_saver.save(state, storage_writer=DigestWriter(tmp_path), no_dist=True)
     (cause, _) = raised.value.failures[0]

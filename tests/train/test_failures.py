@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -219,6 +220,23 @@ def test_a_folder_is_locked_until_its_owner_is_gone(world: World, tmp_path: Path
     RunLock(tmp_path).release()
     tell(world, tmp_path)
     RunLock(tmp_path).release()  # a run that has ended holds it no longer
+
+
+@pytest.mark.parametrize(
+    "name", ["run.lock", "config.json", "metrics.jsonl", "metrics.new", "logs/rank-0.log"]
+)
+def test_a_link_in_place_of_a_file_of_the_run_is_not_followed(tmp_path: Path, name: str) -> None:
+    """A folder that somebody else has made could lead to any file of the user."""
+    theirs, link = tmp_path / "theirs", tmp_path / "run" / name
+    link.parent.mkdir(parents=True)
+    link.symlink_to(theirs)
+    with pytest.raises(ValueError, match=r"^\S+ is a link: move it away, or use another folder"):
+        RunLock(tmp_path / "run")
+    assert not theirs.exists()
+    link.unlink()
+    os.mkfifo(link)
+    with pytest.raises(ValueError, match=r"^\S+ is no file: move it away, or use another folder"):
+        RunLock(tmp_path / "run")
 
 
 @pytest.fixture

@@ -3,9 +3,11 @@
 Nothing heavy is imported before a command runs, so that ``distca --help`` answers at once.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from itertools import pairwise
+from shutil import get_terminal_size
 from typing import Annotated
 
 import typer
@@ -28,6 +30,7 @@ from distca.cli.train import TrainCommand
 from distca.runtime.interrupts import CTRL_C
 from distca.runtime.launched import RankFailedError, is_repeated, sentence
 
+WIDE_ENOUGH = 70  # columns for the longest names of options beside their texts
 _USAGE_ERROR: type[Exception] = typer.BadParameter.__mro__[1]  # typer gives it no public name
 
 
@@ -66,6 +69,8 @@ app = typer.Typer(
     result_callback=_run,
     add_completion=False,
     pretty_exceptions_enable=False,  # a bug shows Python's own traceback
+    # Rich's tables of options cut names and texts where these do not fit; plain text wraps.
+    rich_markup_mode="rich" if get_terminal_size().columns >= WIDE_ENOUGH else None,
 )
 for _command in (
     PlanCommand, InitCommand, TrainCommand, ServeCommand, EvalCommand, ExportCommand,
@@ -81,6 +86,8 @@ def main(args: Sequence[str] | None = None) -> None:
     0: success. 1: a rank or a check failed. 2: bad input, reported in one sentence. 130: Ctrl-C.
     """
     arguments = list(sys.argv[1:] if args is None else args)
+    if os.environ.get("COLUMNS") == "0":  # a terminal of unknown size; nothing would be shown
+        del os.environ["COLUMNS"]
     try:
         _check_empty(arguments)
         status = app(arguments or ["--help"], prog_name="distca", standalone_mode=False)

@@ -44,6 +44,7 @@ class EvalCommand:
         import torch.distributed
 
         from distca.cli.sources import parse_tokens
+        from distca.train.metrics import for_json
         from distca.train.trained import TrainedRun
 
         num_tokens = None if self.tokens is None else parse_tokens(self.tokens)
@@ -58,7 +59,7 @@ class EvalCommand:
             result = trained.evaluate(self.data or (), num_tokens, show)
         torch.distributed.destroy_process_group()
         if self.as_json:
-            typer.echo(json.dumps(result))
+            typer.echo(json.dumps(for_json(result)))
             return
         screen = console()
         what = ", ".join(self.data) if self.data else "held-out documents"

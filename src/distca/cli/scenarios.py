@@ -51,6 +51,11 @@ class Study:
         seeds = _counts("seed", settings.seed)
         for seed in seeds or (-1,):
             _within("--seed", seed, 0, LARGEST)
+        if len(seeds) > 1 and not isinstance(lengths, str):
+            raise ValueError(
+                f"--seed {settings.seed}: all seeds have the same batches of given documents, so"
+                " give a distribution, or leave out --seed and raise --batches"
+            )
         Mask.parse(settings.mask)
         gpus = _counts("gpus", settings.gpus) or (machines.gpus,)
         for count in gpus:

@@ -26,6 +26,8 @@ class ServeCommand:
     def run(self) -> None:
         if not self.join:
             raise ValueError("distca serve needs --join HOST:PORT, as the run shows it")
+        # A store that is gone is told below; torch would also show the stack of its C++ code.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
         with launched.reporting():
             from distca.runtime.joining import Run
             from distca.runtime.lost_ranks import naming_lost_ranks

@@ -196,6 +196,8 @@ class TrainCommand:
             raise ValueError(f"--server-restarts {self.server_restarts}: give 0 or more")
         if self.compare and self.inject:
             raise ValueError("--compare with --inject: inject faults into one run, without it")
+        if self.from_step is not None and self.from_step < 0:
+            raise ValueError(f"--from {self.from_step}: give the step of a checkpoint, 0 or more")
         if self.resume is False and self.from_step is not None:
             raise ValueError(f"--fresh with --from {self.from_step}: choose one of them")
         settings = list(self.settings or [])

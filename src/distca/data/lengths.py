@@ -29,8 +29,8 @@ class LengthDistribution:
             raise ValueError(f"a context of {self.context} tokens: it must be at least 1")
 
     def sample(self, num_documents: int, rng: np.random.Generator) -> Lengths:
-        drawn = np.rint(self.draw(rng, num_documents)).astype(np.int64)
-        return np.clip(drawn, 1, self.context)
+        drawn = np.rint(self.draw(rng, num_documents))
+        return np.clip(drawn, 1, self.context).astype(np.int64)  # numbers may exceed 64 bits
 
     def batch(self, num_tokens: int, seed: int) -> Lengths:
         """Returns lengths that add up to ``num_tokens``; the last document is cut."""

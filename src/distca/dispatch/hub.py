@@ -44,6 +44,7 @@ from distca.dispatch.comparison import Comparison
 LINE_BYTES = 1 << 20
 LOST = "its process ended without a word"
 _DRAIN_S = 1.0
+_PINGS = 6  # without an answer, after which a rank counts as lost
 
 open_files: set[int] = set()  # of all connections: a forked child must not keep them open
 
@@ -173,15 +174,21 @@ class Hub:
                 self._watching.add(task)  # a task lives as long as someone refers to it
 
     async def _watch(self, ranks: set[int], seconds: float) -> None:
-        """Ends the connections of ranks that do not answer for so many seconds."""
+        """Ends the connections of ranks that do not answer for so many seconds.
+
+        Unanswered pings are counted, since time also passes while this process is stopped.
+        """
+        unanswered = dict.fromkeys(ranks, 0)
         while True:
             pinged_at = self._loop.time()
             pinged = ranks & self._writers.keys()
             for rank in pinged:
                 self._send(rank, "ping")
-            await asyncio.sleep(seconds)
+            await asyncio.sleep(seconds / _PINGS)
             for rank in pinged & self._writers.keys():
-                if self._heard.get(rank, 0.0) < pinged_at:
+                silent = self._heard.get(rank, 0.0) < pinged_at
+                unanswered[rank] = unanswered[rank] + 1 if silent else 0
+                if unanswered[rank] == _PINGS:
                     self._silent[rank] = f"it has not answered for {seconds:g} s"
                     self._writers[rank].transport.abort()
 

@@ -168,6 +168,8 @@ def _spread(speed_ups: Sequence[float]) -> str:
 def _reason(result: Record) -> str:
     ours, other = result["ours"], result["other"]
     match result["because"]:
+        case "noise":
+            return "The batches differ too much to tell: simulate more of them (--batches, --seed)"
         case "links":
             slow = f"{_share(ours['exposed'])} of its step is exposed communication:"
             if (needed := result["needed_bytes_per_s"]) is None:

@@ -24,8 +24,13 @@ def new_table(*titles: str, compact: bool = False) -> Table:
 
 
 def before_after_table(title: str, before: str, after: str) -> Table:
-    """Returns a table without rows that compares figures of two sides."""
+    """Returns a table without rows that compares figures of two sides.
+
+    Its cells wrap in a narrow terminal, since there is no column to leave out.
+    """
     table = new_table(title, before, after)
+    for column in table.columns:
+        column.no_wrap, column.overflow = False, "fold"
     table.columns[0].justify = "left"
     table.columns[1].style, table.columns[2].style = "yellow", "cyan"
     return table

@@ -71,7 +71,10 @@ def outcome(result: Record) -> str:
     if not result["steps_taken"]:
         return f"all {steps} steps are done already ({found}): raise train.steps, or use --fresh"
     if result["stopped"]:
-        where = f"saved in {found}; the same command continues from there" if found else "not saved"
+        where = "not saved"
+        if found:
+            then = "" if result["step"] == steps else "; the same command continues from there"
+            where = f"saved in {found}{then}"
         return f"stopped after {result['step']} of {units.several(steps, 'step')}: {where}"
     lost = len(result["lost_servers"])
     joined = len(result["joined_servers"])

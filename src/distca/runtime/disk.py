@@ -3,15 +3,17 @@ for whose contents there is no space.
 """
 
 import errno
+import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
 _GB = 1e9
+_SOME_BYTES = 1 << 20
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _IN_RUST = re.compile(r"\(os error (\d+)\)")  # in errors of safetensors and tokenizers
 
@@ -47,14 +49,31 @@ def check_space(folder: Path, what: str, num_bytes: int) -> None:
     """Raises ValueError if something does not fit on the disk, before any of it is written."""
     usage = shutil.disk_usage(_existing(folder))
     if usage.total and usage.free < num_bytes:
-        needs = f"{what} needs about {num_bytes / _GB:.3g} GB and "
+        needs = f"{what} needs about {_gigabytes(num_bytes, math.ceil)} and "
         raise ValueError(no_space(folder, needs))
 
 
 def check_writable(folder: Path) -> None:
     """Raises OSError if a MiB cannot be written to a folder, or to the first that exists above."""
     with NamedTemporaryFile(dir=_existing(folder)) as file:
-        file.write(bytes(1 << 20))
+        file.write(bytes(_SOME_BYTES))
+
+
+def check_appendable(path: Path) -> None:
+    """Raises OSError if a file may not become larger, because of a limit on the size of files."""
+    with path.open("ab") as file:
+        file.write(bytes(_SOME_BYTES))
+
+
+def check_plain(paths: Iterable[Path]) -> None:
+    """Raises ValueError for one that is no file, if it is there.
+
+    A link may lead anywhere, and a pipe waits.
+    """
+    for path in paths:
+        if path.is_symlink() or (path.exists() and not path.is_file()):
+            what = "a link" if path.is_symlink() else "no file"
+            raise ValueError(f"{path} is {what}: move it away, or use another folder with --out")
 
 
 def no_space(path: Path, needs: str = "") -> str:
@@ -62,10 +81,14 @@ def no_space(path: Path, needs: str = "") -> str:
 
     needs: what is written and how much space it takes, if that is known.
     """
-    free = shutil.disk_usage(_existing(path)).free / _GB
-    return (
-        f"no space left on {path}: {needs}{free:.3g} GB are free; free space or use another folder"
-    )
+    free = _gigabytes(shutil.disk_usage(_existing(path)).free, math.floor)
+    return f"no space left on {path}: {needs}{free} are free; free space or use another folder"
+
+
+def _gigabytes(num_bytes: int, rounded: Callable[[float], int]) -> str:
+    """Returns three digits, rounded such that what is needed is more than what is free."""
+    unit = 10 ** max(len(str(num_bytes)) - 3, 0)
+    return f"{rounded(num_bytes / unit) * unit / _GB:.3g} GB"
 
 
 def _existing(path: Path) -> Path:

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM while Python cannot handle them: during imports, while C++ waits, at the end.
+"""Ctrl-C and SIGTERM while Python cannot handle them: during imports, and at the end.
 
 An exception that a signal raises inside an import, which takes seconds, may be caught there, and
 leaves half a module: numpy and torch then fail later, with errors of their own. So a process that
@@ -6,16 +6,16 @@ is asked to end during an import ends at once. It has nothing to clean up yet. O
 process is decided, both signals come too late and change nothing.
 """
 
+from __future__ import annotations
+
 import os
 import signal
-from collections.abc import Callable
-from concurrent.futures import Future
 from contextlib import suppress
-from threading import Thread
-from types import FrameType
-from typing import TypeVar
 
-Result = TypeVar("Result")
+TYPE_CHECKING = False  # of typing, which takes a while to import: a signal may come before
+if TYPE_CHECKING:
+    from types import FrameType
+
 CTRL_C = 130  # the exit status after a Ctrl-C
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _IMPORT = "<frozen importlib._bootstrap>"
@@ -59,20 +59,3 @@ def ignore_stop_signals() -> None:
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-
-
-def open_to_signals(work: Callable[[], Result], limit_s: float | None = None) -> Result:
-    """Returns the result of work that waits in C++, where Python would handle no signal.
-
-    Raises TimeoutError if it takes longer than the limit; it then goes on, and is not waited for.
-    """
-    done: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            done.set_result(work())
-        except BaseException as error:
-            done.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    return done.result(limit_s)

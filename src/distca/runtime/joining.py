@@ -26,10 +26,10 @@ from distca.dispatch.hub_address import HubAddress
 from distca.dispatch.peer_news import Members
 from distca.dispatch.peers import Peers
 from distca.pipeline.mesh import MeshShape
-from distca.runtime.interrupts import open_to_signals
 from distca.runtime.lost_ranks import name_them_here, spare, watch
 from distca.runtime.mesh import RankContext
 from distca.runtime.new_groups import Groups, make_groups, root_store
+from distca.runtime.waiting import open_to_signals
 
 ANSWER_S = 60.0  # how long a run may take to publish a hub, such as while it regroups
 _RUN, _HUB = "distca run", "distca hub"

@@ -192,9 +192,14 @@ def _end(ranks: Sequence[RankProcess], received: Sequence[signal.Signals]) -> No
 def _forward_signals(
     ranks: Sequence[RankProcess], received: list[signal.Signals]
 ) -> Iterator[None]:
-    """Forwards the first signal to all ranks, so that they save; a second one ends everything."""
+    """Forwards the first signal to all ranks, so that they save; a second one ends everything.
+
+    Schedulers repeat SIGTERM, to a job and to its processes: this changes nothing.
+    """
 
     def handle(number: int, _: object) -> None:
+        if number == signal.SIGTERM and signal.SIGTERM in received:
+            return
         received.append(signal.Signals(number))
         if len(received) == 2:
             raise KeyboardInterrupt

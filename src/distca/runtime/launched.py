@@ -151,6 +151,11 @@ def sentence(error: Exception) -> str:
         reason = (error.strerror or type(error).__name__).lower()
         if error.filename and is_full(error):
             return no_space(Path(error.filename))
+        if error.errno == errno.EFBIG:
+            return (
+                f"cannot write {error.filename or 'a file'}: it would be larger than files may be"
+                " here; raise the limit (ulimit -f), or use another disk"
+            )
         if error.filename:
             return (
                 f"cannot open {error.filename}: {reason}; give a path that can be read or written"

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import rendezvous
 
-from distca.runtime.interrupts import open_to_signals
 from distca.runtime.launched import mark_repeated, num_restarts
 from distca.runtime.lost_ranks import watch_ranks
 from distca.runtime.rank_device import local_device
+from distca.runtime.waiting import open_to_signals
 
 _NAMED = 3  # ranks in an error
 

@@ -61,6 +61,12 @@ class Verdict:
         difference, noise = round(self.speed_up - 1, 2), round(self.noise, 2)
         return "even" if abs(difference) <= noise else "faster" if difference > 0 else "slower"
 
+    @property
+    def is_unclear(self) -> bool:
+        """Whether only the noise hides a difference, so that more batches may show it."""
+        assert self.speed_up is not None
+        return self.gain == "even" and abs(round(self.speed_up - 1, 2)) > ERROR
+
 
 def batch_speed_ups(other: Summary, ours: Summary) -> list[float]:
     """Returns the speed-up over another strategy on each batch; both ran on the same batches."""
@@ -85,6 +91,8 @@ def verdict(
     if result.gain == "faster":
         return result
     result = replace(result, enough=_whole_documents(results, result))
+    if result.is_unclear:
+        return replace(result, because="noise")
     free_s = (1 - ours.exposed) * ours.step_s
     needed = None
     if other.step_s / free_s > 1 + ERROR:

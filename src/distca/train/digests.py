@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.futures import Future
 
-from distca.runtime.disk import check_writable
+from distca.runtime.disk import check_appendable, check_writable
 from distca.train.saved_tensors import describe
 from distca.train.step_folders import COMPLETE, EXTRA, DamagedCheckpointError, step_of
 
@@ -52,15 +52,21 @@ class DigestWriter(FileSystemWriter):
         # torch's threads lose their errors, and its zip format does not say why it could not write.
         if len(written) < len(plan.items):
             check_writable(Path(self.path))
+            for file in self._files(plan):
+                check_appendable(file)  # the checkpoint is lost anyway
             raise error
         # Of a thread that had nothing to write, there is an empty file.
-        files = sorted(Path(self.path).glob(f"{plan.storage_data.prefix}*.distcp"))
+        files = self._files(plan)
         with ThreadPoolExecutor(THREADS) as threads:
             digests = threads.map(_digest, files)
         future: Future[Any] = Future()
         names = (file.name for file in files)
         future.set_result((written, dict(zip(names, digests, strict=True))))
         return future
+
+    def _files(self, plan: SavePlan) -> list[Path]:
+        """Returns the files of this rank."""
+        return sorted(Path(self.path).glob(f"{plan.storage_data.prefix}*.distcp"))
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """results: of each rank, what ``write_data`` has returned there."""

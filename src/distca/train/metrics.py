@@ -78,13 +78,18 @@ def read(path: Path) -> list[Record]:
             record = json.loads(line)
         except (ValueError, RecursionError):
             continue
-        if not isinstance(record, dict) or not isinstance(record.get("step"), int):
+        if not isinstance(record, dict) or not _is_record(record):
             raise ValueError(
                 f"{path} holds lines that are no records of steps, such as {line[:40]!r}: delete"
                 " them, or move the file away"
             )
         records.append(record)
     return records
+
+
+def _is_record(line: Record) -> bool:
+    loss = line.get("loss")
+    return isinstance(line.get("step"), int) and isinstance(loss, int | float | None)
 
 
 def _abandon_from(path: Path, first_step: int) -> int:
@@ -111,10 +116,10 @@ def _replace(path: Path, text: str) -> None:
 
 
 def _lines(records: list[Record]) -> str:
-    return "".join(json.dumps(_for_json(record)) + "\n" for record in records)
+    return "".join(json.dumps(for_json(record)) + "\n" for record in records)
 
 
-def _for_json(record: Record) -> Record:
+def for_json(record: Record) -> Record:
     """Returns a record with null for numbers that JSON does not know."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value

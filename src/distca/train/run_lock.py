@@ -7,9 +7,15 @@ import socket
 import time
 from pathlib import Path
 
-from distca.runtime.disk import writing
+from distca.runtime.disk import check_plain, writing
 
 NAME = "run.lock"
+# What a run writes into its folder, or into those of its sides.
+WRITTEN = (
+    NAME, "config.json", "metrics.jsonl", "metrics.abandoned.jsonl", "metrics.new", "ticks.json",
+    "ticks.new", "faults.jsonl", "faults.abandoned.jsonl", "traces/trace.json",
+)  # fmt: skip
+LOGS = "logs/**/rank-*.log"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}
 
 
@@ -22,8 +28,14 @@ class RunLock:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError if another run holds the folder, with who it is."""
+        """Raises ValueError if another run holds the folder, with who it is.
+
+        Also if a link is where a run writes a file, which may be one of somebody else.
+        """
         folder.mkdir(parents=True, exist_ok=True)
+        for parent in (folder, *(path for path in folder.iterdir() if path.is_dir())):
+            check_plain(parent / name for name in WRITTEN)
+        check_plain(folder.glob(LOGS))
         self._file = (folder / NAME).open("a+")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
