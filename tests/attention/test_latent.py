@@ -207,6 +207,12 @@ WRONG = {
 }
 
 
+def latent_of_rank(tokens: Tokens, rank: int) -> Latent:
+    rows = tokens.rows(rank)
+    assert tokens.latent is not None
+    return Latent(*(t[rows] for t in tokens.factors), tokens.latent.weight)
+
+
 @pytest.mark.parametrize("what", WRONG)
 def test_wrong_latents_are_told_on_every_rank(what: str) -> None:
     plan = Batch([[201], [64, 7, 1]], GRAIN).plan()
@@ -215,9 +221,7 @@ def test_wrong_latents_are_told_on_every_rank(what: str) -> None:
 
     def one_rank(transport: LocalTransport) -> None:
         attention = CoreAttention(transport=transport, backend="reference")
-        rows = tokens.rows(transport.rank)
-        assert tokens.latent is not None
-        latent = Latent(*(t[rows] for t in tokens.factors), tokens.latent.weight)
+        latent = latent_of_rank(tokens, transport.rank)
         mine = change(latent) if transport.rank else latent
         with pytest.raises(DisagreementError, match=sentence):
             attention(*tokens.of_rank(transport.rank)[:3], plan, latent=mine)
@@ -232,9 +236,7 @@ def test_a_factor_of_another_dtype_is_refused_also_in_later_layers(which: str) -
 
     def one_rank(transport: LocalTransport) -> None:
         attention = CoreAttention(transport=transport, backend="reference")
-        rows = tokens.rows(transport.rank)
-        assert tokens.latent is not None
-        latent = Latent(*(t[rows] for t in tokens.factors), tokens.latent.weight)
+        latent = latent_of_rank(tokens, transport.rank)
         q, k, v, _ = tokens.of_rank(transport.rank)
         attention(q, k, v, plan, latent=latent)
         wrong = latent._replace(**{which: getattr(latent, which).double()})

@@ -8,12 +8,14 @@ import time
 from pathlib import Path
 
 from distca.runtime.disk import check_plain, writing
+from distca.train import fault_log, metrics
 
 NAME = "run.lock"
+REPLACED = (metrics.FILE, metrics.TICKS)  # by a new file beside them
 # What a run writes into its folder, or into those of its sides.
 WRITTEN = (
-    NAME, "config.json", "metrics.jsonl", "metrics.abandoned.jsonl", "metrics.new", "ticks.json",
-    "ticks.new", "faults.jsonl", "faults.abandoned.jsonl", "traces/trace.json",
+    NAME, "config.json", *REPLACED, *(str(Path(name).with_suffix(".new")) for name in REPLACED),
+    metrics.ABANDONED, fault_log.NAME, fault_log.ABANDONED, "traces/trace.json",
 )  # fmt: skip
 LOGS = "logs/**/rank-*.log"
 _UNSUPPORTED = {errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

@@ -160,18 +160,12 @@ class _Workers:
         least = min(taken.net, most - self.worth_a_cut)
         sent = self._traffic_limit - taken.num_above * taken.size
         received = self._traffic_limit - taken.start
-        # Local names, since hundreds of workers may be passed over for each slice.
-        tokens_left, sent_keys, received_keys = (
-            self.tokens_left,
-            self._sent_keys,
-            self._received_keys,
-        )
-        size, has_tokens, longest = float(taken.size), -1, best
+        tokens_left, size, has_tokens, longest = self.tokens_left, float(taken.size), -1, best
         for negative, worker in self._order:
             if -negative < least:
                 break
             if tokens_left[worker] >= size:
-                if received_keys[worker] <= received and sent_keys[worker] <= sent:
+                if self._sent_keys[worker] <= sent and self._received_keys[worker] <= received:
                     return worker
                 has_tokens = worker if has_tokens < 0 else has_tokens
             elif tokens_left[worker] > tokens_left[longest]:
