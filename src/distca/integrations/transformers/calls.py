@@ -23,7 +23,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from distca.integrations.shared.documents import num_tokens
-from distca.integrations.transformers import latents, refusals
+from distca.integrations.transformers import latents, natures, refusals
 from distca.integrations.transformers.batches import (
     DOCUMENTS,
     PLANNED,
@@ -164,7 +164,7 @@ def _watched_call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _holds_several(call: CallInProgress) -> bool:
     """Tells whether a row holds several documents, which no layer of the model keeps apart."""
-    if call.tokens is None or any(map(refusals.keeps_apart, call.model.modules())):
+    if call.tokens is None or any(map(natures.keeps_apart, call.model.modules())):
         return False
     num_rows, row_tokens = call.tokens.shape[:2]
     return bool(len(within((call,), told_lengths, num_rows, row_tokens)) > num_rows)

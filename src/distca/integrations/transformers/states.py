@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from transformers import Cache
 
 from distca.integrations.transformers.calls import in_progress, told_lengths, within
-from distca.integrations.transformers.refusals import class_of, keeps_apart
+from distca.integrations.transformers.natures import class_of, keeps_apart
 
 _OF_PACKED = re.compile(r"cu_seq_lens|max_length|seq_idx")  # arguments for documents in one row
 _CHECKPOINT = "_gradient_checkpointing_func"  # an attribute of layers that are recomputed

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from distca.data.documents import IGNORE
 from distca.data.shared_prefixes import pack_rows
 from distca.integrations.transformers.batches import DOCUMENTS
-from distca.integrations.transformers.refusals import carries_state
+from distca.integrations.transformers.natures import carries_state
 
 _PADDED = {"input_ids", "attention_mask", "labels", "fused_lm_head"}  # a call that can be packed
 _KEPT = {"fused_lm_head", "use_cache", "output_router_logits", "num_items_in_batch"}
